@@ -40,7 +40,7 @@ def show_progress(name: str) -> Iterator[Callable[[BulkProgress], None]]:
 
 
 class _Lines:
-    """Prints a line at the start, at the end, when something is wrong, and otherwise every few seconds."""
+    """Prints a line at the start, at the end, when there is a problem, and otherwise every few seconds."""
 
     def __init__(self) -> None:
         self._shown_s: float | None = None

@@ -37,7 +37,7 @@ LOG_TAIL_CHARS = 2000
 
 
 def demo_jobs(count: int) -> list[DemoJob]:
-    """Return `count` jobs. They use the prompts installed with the demo model, each as often as needed."""
+    """Return `count` jobs. They use the prompts of the demo model, which are repeated if there are fewer prompts."""
     prompts = json.loads(files("llamaq.worker").joinpath("model", "demo_prompts.json").read_text())
     jobs = []
     for index in range(count):

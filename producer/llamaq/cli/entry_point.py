@@ -1,4 +1,6 @@
-"""The entry point of the `llamaq` command. It imports the commands late: Ctrl-C during the imports ends it quietly."""
+"""The entry point of the `llamaq` command. It imports the commands late, so Ctrl-C during the imports prints no
+traceback.
+"""
 
 from __future__ import annotations
 

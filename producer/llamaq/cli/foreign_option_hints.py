@@ -1,4 +1,6 @@
-"""The hint after an unknown option: which option of this command has the same meaning as that of another program."""
+"""The hint after an unknown option: if the option exists in another program, the option of this command with its
+meaning.
+"""
 
 from __future__ import annotations
 

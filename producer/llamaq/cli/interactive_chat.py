@@ -16,7 +16,8 @@ ENDS = {**views.UNFINISHED, FinishReason.LENGTH: "the answer has reached max_tok
 class Conversation:
     """Reads messages from the terminal and prints the answers. Each request has the whole conversation.
 
-    Ctrl-C ends the current answer, and at the prompt it ends the conversation. When the conversation is longer than the
+    Ctrl-C during an answer ends the answer. Ctrl-C at the prompt ends the conversation. When the conversation is longer
+    than the
     context of the model, its oldest exchanges are dropped. The system message is kept. An exchange is a message of the
     user and its answer.
     """

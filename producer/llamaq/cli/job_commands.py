@@ -79,7 +79,7 @@ def chat(
 ) -> None:
     """Send a message to a chat model and print the answer. On a terminal without MESSAGE, chat until Ctrl-D.
 
-    In a conversation, Ctrl-C ends the answer, and at the prompt it ends the conversation.
+    In a conversation, Ctrl-C during an answer ends the answer. Ctrl-C at the prompt ends the conversation.
     """
     messages = [{"role": "system", "content": system}] if system else []
     with open_answers(redis_url, queue, wait_s, require_worker, server, api_key) as answers:

@@ -60,7 +60,9 @@ def serve_metrics(
 
 
 def read_metrics(settings: ClientSettings, reader: MetricsReader) -> Samples:
-    """Return the metrics of all queues. Each scrape has connections of its own, so none survives an outage of Redis."""
+    """Return the metrics of all queues. Each scrape opens new connections, so no scrape uses a connection that an
+    outage broke.
+    """
 
     async def read() -> Samples:
         connection = QueueConnection(settings)

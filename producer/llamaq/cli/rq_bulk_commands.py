@@ -75,10 +75,10 @@ def submit(
     *,
     run: BulkRun,
 ) -> None:
-    """Hand a run to an RQ worker (`llamaq bulk worker`) and print its id.
+    """Pass a run to an RQ worker (`llamaq bulk worker`) and print the id of the run.
 
-    The RQ worker opens the files, so it needs the same folders as this command. Submit a run that has failed or was
-    cancelled again, with the same files, to continue it.
+    The RQ worker opens the files, so it needs the same folders as this command. To continue a run that has failed or
+    was cancelled, submit it again with the same files.
     """
     from llamaq.producer.rq import BulkQueue
 
@@ -112,7 +112,7 @@ def run_worker(
     burst: Annotated[bool, typer.Option("--burst", help="End when no run waits.")] = False,
     log_format: OfLogFormat = LogFormat.TEXT,
 ) -> None:
-    """Execute submitted runs, one after the other. SIGTERM puts the running one back into the RQ queue.
+    """Execute submitted runs, one after the other. SIGTERM puts the current run back into the RQ queue.
 
     While Redis does not answer, it waits.
 

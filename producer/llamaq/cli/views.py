@@ -35,7 +35,7 @@ UNFINISHED = {
     FinishReason.CANCELLED: "the job was cancelled before its end",
     FinishReason.DEADLINE: "the job reached its time limit before its end",
 }
-"""For each finish reason of a text that is incomplete, and not because the caller limited its length: the notice."""
+"""Maps each finish reason of an incomplete text to a notice, except the reason that the caller limited its length."""
 
 
 def show_json(model: BaseModel) -> None:
@@ -202,7 +202,9 @@ def show_dead_letter(letter: DeadLetterDetails) -> None:
 
 
 def depth_line(depth: QueueDepth) -> str:
-    """Return the numbers of jobs in a queue, of delayed jobs only if there are any, and the mode unless it is open."""
+    """Return the numbers of jobs in a queue, and the mode unless it is open. Delayed jobs appear only if there are
+    any.
+    """
     delayed = f", {depth.delayed} delayed" if depth.delayed else ""
     mode = "" if depth.mode is QueueMode.OPEN else f", {depth.mode}"
     return f"{depth.waiting} waiting, {depth.running} running{delayed}{mode}"

@@ -1,4 +1,4 @@
-"""The chat page: one document without external parts, put together from the files of the folder `page`."""
+"""The chat page: one document without external parts, built from the files of the folder `page`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "trusted-types 'none'"
 )
-"""The browser runs this style and this script only, sends requests to this server only, and parses no text as HTML."""
+"""The browser applies only this style, runs only this script, sends requests only to this server, and parses no text as
+HTML."""
 
 
 async def chat_page(_: Request) -> Response:

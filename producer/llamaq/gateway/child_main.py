@@ -1,8 +1,8 @@
 """The entry point of the child process in which `llamaq up` runs the HTTP server.
 
 The parent writes the settings as one line of JSON to the standard input of this process, because the password of a
-Redis URL must not appear in a process list. The standard input then stays open as a lifeline: its end means that the
-parent is dead, and this process ends too. The argument is the file descriptor of the socket that listens.
+Redis URL must not appear in a process list. The standard input then stays open. When it is closed, the parent is dead,
+and this process ends too. The argument is the file descriptor of the listening socket.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from llamaq.producer.submission import build_request
 T = TypeVar("T")
 
 Piece = tuple[int, Chunk | Result]
-"""The number of a job among those of the request, and its next chunk or, as its last piece, its result."""
+"""The number of a job among the jobs of the request, and its next chunk. The last piece has the result instead."""
 
 
 class Generation:
@@ -73,7 +73,9 @@ class Generation:
         return await self.client.auto_cancelled.stream(request, None)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield what the started jobs generate, in the order in which it arrives, then the result of each."""
+        """Yield the chunks of the started jobs in the order in which they arrive, and the result of each job at its
+        end.
+        """
         try:
             if len(self.streams) == 1:
                 async for chunk in self.streams[0]:
@@ -118,12 +120,12 @@ class Generation:
         await asyncio.gather(*(stream.aclose() for stream in self.streams))
 
     async def describe_wait(self) -> str:
-        """Return what the first job is doing, in words."""
+        """Return a text with the state of the first job."""
         return await describe_wait(self.streams[0].job)
 
 
 async def describe_wait(job: AsyncJob) -> str:
-    """Return what a job is doing, in words: its place in the queue while it waits."""
+    """Return a text with the state of a job: its position in the queue while it waits."""
     n_ahead = await job.position()
     return "running" if n_ahead is None else f"queued, {n_ahead} ahead"
 

@@ -30,12 +30,12 @@ STOP_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class NativeOptions:
-    """What a request to `/completion` says about its answer alone."""
+    """The options of a request to `/completion` that only concern the form of its answer."""
 
     has_tokens: bool
     """Whether the answer has the token ids."""
     has_drawn_probs: bool
-    """Whether probabilities are those of the draw. They are numbers from 0 to 1, and not logarithms."""
+    """Whether probabilities are those of the draw. Then they are numbers from 0 to 1, and not logarithms."""
     fields: tuple[str, ...]
     """The only fields of the answer, such as `content` or `generation_settings/n_predict`. Empty: all."""
 
@@ -210,7 +210,9 @@ def slot_object(worker: Worker, slot: SlotSnapshot, slot_id: int) -> dict[str, A
 
 
 def _next_token(slot: SlotSnapshot) -> dict[str, Any]:
-    """Return how far the answer of a slot is. A free slot has none, although its last answer is still in its cells."""
+    """Return the progress of the answer of a slot. A free slot has no answer, although the last one is still in its
+    cells.
+    """
     if slot.job_id is None:
         return {"has_next_token": False, "n_remain": -1, "n_decoded": 0}
     n_remain = max(slot.max_generated_tokens - slot.generated_tokens, 0)

@@ -21,7 +21,7 @@ ASK_TIMEOUT_S = 5.0
 
 @asynccontextmanager
 async def explaining_long_prompts(context: Context, generation: Generation) -> AsyncIterator[None]:
-    """Replace the error of a prompt that is too long by one with the fields `n_prompt_tokens` and `n_ctx`.
+    """Replace the error of a prompt that is too long by an error with the fields `n_prompt_tokens` and `n_ctx`.
 
     Raises:
         RequestRefused: The prompt is too long.

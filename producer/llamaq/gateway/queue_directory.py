@@ -1,4 +1,4 @@
-"""Knows which queues there are, which workers serve them, and which queue a request means by its `model`."""
+"""Lists the queues and the workers that serve them, and finds the queue that a request means by its `model`."""
 
 from __future__ import annotations
 
@@ -189,7 +189,8 @@ class QueueDirectory:
 def queue_of(model: str | None, default: str, served: Served) -> str | None:
     """Return the queue that a request means by its `model`. None: there is no such queue.
 
-    A queue's name comes before a model's name. Of several queues with the same model, the first by name is meant.
+    The name of a queue takes precedence over the name of a model. If several queues have the same model, the first of
+    them by name is used.
     """
     if model is None or model == default:
         return default

@@ -1,4 +1,4 @@
-"""Chooses the queue of a request, which its API key must allow, and the options that key and headers give its jobs."""
+"""Chooses the queue of a request, which its API key must allow, and adds the job options of the key and the headers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from llamaq.producer.trace_context import current_traceparent
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 MAX_IDEMPOTENCY_CHARS = 255
 DELAYS = ("delay_s", "run_at")
-"""Job options that only a response in the background may have: another request would keep its connection open."""
+"""Job options that only a response in the background may have, because other requests would keep their connections
+open."""
 
 
 def api_key_of(request: Request) -> KeyRecord | None:
@@ -60,8 +61,8 @@ async def queue_for(request: Request, model: str | None, *, is_kept: bool = Fals
 async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> AsyncClient:
     """Return the client of the queue that a request means by its `model`, for jobs of a kind.
 
-    If the request names no queue and the default queue runs jobs of another kind, the first other queue that runs them
-    is meant.
+    If the request names no queue and the default queue runs jobs of another kind, the first other queue that runs jobs
+    of this kind is used.
 
     Raises:
         RequestRefused: As in `queue_for`.
@@ -85,16 +86,16 @@ def generation_for(
     is_kept: bool = False,
     is_background: bool = False,
 ) -> Generation:
-    """Return the jobs of a request, with what its API key and its headers decide.
+    """Return the jobs of a request, with the options that its API key and its headers set.
 
-    The header `Idempotency-Key` makes a repeated request find its jobs again. The jobs belong to the span of the header
-    `traceparent`, unless the server makes spans of its own.
+    With the header `Idempotency-Key`, a repeated request finds its jobs again. The jobs belong to the span of the
+    header `traceparent`, unless the server itself creates spans.
 
     Args:
         request: The request.
         client: The client of the queue.
         jobs: The arguments of `submit` for each job.
-        is_kept: Whether the jobs run to their end although the client is gone.
+        is_kept: Whether the jobs run to their end after the client has disconnected.
         is_background: Whether the client need not wait for the answer. Only such jobs may have a delay.
 
     Raises:
@@ -128,7 +129,7 @@ def _trace_of(request: Request) -> dict[str, str]:
 def _idempotency_key(request: Request, key: KeyRecord | None, *, is_kept: bool) -> str | None:
     """Return the key of the jobs of a request. None: they belong to this request alone.
 
-    The jobs of a kept request have a key of their own, because jobs with a key are never cancelled.
+    The jobs of a kept request get a new key, because jobs with a key are never cancelled.
     """
     given = request.headers.get(IDEMPOTENCY_HEADER)
     if given is None:

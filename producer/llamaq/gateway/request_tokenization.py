@@ -1,4 +1,4 @@
-"""Turns texts in a request into tokens, where a job takes only tokens. A worker of the queue tokenizes them."""
+"""Turns texts in a request into tokens, if a job accepts only tokens there. A worker of the queue tokenizes them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def _mixed_prompt(tokenizer: _Tokenizer, prompt: list[Any]) -> list[Any]:
 
 
 async def _plain_biases(tokenizer: _Tokenizer, biases: Any) -> Any:
-    """Return `logit_bias` as pairs of a token and a bias. A text stands for each of its tokens."""
+    """Return `logit_bias` as pairs of a token and a bias. The bias of a text applies to each of its tokens."""
     pairs = list(biases.items()) if isinstance(biases, Mapping) else biases
     if not isinstance(pairs, list):
         return biases

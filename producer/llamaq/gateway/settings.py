@@ -1,4 +1,4 @@
-"""The settings of the HTTP server: those of a client, where it listens, and what it allows."""
+"""The settings of the HTTP server: the settings of a client, the address to listen on, and the limits of requests."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ MAX_VOCABULARIES = 16
 
 
 class TokenPieces:
-    """The bytes of all tokens that workers were asked for so far, for each vocabulary."""
+    """For each vocabulary, the bytes of all tokens that workers have returned so far."""
 
     def __init__(self, queues: QueueDirectory) -> None:
         self._queues = queues

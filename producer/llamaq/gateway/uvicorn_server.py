@@ -15,11 +15,12 @@ from llamaq.gateway.settings import ServeSettings
 
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection stays open: longer than load balancers keep theirs, so that they close first."""
+"""Seconds that an idle connection stays open. Load balancers have shorter times, so that they close connections
+first."""
 
 
 class BoundedHeaders(H11Protocol):
-    """uvicorn's protocol. It closes a connection whose headers do not arrive in time, which uvicorn itself does not."""
+    """uvicorn's protocol, which also closes a connection if its headers do not arrive in time."""
 
     header_timeout_s = 20.0
     _header_timer: asyncio.TimerHandle | None = None

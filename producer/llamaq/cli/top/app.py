@@ -76,7 +76,8 @@ class TopApp(App[None]):
         self._orders: dict[str, Order] = {}
         self._filter = ""
         self._wake = asyncio.Event()
-        # The widgets are kept, because a search for them finds only those of the screen on top: a question has its own.
+        # The widgets are kept, because a search for widgets only finds those of the topmost screen, and a question is a
+        # separate screen.
         self._status = Static(id="status", markup=False)
         self._queue_rows = RowList(QUEUES, id="queues")
         self._pages = Static(id="pages")
@@ -234,7 +235,7 @@ class TopApp(App[None]):
     # ---- actions
 
     def check_action(self, action: str, _: tuple[object, ...]) -> bool | None:
-        """Return whether the footer offers an action: only on the pages with lines that it can be used on."""
+        """Return whether the footer shows an action, which depends on the lines of the page."""
         if action == "cancel":
             return self._page in (SLOTS, WAITING)
         if action == "retry":
@@ -254,7 +255,7 @@ class TopApp(App[None]):
         self._carry_out(retry_letter(self._rows.selected), "There is no job to retry.")
 
     def _carry_out(self, command: Command | None, missing: str) -> None:
-        """Carry out a command, after its question. Without a command, say what is missing."""
+        """Run a command, after its question is answered with yes. Without a command, show what is missing."""
         if command is None:
             self.notify(missing, severity="warning")
         elif command.question is None:

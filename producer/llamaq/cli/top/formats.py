@@ -12,7 +12,7 @@ ELLIPSIS = "…"
 def elide(text: str, width: int) -> str:
     """Return the text in at most `width` cells of the terminal. The middle of a longer text is left out.
 
-    The ends of ids differ more than their beginnings, so two thirds of what stays are from the end.
+    The ends of ids differ more than their beginnings, so two thirds of the remaining characters are from the end.
     """
     if cell_len(text) <= width:
         return text

@@ -83,7 +83,7 @@ class QueueLine:
     dead_letters: int
     models: tuple[str, ...]
     tenants: tuple[TenantLine, ...] = ()
-    """Those with the most waiting jobs come first. Empty for the sum of all queues."""
+    """The tenants with the most waiting jobs come first. Empty for the sum of all queues."""
 
 
 @dataclass(frozen=True, slots=True)

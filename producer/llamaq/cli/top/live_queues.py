@@ -1,4 +1,4 @@
-"""Reads the queues of the view through a client, and carries out what its user asks for."""
+"""Reads the queues of the view through a client, and runs the actions of its user."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCAN_EVERY_S = 30.0
 
 @dataclass(slots=True)
 class _Queue:
-    """What is kept of a queue between two readings."""
+    """The data of a queue that are kept between two readings."""
 
     partitions: int
     recent: list[RecentJob] = field(default_factory=list)
@@ -70,7 +70,9 @@ class LiveQueues:
         return Reading(now_ms, tuple(readings), n_hidden_queues=len(self._queues) - len(shown))
 
     async def _find_queues(self) -> None:
-        """Find new queues: those that workers serve in each reading, the others only from time to time."""
+        """Find new queues. Queues that workers serve are searched in each reading, other queues only from time to
+        time.
+        """
         client = self._client
         if self._named:
             new = [name for name in self._named if name not in self._queues]

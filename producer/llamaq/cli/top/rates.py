@@ -13,7 +13,9 @@ FINISH_WINDOW_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """The work of one worker between two of its heartbeats. None: not known, because there was one heartbeat so far."""
+    """The work of one worker between two of its heartbeats. None: not known, because there was only one heartbeat so
+    far.
+    """
 
     tokens_per_s: float | None = None
     prompt_tokens_per_s: float | None = None
@@ -78,8 +80,8 @@ def rates_between(before: Worker, after: Worker) -> WorkerRates:
 def finish_rate(recent: Sequence[RecentJob], now_ms: int) -> float | None:
     """Return the number of jobs that end per second. `recent` has the jobs that ended last, newest first.
 
-    The rate is the number of jobs within `FINISH_WINDOW_S` without the oldest one, divided by the time since the oldest
-    one ended. While no job ends, the rate decreases. None: fewer than two jobs ended in this time.
+    The rate is the number of jobs that ended within `FINISH_WINDOW_S`, minus one, divided by the time since the oldest
+    of them ended. While no job ends, the rate decreases. None: fewer than two jobs ended in this time.
     """
     ends_ms = [job.ended_ms for job in recent if now_ms - job.ended_ms <= FINISH_WINDOW_S * 1000]
     if len(ends_ms) < 2 or ends_ms[-1] >= now_ms:

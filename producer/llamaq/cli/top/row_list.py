@@ -1,4 +1,4 @@
-"""A list of rows under their column titles. It draws only the rows that are on the screen, however many there are."""
+"""A list of rows under their column titles. It draws only the rows that are on the screen, so any number is fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llamaq.common.protocol.queue_config import QueueMode
 
 HEADER_LINES = 1
 LATE_HEARTBEAT_S = 5.0
-"""A worker whose last heartbeat is older hangs, or has lost Redis."""
+"""If the last heartbeat of a worker is older than this, the worker hangs or cannot reach Redis."""
 
 
 class RowList(Widget, can_focus=True):

@@ -123,7 +123,7 @@ def _eta_s(n_waiting: int, rate: float | None) -> float | None:
 
 
 def _total(queues: Sequence[QueueLine]) -> QueueLine:
-    """Return the sum of all queues. The slowest queue decides when all waiting jobs have ended."""
+    """Return the sum of all queues. Its ETA is that of the slowest queue."""
     etas_s = [line.eta_s for line in queues]
     oldest_s = [line.oldest_waiting_s for line in queues if line.oldest_waiting_s is not None]
     known_etas_s = [eta_s for eta_s in etas_s if eta_s is not None]

@@ -1,4 +1,4 @@
-"""What the user of the view can do with a queue, a job or a dead letter: the question before it, and the call."""
+"""The actions of the user on a queue, a job or a dead letter: the question before an action, and the call."""
 
 from __future__ import annotations
 

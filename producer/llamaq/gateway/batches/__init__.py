@@ -1,1 +1,1 @@
-"""OpenAI's Batch API: bulk runs whose rows are in Redis, so that any server continues them when theirs dies."""
+"""OpenAI's Batch API: bulk runs whose rows are in Redis, so that any server continues the runs of a dead server."""

@@ -1,4 +1,4 @@
-"""Runs one batch on this server, from where another server left it to its end."""
+"""Runs one batch on this server to its end. It may continue a batch that another server has begun."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ from llamaq.producer.bulk.run_description import RunParameters
 log = logging.getLogger(__name__)
 
 MAX_STARTS = 20
-"""A batch fails after this many servers have begun it and stored nothing, because it may be the reason why they
-ended."""
+"""A batch fails after this number of servers have begun it without storing a row, because it may have crashed them."""
 ENDS = {
     BulkState.COMPLETED: BatchStatus.COMPLETED,
     BulkState.STOPPED: BatchStatus.CANCELLED,
@@ -64,7 +63,7 @@ def check_kind(card: WorkerCard | None, endpoint: BatchEndpoint) -> None:
         endpoint: The endpoint of the lines.
 
     Raises:
-        BatchFailed: They compute something else.
+        BatchFailed: The workers run jobs of another kind.
     """
     if card is None:
         return
@@ -194,7 +193,7 @@ class BatchRun:
         return LineRequests(self._request.endpoint, self._models, client, responses, self._request.owner)
 
     def _parameters(self) -> RunParameters:
-        """Return the parameters of the run. The limits of an API key are those of its batch too."""
+        """Return the parameters of the run. The limits of an API key also apply to its batches."""
         per_minute = None if self._key is None else self._key.requests_per_minute
         generates = self._request.endpoint.kind is JobKind.GENERATION
         limit = {"max_tokens": self._request.max_tokens} if generates and self._request.max_tokens else {}

@@ -32,7 +32,7 @@ async def write_unfinished(run: RunParameters, rows: StoredRows, max_line_bytes:
 async def finish_files(store: BatchStore, batch: Batch) -> dict[str, str]:
     """Show the output files of a batch among the files of its API key. Return the fields of the batch that name them.
 
-    A repeated call changes nothing but their expiry.
+    A repeated call only changes the expiry of the files.
     """
     request = batch.request
     files = FileStore(store.redis, store.keys, request.owner, max_files_bytes=0)

@@ -24,7 +24,7 @@ class CheckedInput:
     n_lines: int = 0
     """Number of lines that are not empty."""
     last_line: int = 0
-    """Number of the last line that is not empty, counted with the empty ones."""
+    """Number of the last line that is not empty. Empty lines are counted too."""
     model: str | None = None
     """The `model` of all lines. None: they name none."""
     errors: list[dict[str, Any]] = field(default_factory=list)

@@ -18,7 +18,7 @@ async def read_lines(blocks: AsyncIterator[bytes], max_line_bytes: int) -> Async
 
     Args:
         blocks: The content of the file.
-        max_line_bytes: Longest line. Of a longer line, at most this many bytes and one block are in memory.
+        max_line_bytes: Longest line. At most this number of bytes of a longer line, and one block, are in memory.
     """
     number, rest, is_too_long = 1, b"", False
     async for block in blocks:

@@ -1,4 +1,4 @@
-"""Turns the lines of a batch into rows of a bulk run: what a line asks for is prepared as at its endpoint."""
+"""Turns the lines of a batch into rows of a bulk run. The request of a line is prepared as at its endpoint."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LineRequests:
                 return await PreparedCompletion.read(self._models, self._client, Endpoint(self._endpoint), fields)
 
     async def _prepare_response(self, fields: Mapping[str, Any]) -> PreparedResponse:
-        """Return the request of a line. Its response is in the output of the batch, and is stored nowhere else."""
+        """Return the request of a line. Its response is stored only in the output of the batch."""
         asked = read_response_body(fields)
         body = replace(asked, is_stored=False, is_background=False, shown=asked.shown | {"store": False})
         history = await read_history(self._responses, self._models.queues, body.previous_id, self._owner)

@@ -51,7 +51,7 @@ class BatchEndpoint(StrEnum):
 
 
 class BatchRequest(WireModel):
-    """What a batch is asked to compute. It does not change."""
+    """The request for a batch. It does not change."""
 
     id: str = Field(description="The id.")
     key: KeyRecord | None = Field(

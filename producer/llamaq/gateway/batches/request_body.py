@@ -27,8 +27,8 @@ def read_batch_request(
 
     Args:
         body: The decoded JSON object.
-        settings: The settings of this server. Those that matter are stored in the batch, because all servers must
-            compute a line in the same way.
+        settings: The settings of this server. Settings that change an answer are stored in the batch, because all
+            servers must compute a line in the same way.
         key: The API key of the request. None: the server requires none.
         is_revocable: Whether the key is in Redis.
 

@@ -1,4 +1,4 @@
-"""Runs batches in the background of a server, those of dead servers too."""
+"""Runs batches in the background of a server, also batches of dead servers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from llamaq.gateway.settings import ServeSettings
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-"""Longest time until a server notices that a batch waits for one, or is cancelled."""
+"""Longest time until a server notices that a batch waits for a server, or is cancelled."""
 RENEW_S = 1.0
 RETRY_S = 5.0
 """A batch that could not be run is tried again after this time."""
 LOOK_AT = 16
-"""Number of waiting batches that a server looks at: other servers may hold the first ones."""
+"""Number of waiting batches that a server examines, because other servers may have claimed the first of them."""
 
 
 class BatchRunner:
@@ -141,7 +141,7 @@ class BatchRunner:
             await self.store.cancel(request.id)
 
     async def _takes_turn(self, batch: Batch) -> bool:
-        """Return whether a batch may run now. Those of a key with limits run one after the other."""
+        """Return whether a batch may run now. The batches of a key with limits run one after the other."""
         key = batch.request.key
         if key is None or (key.max_open is None and key.requests_per_minute is None):
             return True

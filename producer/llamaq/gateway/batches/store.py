@@ -89,7 +89,7 @@ class BatchStore:
 
         Args:
             owner: Name of the API key. None: the server requires none.
-            after: The id of the last batch of the page before. None: the first page.
+            after: The id of the last batch of the previous page. None: the first page.
             limit: Largest number of batches.
 
         Raises:
@@ -113,14 +113,14 @@ class BatchStore:
         await self._scripts["cancel"](keys=[self.keys.http_batch(batch_id)], args=[int(time.time())])
 
     async def due(self, count: int) -> Sequence[str]:
-        """Return batches that no server runs, the one that waits longest first."""
+        """Return batches that no server runs. The batch that has waited longest is first."""
         seconds, micros = await self.redis.time()
         now_ms = seconds * 1000 + micros // 1000
         members: Any = await self.redis.zrangebyscore(self.keys.http_open_batches(), "-inf", now_ms, 0, count)
         return [member.decode() for member in members]
 
     async def claim(self, batch_id: str, runner: str, lease_s: float) -> Claim:
-        """Make a server the runner of a batch if no other is, or renew its lease.
+        """Make a server the runner of a batch if no other server runs it, or renew the server's lease.
 
         Args:
             batch_id: The batch.
@@ -137,7 +137,7 @@ class BatchStore:
         return claim
 
     async def postpone(self, batch_id: str, delay_s: float) -> None:
-        """Let no server look at a batch for a while."""
+        """Prevent for some time that servers examine a batch."""
         seconds, _ = await self.redis.time()
         due_ms = int((seconds + delay_s) * 1000)
         await self.redis.zadd(self.keys.http_open_batches(), {batch_id: due_ms}, xx=True)
@@ -147,7 +147,9 @@ class BatchStore:
         await self.redis.zrem(self.keys.http_open_batches(), batch_id)
 
     async def take_turn(self, owner: str, batch_id: str, lease_s: float) -> bool:
-        """Return whether a batch of an API key may run, because no other one of this key runs. A call renews it."""
+        """Return whether a batch of an API key may run, because no other batch of this key runs. A call renews this
+        right.
+        """
         key, lease_ms = self.keys.http_turn(owner), int(lease_s * 1000)
         if await self.redis.set(key, batch_id, nx=True, px=lease_ms):
             return True
@@ -189,7 +191,7 @@ class BatchStore:
         errors: Sequence[bytes],
         counters: Mapping[str, int],
     ) -> None:
-        """Append blocks to the files of a batch, and count what is in them. A repeated call changes nothing.
+        """Append blocks to the files of a batch, and add to its counters. A repeated call changes nothing.
 
         Args:
             request: The batch.

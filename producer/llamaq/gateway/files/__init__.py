@@ -1,1 +1,1 @@
-"""OpenAI's Files API: files in Redis, where every server sees them, in compressed blocks and with an expiry."""
+"""OpenAI's Files API: files in Redis, which every server can read, in compressed blocks and with an expiry."""

@@ -14,9 +14,9 @@ from llamaq.common.errors import ProtocolError
 BLOCK_BYTES = 256 * 1024
 """Largest size of a block before the compression."""
 BLOCKS_AT_ONCE = 8
-"""Number of blocks that are read together: those that a batch writes are small."""
+"""Number of blocks that are read together, because the blocks that a batch writes are small."""
 _THREAD_BYTES = 32 * 1024
-"""More bytes are compressed in a thread: that takes longer than a millisecond."""
+"""More bytes are compressed in a thread, because their compression takes longer than a millisecond."""
 _LEVEL = 3
 """Compresses JSON lines to about a fifth of their size, three times faster than zlib's default level."""
 

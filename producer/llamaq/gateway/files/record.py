@@ -17,7 +17,7 @@ UPLOAD_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 
 
 class FileRecord(WireModel):
-    """A file of an API key. While it is uploaded, it counts with the largest size that it may reach."""
+    """A file of an API key. During its upload, it counts as a file of the largest size that it may reach."""
 
     id: str = Field(description="The id.")
     filename: str = Field("", description="Name that the client gave the file. It is shown, and used for nothing else.")

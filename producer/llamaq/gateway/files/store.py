@@ -47,7 +47,7 @@ class FileStore:
         return sorted((each for each in await self._all() if each.is_complete), key=lambda each: each.created_ms)
 
     async def _all(self) -> list[FileRecord]:
-        """Return all records, those of uploads too, and remove the expired ones."""
+        """Return all records, also records of uploads, and remove expired records."""
         stored: Any = await self._redis.hgetall(self._records)
         records = [FileRecord.model_validate_json(value) for value in stored.values()]
         now_s = time.time()

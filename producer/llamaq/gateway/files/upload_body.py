@@ -17,7 +17,7 @@ from llamaq.gateway.http.request_lifetime import DISCARD_S, ClientGone
 class UploadBody:
     """The body of one request.
 
-    A client may take long, but not stand still.
+    An upload may take a long time, but it fails if no byte arrives for some time.
     """
 
     def __init__(self, receive: Receive, *, silence_s: float) -> None:
@@ -67,7 +67,9 @@ class UploadBody:
         return body
 
     async def discard(self) -> None:
-        """Read the rest for a moment before an error is sent: a client that still sends would not receive the error."""
+        """Read more of the body for a moment before an error is sent. A client that still sends would not receive the
+        error.
+        """
         with suppress(TimeoutError, ClientGone):
             async with asyncio.timeout(DISCARD_S):
                 while not self._has_ended:

@@ -1,1 +1,1 @@
-"""What every request needs, whatever its API: limits, ids, errors, JSON, streams of events."""
+"""What the requests of all APIs need: limits, ids, errors, JSON, streams of events."""

@@ -19,10 +19,13 @@ LOCALHOST_PATTERN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?"
 
 
 class Cors(CORSMiddleware):
-    """Answers the question of a browser whether a page may call this server. A refusal is an answer without origin."""
+    """Answers the preflight requests of browsers, which ask whether a page may call this server.
+
+    A refusal is an answer without an allowed origin.
+    """
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Return the answer to the question. A refusal also has the status 200, as with llama-server."""
+        """Return the answer to a preflight request. A refusal also has the status 200, as in llama-server."""
         response = super().preflight_response(request_headers)
         response.status_code = HTTPStatus.OK
         return response

@@ -27,7 +27,7 @@ from llamaq.common.errors import (
 from llamaq.common.redis.write_refusals import is_full
 
 RETRY_AFTER_S = 5
-"""The value of `Retry-After` where no better one is known."""
+"""The value of `Retry-After` if no better value is known."""
 
 TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -87,7 +87,7 @@ class RequestRefused(LlamaqError):
 
 
 def invalid(message: str, param: str | None = None) -> RequestRefused:
-    """Return the error of a request that the caller can mend."""
+    """Return the error of a request that the caller can correct."""
     return RequestRefused(HTTPStatus.BAD_REQUEST, message, param=param)
 
 

@@ -17,7 +17,8 @@ from llamaq.common.errors import LlamaqError
 from llamaq.gateway.http.errors import error_fields
 
 FIRST_PING_S = 1.0
-"""A stream without an event for this long begins with a comment. Until then, an error can still have a status."""
+"""If a stream has no event within this time, it begins with a comment. Before that, an error can still have a
+status."""
 
 Events = AsyncGenerator[bytes, None]
 Comment = Callable[[], Awaitable[str]]
@@ -39,7 +40,8 @@ class TextEvent:
     """An event that is sent again and again with other texts. All but the text is encoded once.
 
     Args:
-        value: The data of the event with any text, which is not empty and comes after all other texts of the event.
+        value: The data of the event with any text that is not empty. In the encoded event, this text comes after all
+            other texts.
         text: This text.
     """
 
@@ -65,9 +67,9 @@ def error_event(exc: Exception) -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events. It closes the generator of its events, however it ends.
+    """A response of server-sent events. At any end of the response, the generator of its events is closed.
 
-    While there is no event, it sends comments, so that no proxy takes the connection for a dead one.
+    While there is no event, it sends comments, so that no proxy closes the connection as dead.
     """
 
     media_type = "text/event-stream"
@@ -102,7 +104,7 @@ class EventStream(Response):
         format_error: Callable[[Exception], bytes] = error_event,
         headers: dict[str, str] | None = None,
     ) -> Self:
-        """Return the response when the first event is there, or when the client has waited long enough for a comment.
+        """Return the response when the first event has arrived, or when the first comment is due.
 
         Args:
             events: The encoded events.
@@ -130,7 +132,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             pinging = asyncio.create_task(self._ping(send, is_waiting=not self._first.done()))
-            # A task of its own: otherwise each event would resume the coroutines of all middleware.
+            # A separate task, because otherwise each event would resume the coroutines of all middleware.
             await asyncio.create_task(self._send_events(send))
             await cancel_tasks(pinging)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -152,7 +154,9 @@ class EventStream(Response):
             pass
 
     async def _ping(self, send: Send, *, is_waiting: bool) -> None:
-        """Send comments while there is silence: the first one soon, at once if the first event is not there yet."""
+        """Send comments while there is no event. The first comment is sent soon, or at once if there was no event
+        yet.
+        """
         loop = asyncio.get_running_loop()
         self._sent_s = self._sent_s or loop.time()
         limit_s = 0.0 if is_waiting else min(FIRST_PING_S, self._ping_s)

@@ -17,7 +17,7 @@ class Page:
 
     limit: int
     after: str | None
-    """The id of the last object of the page before. None: the first page."""
+    """The id of the last object of the previous page. None: the first page."""
     is_ascending: bool
     """Whether the oldest object is the first."""
 

@@ -1,4 +1,4 @@
-"""Bounds how a request arrives, and ends its work when the client is gone."""
+"""Bounds the size and the time of a request body, and cancels the work of a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.gateway.http.errors import RequestRefused, error_response
 
 DISCARD_S = 1.0
-"""How long the rest of a body that is too large is read, before the response: a client that still sends would get a
+"""How long the rest of a body that is too large is read before the response. A client that still sends would get a
 reset connection instead of the response."""
 
 UPLOADS = frozenset({("POST", "/v1/files")})
-"""Requests whose endpoint reads the body as it arrives, within limits of its own."""
+"""Requests whose endpoint reads the body while it arrives, with separate limits."""
 
 
 class ClientGone(Exception):
@@ -31,8 +31,8 @@ class RestMissing(Exception):
 class RequestLifetime:
     """Middleware. It reads the body within its limits, then cancels the application when the client disconnects.
 
-    The application is cancelled in whatever it does, also before it has sent anything. So its `finally` clauses are the
-    one place that ends the jobs of a client that is gone.
+    The application is cancelled at any point, also before it has sent anything. So only its `finally` clauses end the
+    jobs of a client that has disconnected.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, body_timeout_s: float) -> None:

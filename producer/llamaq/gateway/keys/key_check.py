@@ -26,7 +26,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/openapi.json"})
 
 
 class KeyCheck:
-    """Refuses requests without a valid key, and those beyond the limits of their key.
+    """Refuses requests without a valid key, and requests beyond the limits of their key.
 
     The application finds the key as `request.state.api_key`.
     """

@@ -1,4 +1,4 @@
-"""What is stored about an API key. The key itself is not: only its SHA-256."""
+"""The stored data of an API key. The key itself is not stored, only its SHA-256."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KeyRecord(StrictModel):
         return not self.queues or queue in self.queues
 
     def job_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of a job of this key: those of the request, and those that the key decides."""
+        """Return the options of a job of this key: the options of the request, and the options that the key sets."""
         own_salt = self.name if self.cache_salt is None else self.cache_salt
         parts = [part for part in (own_salt, str(options.get("cache_salt") or "")) if part]
         decided: dict[str, Any] = {"tenant": self.name, "cache_salt": "/".join(parts)}

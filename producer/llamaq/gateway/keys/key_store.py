@@ -15,14 +15,14 @@ from llamaq.gateway.keys.key_file import KeyFile
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of, new_key
 
 FRESH_S = 2.0
-"""A key that was read more recently is not read again. So a revoked key works for at most this time."""
+"""A key that was read less than this time ago is not read again. So a revoked key works for at most this time."""
 MAX_REMEMBERED = 10_000
 OPEN_LEASE_MS = 60_000
 """An open request counts for this time after its last call of `admit`. So requests of a killed server stop counting."""
 
 
 class KeyStore:
-    """The API keys of a Redis server, and those of a file."""
+    """The API keys in Redis and in a file."""
 
     def __init__(self, redis: Redis, keys: Keys, file: KeyFile | None = None) -> None:
         self._redis = redis

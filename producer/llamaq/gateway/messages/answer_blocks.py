@@ -1,4 +1,4 @@
-"""Builds the blocks of an answer from its parts, and the events that tell about them."""
+"""Builds the blocks of an answer from its parts, and the events of these blocks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AnswerBlocks:
         """Return the event that begins the answer.
 
         Args:
-            n_input: Number of tokens of the prompt. Which of them were cached follows with the last event.
+            n_input: Number of tokens of the prompt. The last event has the number of cached tokens.
         """
         usage = {"input_tokens": n_input, "output_tokens": 0}
         frame = {**self._frame(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -137,7 +137,7 @@ def message_id(job_id: str) -> str:
 
 
 def usage_object(stats: JobStats) -> dict[str, int]:
-    """Return the usage of a job. The input tokens are those that were computed, without the cached ones."""
+    """Return the usage of a job. Its input tokens are the computed tokens, without the cached tokens."""
     return {
         "input_tokens": max(stats.prompt_tokens - stats.prefix_cache_tokens, 0),
         "cache_creation_input_tokens": 0,

@@ -21,7 +21,7 @@ def read_system(value: Any) -> list[Message]:
 
 
 def read_message(place: str, message: Any) -> list[Message]:
-    """Return the messages of a chat that a message means: results of tools are messages of their own.
+    """Return the messages of a chat for one message of the API. Results of tools become separate messages.
 
     Raises:
         InvalidRequest: It has a form that is not supported. The message names it.
@@ -98,7 +98,7 @@ def _read_answer(place: str, content: Any, blocks: Blocks) -> Message:
 
 
 def _read_result(place: str, block: Mapping[str, Any]) -> Message:
-    """Return the result of a tool. A chat template has no place for `is_error`, so the text must tell it."""
+    """Return the result of a tool. A chat template has no field for `is_error`, so the text contains it."""
     if not isinstance(block.get("tool_use_id"), str):
         raise InvalidRequest(f"{place}.tool_use_id: the id of a tool_use is required")
     content = block.get("content") or ""

@@ -61,7 +61,9 @@ def _read_prompt(body: Mapping[str, Any], choice: ToolChoice) -> dict[str, Any]:
 
 
 def _may_think(body: Mapping[str, Any]) -> bool:
-    """Return whether the model is asked to reason. In Anthropic's API it is not, unless the request says so."""
+    """Return whether the model is asked to reason. In Anthropic's API, reasoning is off unless the request turns it
+    on.
+    """
     thinking = _object(body, "thinking")
     match thinking.get("type", "disabled"):
         case "enabled" | "adaptive":

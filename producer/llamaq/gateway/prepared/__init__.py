@@ -1,1 +1,1 @@
-"""Requests as jobs, and the results of these jobs as answers: the same for an endpoint and for a line of a batch."""
+"""Turns requests into jobs, and the results of these jobs into answers, for endpoints and for lines of a batch."""

@@ -74,7 +74,7 @@ class PreparedCompletion:
         return self.body.n
 
     def splitters(self) -> list[AnswerSplitter]:
-        """Return a new splitter for each choice. Empty: the choices are content alone."""
+        """Return a new splitter for each choice. Empty: the choices contain only content."""
         return [splitter for _ in self.jobs if (splitter := self.form.splitter()) is not None]
 
     async def logprobs(

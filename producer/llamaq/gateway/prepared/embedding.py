@@ -50,7 +50,7 @@ class PreparedEmbedding:
             queues: The queues.
             client: The client of the queue.
             fields: The decoded JSON object.
-            is_native: Whether the endpoint is one of llama-server's own. A body may ask for its form too.
+            is_native: Whether the endpoint is one of llama-server's own. A body may also ask for llama-server's form.
 
         Raises:
             RequestRefused: The workers of the queue cannot answer it.
@@ -82,7 +82,9 @@ class PreparedEmbedding:
 
 
 def _check_unpooled(body: EmbeddingBody, *, is_native: bool) -> None:
-    """Refuse what workers that do not pool cannot answer. Their answers have a vector for each token of each text."""
+    """Refuse requests that workers without pooling cannot answer. Their answers have a vector for each token of each
+    text.
+    """
     if not is_native:
         raise invalid(NOT_POOLED)
     if len(body.inputs) > INPUTS_PER_JOB:

@@ -1,4 +1,4 @@
-"""What an endpoint and a batch need of a request: its jobs, and the answer that their results give."""
+"""The interface of a prepared request for endpoints and batches: its jobs, and the answer built from their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns what a job generated into pieces of text with probabilities, into the ended response, or into a message."""
+"""Turns the output of a job into pieces of text with probabilities, into the ended response, or into a message."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The events of a streamed response, with numbers that depend on the text of the answer alone.
 
-An event with new text has the number of its last character, every other event the next number. So every server gives
-the same number to the same place, however the text is cut into pieces, and nothing has to be stored to resume a stream.
-The numbers increase, but are not consecutive.
+An event with new text has the number of its last character. Every other event has the next number. So every server
+gives the same number to the same position in the text, with any division of the text into events. Nothing has to be
+stored to resume a stream. The numbers increase, but are not consecutive.
 """
 
 from __future__ import annotations

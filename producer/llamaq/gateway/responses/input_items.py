@@ -46,7 +46,7 @@ def read_input(value: Any) -> Messages:
 
 
 def _add_item(messages: Messages, place: str, item: Any) -> None:
-    """Add what an item says to the messages. Reasoning, text and calls of the assistant are one message."""
+    """Add the content of an item to the messages. Reasoning, text and calls of the assistant become one message."""
     if not isinstance(item, Mapping):
         raise InvalidRequest(f"{place}: an object is required")
     match item.get("type", "message"):
@@ -84,7 +84,7 @@ def _of_assistant(messages: Messages, field: str) -> dict[str, Any]:
 
 
 def _reasoning_of(place: str, item: Mapping[str, Any]) -> str:
-    """Return the text of an item of reasoning. Without the whole text, the summary stands for it."""
+    """Return the text of an item of reasoning, or its summary if the item does not have the whole text."""
     for name in ("content", "summary"):
         match item.get(name):
             case None | []:

@@ -1,4 +1,4 @@
-"""Builds the items of a response's output from the parts of its answer, and the events that tell about them."""
+"""Builds the items of a response's output from the parts of its answer, and the events of these items."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OutputItems:
         self._splitter = form.splitter()
         self._open: Kind | None = None
         self._logprobs: list[dict[str, Any]] = []
-        """Probabilities of the tokens that have given no part yet. They belong to the next part."""
+        """Probabilities of the tokens that have not completed a part yet. They belong to the next part."""
 
     def feed(
         self, text: str, logprobs: Sequence[dict[str, Any]] = (), tag_offsets: Sequence[int] = ()

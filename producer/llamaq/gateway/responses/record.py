@@ -1,4 +1,4 @@
-"""What is stored about a response besides its job: the conversation, and what the response shows of its request."""
+"""The stored data of a response besides its job: the conversation, and the fields of the request that it shows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 
 ID_PREFIX = "resp_"
 LONGEST_JOB_S = 7 * 24 * 3600
-"""A record is written at the submit, and the result of a job is stored from the end of the job on. So a record is
-stored longer, by the time that a job may wait and run."""
+"""How much longer a record is stored than the result of its job. A record expires a fixed time after the submit, a
+result after the end of the job. So this is the longest time that a job may wait and run."""
 
 
 class ResponseRecord(WireModel):

@@ -28,7 +28,7 @@ SHOWN: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""Fields of a request that the response shows again, and what it shows where the request has none."""
+"""Fields of a request that the response repeats, and their values if the request does not have them."""
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` for which an answer has the probabilities of its tokens."""
 
@@ -45,7 +45,7 @@ class ResponseBody:
     messages: Messages
     """The new messages of the conversation."""
     previous_id: str | None
-    """The id of the response that the conversation continues. None: it begins here."""
+    """The id of the response that the conversation continues. None: the conversation begins with this request."""
     tool_choice: ToolChoice
     """The tools that the answer may call."""
     is_truncated: bool

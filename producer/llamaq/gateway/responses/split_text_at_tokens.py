@@ -15,7 +15,7 @@ Cut = tuple[str, list[dict[str, Any]]]
 
 
 class TokenCuts:
-    """The cuts of one answer. Its text may arrive later than its tokens: half a character has no text."""
+    """Splits one answer. Its text may arrive later than its tokens, because an incomplete character has no text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -12,8 +12,8 @@ CountTokens = Callable[[Sequence[Message]], Awaitable[int]]
 async def newest_that_fit(messages: list[Message], limit: int, count_tokens: CountTokens) -> list[Message]:
     """Return the newest messages that have at most `limit` tokens, beginning with a message of the user.
 
-    If not even the messages from the last message of the user on fit, these are returned, and the job fails with the
-    reason.
+    If even the messages from the last message of the user on do not fit, these messages are returned. Then the job
+    fails with the reason.
 
     Args:
         messages: The conversation.

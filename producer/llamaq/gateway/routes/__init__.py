@@ -1,1 +1,1 @@
-"""The endpoints. Each reads a request, lets the queues do the work, and writes the answer."""
+"""The endpoints. Each reads a request, submits its jobs to a queue, and writes the answer."""

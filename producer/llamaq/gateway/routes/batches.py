@@ -17,7 +17,7 @@ from llamaq.gateway.routes.files import files_of
 
 MAX_LISTED, LISTED = 100, 20
 INPUT_MARGIN_S = 3600
-"""The input file is stored longer than its batch runs, by this time."""
+"""How much longer the input file is stored than its batch may run."""
 
 
 async def create(request: Request) -> Response:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_LISTED = 10_000
 FORM_BYTES = 64 * 1024
-"""A body may be larger than its file by this much."""
+"""A body may be larger than its file by this number of bytes."""
 
 
 async def create(request: Request) -> Response:

@@ -44,9 +44,9 @@ async def complete(request: Request) -> Response:
 
 
 def by_token(chunk: Chunk) -> list[Chunk]:
-    """Split a chunk with probabilities into one chunk for each token, as llama-server does. The last one has the text.
+    """Split a chunk with probabilities into one chunk for each token, as in llama-server. The last chunk has the text.
 
-    A chunk has several tokens if they arrived together. A chunk without probabilities stays as it is.
+    A chunk has several tokens if they arrived together. A chunk without probabilities is not changed.
     """
     if len(chunk.logprobs) <= 1:
         return [chunk]

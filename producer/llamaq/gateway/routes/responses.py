@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's endpoint whose answers are stored. Every server can read, resume and cancel each of them."""
+"""/v1/responses: OpenAI's endpoint for stored answers. Every server can read, resume and cancel every stored answer."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ def _starting_after(request: Request) -> int:
 
 
 async def _pieces_of(generation: Generation) -> AsyncGenerator[Chunk | Result, None]:
-    """Yield the pieces of the only job of a request. If it is not stored, it ends with this generator."""
+    """Yield the pieces of the only job of a request. If the response is not stored, the job ends with this
+    generator.
+    """
     pieces = generation.pieces()
     try:
         async for _, piece in pieces:
