@@ -127,7 +127,7 @@ class QueueDirectory:
         """
         queue = queue_of(model, self.settings.queue, await self.served())
         if queue is None:
-            # A worker may have started since the last look.
+            # A worker may have started since the last read.
             queue = queue_of(model, self.settings.queue, await self.served(is_fresh=True))
         if queue is None and self.settings.accept_any_model:
             queue = self.settings.queue
