@@ -64,6 +64,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "--no-cache-prompt",
         "--no-stream",
         "--cancel-on-disconnect",
+        "--prompt-progress",
         "--stop",
         "one",
         "--stop",

@@ -12,11 +12,11 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import Attempt
-from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
+from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
 
 
 def ignore(partition: int, server_ms: int, waited_s: float) -> None:

@@ -23,7 +23,6 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_types import Attempt, Claim, Increment
-from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.queries.job_records import read_output
@@ -31,6 +30,7 @@ from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import outbox as outbox_module
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, OutputMailbox

@@ -18,12 +18,12 @@ from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_config import QueueConfig
-from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker import queue_join_and_upkeep
 from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
+from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
 
 CONFIG = QueueConfig(partitions=2, max_queue=7, lease_ms=10_000, model="aa", model_name="one.gguf")
 
@@ -194,7 +194,7 @@ async def test_workers_share_the_steps_of_a_sweep(redis_url: str, queue: str) ->
 async def test_consumers_of_dead_workers_without_entries_are_removed(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamaq.common.protocol.upkeep_script_calls.IDLE_CONSUMER_S", 0)
+    monkeypatch.setattr("llamaq.worker.broker.upkeep_script_calls.IDLE_CONSUMER_S", 0)
     async with at(redis_url) as redis:
         stream = Keys().jobs(queue, 0, Priority.BULK)
         await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)

@@ -14,11 +14,11 @@ from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.common.vocab.rerank_prompt import encode_pair
 from llamaq.worker.core.job import Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.embedding.embedding_job import EmbeddingJob
 from llamaq.worker.embedding.embedding_preparer import EmbeddingPreparer
+from llamaq.worker.embedding.rerank_prompt import encode_pair
 from llamaq.worker.engine.gguf_vocab import extract_vocab, has_classifier
 
 HELLO = [2, 5, 6, 3]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
-from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
@@ -18,6 +17,7 @@ from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.script_types import Increment, StoredEnd, TerminalWrite
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.worker.broker.token_times import TokenTimes
 from llamaq.worker.broker.wall_clock_timeline import timeline_of
 from llamaq.worker.core.job import JobEnded, Lease
 from llamaq.worker.core.job_times import JobTimes

@@ -20,7 +20,6 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.script_calls import MAX_JOBS_IN_CALL, Scripts
 from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment
@@ -28,6 +27,7 @@ from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_full, is_job_key_error
 from llamaq.common.split_by_size import split_by_size
 from llamaq.worker.broker.job_output_buffer import Checkpoints, JobProgress, RetryDelay
+from llamaq.worker.broker.token_times import TokenTimes
 from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox

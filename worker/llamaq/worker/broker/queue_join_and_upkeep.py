@@ -21,9 +21,9 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueConfig
-from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
+from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
 
 log = logging.getLogger(__name__)
 

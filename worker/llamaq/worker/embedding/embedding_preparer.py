@@ -7,10 +7,10 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.embedding_task import EmbeddingTask, JobKind, Pooling
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.common.vocab.rerank_prompt import encode_pair
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.embedding.embedding_job import EmbeddingJob
+from llamaq.worker.embedding.rerank_prompt import encode_pair
 
 MAX_RESULT_BYTES = 32 * 1024 * 1024
 """Largest size of the embeddings of one job. Redis and the client have them in memory at once."""

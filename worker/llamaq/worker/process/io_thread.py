@@ -24,7 +24,6 @@ from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.server_check import log_dangers
 from llamaq.worker.broker.command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.exit_when_empty import EmptyQueueWatch
@@ -37,6 +36,7 @@ from llamaq.worker.broker.preparations import N_THREADS, Preparer
 from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.process.redis_server_check import log_dangers
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.settings import WorkerSettings
 

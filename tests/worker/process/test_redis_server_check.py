@@ -10,8 +10,8 @@ import pytest
 from redis import Redis
 
 from llamaq.common.redis.connect import connect
-from llamaq.common.redis.server_check import log_dangers
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
+from llamaq.worker.process.redis_server_check import log_dangers
 
 pytestmark = pytest.mark.starts_processes
 

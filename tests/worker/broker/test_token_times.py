@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaq.common.metrics.buckets import SHORT_TIMES_MS
-from llamaq.common.metrics.token_times import TokenTimes
+from llamaq.worker.broker.token_times import TokenTimes
 
 
 def times_of(*times_ms: int) -> TokenTimes:
