@@ -22,6 +22,7 @@ from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
+from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.script_types import (
     Attempt,
     CancelCode,
@@ -68,6 +69,9 @@ MAX_JOBS_IN_CALL = 64
 
 # Approximate number of dead letters that are stored in each partition.
 MAX_DEAD = 1000
+
+# Approximate upper bound on the ended jobs whose stats a queue stores.
+MAX_STATS = 10_000
 
 # A dead job is stored for at least this time, so that an operator can examine and retry it.
 DEAD_TTL_S = 7 * 24 * 3600
@@ -168,7 +172,9 @@ class Scripts:
         self._read, self._reclaim, self._movable, self._expire, self._due = (
             redis.register_script(source(name)) for name in ("read", "reclaim", "movable", "expire", "due")
         )
-        self._retry, self._position = (redis.register_script(source(name)) for name in ("retry", "position"))
+        self._retry, self._position, self._add_stats = (
+            redis.register_script(source(name)) for name in ("retry", "position", "add_stats")
+        )
         self._check_crash, self._bury, self._purge_dead_letter = (
             redis.register_script(source(name)) for name in ("check_crash", "bury", "purge_dead_letter")
         )
@@ -513,6 +519,11 @@ class Scripts:
             values.append(last.progress)
         args: list[Any] = [worker, GROUP, DEAD_TTL_S * 1000, MAX_DEAD, codec.encode_values(values)]
         return [_finish_outcome(reply) for reply in await self._finish(keys=keys, args=args)]
+
+    async def add_stats(self, queue: str, jobs: Sequence[RecentJob]) -> None:
+        """Add ended jobs to the stats of a queue. A repeated call adds them again, which only the stats show."""
+        entries = [codec.encode_model(job) for job in jobs]
+        await self._add_stats(keys=[self._keys.stats(queue)], args=[MAX_STATS, codec.encode_values(entries)])
 
     async def read_end(self, job_id: str, attempt: int, worker: str) -> StoredEnd | None:
         """Return how a claimed job has ended. For example, a client may have ended it while its worker had it.

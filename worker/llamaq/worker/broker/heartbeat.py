@@ -19,6 +19,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, WorkerCard
 from llamaq.common.protocol.queue_depth import queue_depth
+from llamaq.common.protocol.script_calls import MAX_JOBS_IN_CALL, MAX_STATS, Scripts
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.broker.heartbeat_content import describe_worker
@@ -32,8 +33,6 @@ MAX_MISSED_BEATS = 5
 """A worker that missed this many heartbeats is no longer listed."""
 MIN_TTL_MS = 2000
 VOCAB_TTL_S = 24 * 3600
-MAX_STATS = 10_000
-"""Approximate upper bound on the finished jobs whose stats are stored."""
 DEPTH_TIMEOUT_S = 1.0
 """How long the heartbeat waits for the depth of the queue. On a cluster, a partition may not answer."""
 FIRST_STATS_PAUSE_S, LONGEST_STATS_PAUSE_S = 0.1, 5.0
@@ -73,6 +72,7 @@ class Heartbeat:
         """
         self._redis = redis
         self._keys = keys
+        self._scripts = Scripts(redis, keys)
         self._card = card
         self._vocab_blob = vocab_blob
         self._ticks = ticks
@@ -162,11 +162,8 @@ class Heartbeat:
         batch = list(self._unstored)
         if not batch:
             return
-        stream = self._keys.stats(self._card.queue)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job in batch:
-                pipe.xadd(stream, {"job": codec.encode_model(job)}, maxlen=MAX_STATS, approximate=True)
-            await pipe.execute()
+        for part in range(0, len(batch), MAX_JOBS_IN_CALL):
+            await self._scripts.add_stats(self._card.queue, batch[part : part + MAX_JOBS_IN_CALL])
         for _ in batch:
             self._unstored.popleft()
 

@@ -60,6 +60,9 @@ class PrefixHit:
         return self.leader is not None or (isinstance(self.source, Run) and self.source.n_pending > 1)
 
 
+NO_HIT = PrefixHit()
+
+
 @dataclass(slots=True, eq=False)
 class Candidate:
     """A waiting job that may be admitted now, and the reusable prefix of its prompt."""
@@ -94,7 +97,7 @@ class PrefixLookup:
             admitted_before: Only running jobs with a smaller admission number can be the leader. None allows all.
         """
         if not job.request.cache_prompt:
-            return PrefixHit()
+            return NO_HIT
         tokens = job.packed[:-TOKEN_BYTES]
         match = self._cache.match(tokens, job.scope, admitted_before)
         stored = self._offload.match(tokens, job.scope)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from math import ceil
 
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.packed_tokens import common_prefix
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.kv_cache.cell_ledger import CellLedger
 
@@ -145,14 +146,21 @@ class SlotPool:
             pinned = self.slots[job.request.slot]
             return pinned if pinned.run is None else None
         idle = [slot for slot in self.slots if slot.run is None]
-        similarity = {slot: self._similarity_of(slot, job) for slot in idle}
-        return max(idle, key=lambda slot: (similarity[slot], -slot.release_number, -slot.index), default=None)
+        n_similar = ceil(self._similarity * job.n_history)
+        if n_similar:
+            similar = job.packed[: n_similar * TOKEN_BYTES]
+            idle = self._most_similar([slot for slot in idle if slot.content.startswith(similar)], job) or idle
+        return min(idle, key=lambda slot: (slot.release_number, slot.index), default=None)
 
-    def _similarity_of(self, slot: Slot, job: Job) -> float:
-        if not slot.content or not self._similarity:
-            return 0.0
-        similarity = common_prefix(slot.content, job.packed) / max(1, len(job.prompt) + len(job.resumed))
-        return similarity if similarity >= self._similarity else 0.0
+    def _most_similar(self, slots: list[Slot], job: Job) -> list[Slot]:
+        """Return the slots whose content has the longest common prefix with the prompt."""
+        if len(slots) < 2:
+            return slots
+        if same := [slot for slot in slots if slot.content.startswith(job.packed)]:
+            return same
+        prefixes = {slot: common_prefix(slot.content, job.packed) for slot in slots}
+        longest = max(prefixes.values())
+        return [slot for slot, n_tokens in prefixes.items() if n_tokens == longest]
 
     # ---- owners of sequences
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from llamaq.common.protocol.job_events import PromptProgress
 from llamaq.common.protocol.job_outcome import JobStats
@@ -27,21 +27,26 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         now_s: The time on the scheduler's clock.
         worker: The id of this worker.
     """
-    stats = JobStats(
-        prompt_tokens=len(job.prompt),
-        generated_tokens=len(job.resumed),
-        duration_ms=_ms(now_s - (now_s if job.times.started_s is None else job.times.started_s)),
-        queue_ms=round(job.times.waited_ms(now_s), 3),
-        preempted_ms=job.times.preempted_ms(now_s),
-        worker=worker,
-        mode=mode_of(job.request),
-        seed=job.request.seed,
-        stop_string=job.detokenizer.stop_string,
-    )
-    if slot is None:
-        return stats
+    measured: dict[str, Any] = {
+        "prompt_tokens": len(job.prompt),
+        "generated_tokens": len(job.resumed),
+        "duration_ms": _ms(now_s - (now_s if job.times.started_s is None else job.times.started_s)),
+        "queue_ms": round(job.times.waited_ms(now_s), 3),
+        "preempted_ms": job.times.preempted_ms(now_s),
+        "worker": worker,
+        "mode": mode_of(job.request),
+        "seed": job.request.seed,
+        "stop_string": job.detokenizer.stop_string,
+    }
+    if slot is not None:
+        measured |= _measure_run(job, slot, now_s)
+    return JobStats(**measured)
+
+
+def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
+    """Return the stats of the last run of a job."""
     run = slot.active
-    measured: dict[str, object] = {
+    measured: dict[str, Any] = {
         "generated_tokens": run.n_generated,
         "prefix_cache_tokens": run.cached_tokens,
         "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.resumed)), 4),
@@ -59,7 +64,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
             "prompt_eval_rate": _rate(n_evaluated, run.prefilled_s - run.admitted_s),
             "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
         }
-    return stats.model_copy(update=measured)
+    return measured
 
 
 def progress_of(run: Run, now_s: float) -> PromptProgress:
