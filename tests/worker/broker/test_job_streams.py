@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -104,6 +104,39 @@ async def test_deleted_groups_are_created_again(redis_url: str, queue: str) -> N
             assert await read == []
         await add(redis, queue, 0, INTERACTIVE, 1)
         assert counts(await streams.read(1)) == {"0 interactive": 1}
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+async def test_a_missing_group_of_one_stream_does_not_hold_back_the_entries_of_another(
+    redis_url: str, queue: str, partitions: int
+) -> None:
+    async with opened(redis_url, queue, partitions) as (redis, streams):
+        await add(redis, queue, 0, INTERACTIVE, 2)
+        await redis.delete(Keys().jobs(queue, 0, BULK))
+        assert counts(await streams.read(5)) == {"0 interactive": 2}
+        await streams.read(5)
+        await add(redis, queue, 0, BULK, 1)
+        assert counts(await streams.read(5)) == {"0 bulk": 1}
+
+
+async def test_both_priorities_of_one_partition_are_read_in_one_call(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    read = Scripts.read
+
+    async def recorded(scripts: Scripts, streams: Sequence[str], *args: Any, **more: Any) -> Any:
+        calls.append([stream.rpartition(":")[2] for stream in streams])
+        return await read(scripts, streams, *args, **more)
+
+    monkeypatch.setattr(Scripts, "read", recorded)
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        await add(redis, queue, 0, INTERACTIVE, 3)
+        await add(redis, queue, 0, BULK, 3)
+        assert counts(await streams.read(4)) == {"0 interactive": 3, "0 bulk": 1}
+        assert counts(await streams.read(4, [INTERACTIVE])) == {}
+        assert counts(await streams.read(1)) == {"0 bulk": 1}
+    assert calls == [["interactive", "bulk"], ["interactive"], ["interactive", "bulk"]]
 
 
 async def test_a_wait_over_many_partitions_takes_no_entry_and_the_next_read_no_more_than_asked_for(

@@ -329,15 +329,20 @@ class Scripts:
         )
         return bool(reply == b"ok")
 
-    async def read(self, streams: Sequence[str], count: int, lease_ms: int) -> list[tuple[str, StreamEntries]]:
+    async def read(
+        self, streams: Sequence[str], count: int, lease_ms: int, *, total: int | None = None
+    ) -> list[tuple[str, StreamEntries]]:
         """Read new entries of job streams that are on one Redis server.
 
         Args:
             streams: The job streams.
             count: Number of entries to read from each stream at most.
             lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
+            total: Number of entries to read from all streams together at most, from the first streams first. None: no
+                such bound.
         """
-        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms])
+        total = count * len(streams) if total is None else total
+        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms, total])
         return [(stream.decode(), [_entry(entry) for entry in entries]) for stream, entries in reply]
 
     async def reclaim(self, stream: str, count: int, lease_ms: int, *, trusted_until_ms: int) -> StreamEntries:

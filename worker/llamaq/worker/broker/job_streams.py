@@ -103,6 +103,8 @@ class JobStreams:
 
     async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
         """Read up to `count` new entries, interactive jobs first, without a wait."""
+        if len(self._partitions) == 1:  # one call for both priorities
+            return await self._read_group([self._partitions[0][priority] for priority in priorities], count, count)
         found: Entries = []
         for priority in priorities:
             streams = [self._partitions[partition][priority] for partition in self._in_order()]
@@ -195,9 +197,9 @@ class JobStreams:
         order = [*range(self._first_partition, len(self._partitions)), *range(self._first_partition)]
         return [partition for partition in order if partition not in self._probes] or order
 
-    async def _read_group(self, streams: Sequence[str], count: int) -> Entries:
+    async def _read_group(self, streams: Sequence[str], count: int, total: int | None = None) -> Entries:
         try:
-            return await self._scripts.read(streams, count, self._lease_ms)
+            return await self._scripts.read(streams, count, self._lease_ms, total=total)
         except ResponseError as exc:
             if "NOGROUP" not in str(exc):
                 raise

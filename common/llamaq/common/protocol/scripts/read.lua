@@ -11,7 +11,8 @@
 -- Returns an array with {stream, entries} for each stream that has new entries. `entries` is an array with
 -- {id, {name, value, ...}} for each entry.
 
-local group, count, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local group, lease_ms, left = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
+local count -- number of entries to read from the next stream at most
 local MAX_PASSED = 1000 -- entries of tenants that one call passes in the order of a stream, about
 
 -- Returns up to `count` entries of a stream in which no entry belongs to a tenant.
@@ -116,19 +117,31 @@ local function read_in_turns(stream, turns, shares, found)
   drop_counters(turns, shares)
 end
 
+-- Returns up to `count` entries of a stream.
+local function read_stream(stream)
+  local found, turns, _, shares = {}, turn_keys(stream)
+  if redis.call('EXISTS', turns, shares) == 0 then
+    return read_all(stream)
+  elseif redis.call('EXISTS', turns) == 1 then
+    read_in_turns(stream, turns, shares, found)
+  else
+    read_in_order(stream, count, found)
+  end
+  return found
+end
+
 local replies = {}
 for _, stream in ipairs(KEYS) do
-  if not is_paused(stream) then
-    local found, turns, _, shares = {}, turn_keys(stream)
-    if redis.call('EXISTS', turns, shares) == 0 then
-      found = read_all(stream)
-    elseif redis.call('EXISTS', turns) == 1 then
-      read_in_turns(stream, turns, shares, found)
-    else
-      read_in_order(stream, count, found)
-    end
-    if #found > 0 then
+  count = math.min(tonumber(ARGV[2]), left)
+  if count > 0 and not is_paused(stream) then
+    local is_read, found = pcall(read_stream, stream)
+    if not is_read and #replies == 0 then
+      return type(found) == 'table' and found or {err = tostring(found)}
+    elseif not is_read then
+      break -- the next call returns the error: the caller must get the entries that have leases now
+    elseif #found > 0 then
       replies[#replies + 1] = {stream, found}
+      left = left - #found
     end
   end
 end
