@@ -14,12 +14,14 @@ import numpy.typing as npt
 import pytest
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected, ModelError
+from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Context, Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
+from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.testing import make_job
 
 OPTIONS = ContextOptions(n_ctx=1024, n_batch=128, n_ubatch=32, n_seq_max=8, n_threads=1, n_threads_batch=1)
@@ -33,6 +35,8 @@ class Greedy:
 
     The gaps are in standard deviations of the logits.
     """
+
+    checks_logits = False
 
     def __init__(self, takes_best: bool = False) -> None:
         self.gaps: list[float] = []
@@ -224,8 +228,13 @@ def test_a_sampler_that_takes_the_best_token_is_not_called(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("n_not_numbers", [1, 500])
+@pytest.mark.parametrize("checks_logits", [False, True])
 def test_logits_that_are_not_numbers_fail_only_their_own_job(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, n_not_numbers: int
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    n_not_numbers: int,
+    checks_logits: bool,
 ) -> None:
     compute_logits = engine.context.logits
 
@@ -235,12 +244,15 @@ def test_logits_that_are_not_numbers_fail_only_their_own_job(
         monkeypatch.undo()
         return logits
 
-    slots = [prefill_slot(0, prompt(9, seed=1)), prefill_slot(1, prompt(9, seed=2))]
+    sampler: Any = LogitSampler(SamplingDefaults(), seed=1) if checks_logits else Greedy()
+    assert sampler.checks_logits is checks_logits
+    slots = [prefill_slot(0, prompt(9, seed=1), sampler), prefill_slot(1, prompt(9, seed=2))]
     monkeypatch.setattr(engine.context, "logits", damage_the_first_row)
     errors = generate(engine, slots, 6)
     assert errors.keys() == {0}
     assert errors[0].code == ErrorCode.DECODE_FAILED
     assert "not numbers" in errors[0].message
+    assert f"logits_not_numbers id={slots[0].active.job.id}" in caplog.text
     assert_equal_output(slots[1], generate_alone(engine, prompt(9, seed=2), 6))
 
 

@@ -22,8 +22,18 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+NOT_NUMBERS = (
+    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, or "
+    "its values may be too large for this device (try --flash-attn off, or another quantization)"
+)
+
+
 class Sampler(Protocol):
     """Draws the next token of one job from its logits."""
+
+    checks_logits: bool
+    """Whether `sample` raises `JobRejected` if any logit is plus infinity or NaN, and `takes` returns False. Then the
+    caller need not find the largest logit."""
 
     logprobs: TokenLogprobs | None
     """The probabilities of the token that was drawn last. None: the job did not ask for them."""
@@ -46,7 +56,7 @@ class Sampler(Protocol):
             n_prompt: The length of the prompt in tokens.
 
         Raises:
-            JobRejected: The grammar allows no token.
+            JobRejected: The grammar allows no token, or a logit is plus infinity or NaN.
         """
 
     def close(self) -> None:

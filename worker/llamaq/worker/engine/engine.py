@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +21,8 @@ import numpy.typing as npt
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
+from llamaq.worker.core.job import NOT_NUMBERS
+from llamaq.worker.core.slot import Run
 from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import NO_ROOM, SUCCESS, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions
@@ -29,11 +31,6 @@ logger = logging.getLogger(__name__)
 
 Part = DecodeToken | PrefillChunk
 Logits: TypeAlias = npt.NDArray[np.float32]
-
-NOT_NUMBERS = (
-    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, or "
-    "its values may be too large for this device (try --flash-attn off, or another quantization)"
-)
 
 
 class Engine:
@@ -170,28 +167,25 @@ class Engine:
         ordered = [part for part in parts if isinstance(part, DecodeToken)]
         ordered += [part for part in parts if isinstance(part, PrefillChunk)]  # type: ignore[misc]
         n_rows = sum(_ends_history(part) for part in ordered)
-        rows = iter(_with_best(self.context.logits(n_rows)) if n_rows else ())
+        rows = iter(self.context.logits(n_rows) if n_rows else ())
         return [
-            self._sample(part, *next(rows)) if _ends_history(part) else SlotResult(part.slot, _n_past_after(part))
+            self._sample(part, next(rows)) if _ends_history(part) else SlotResult(part.slot, _n_past_after(part))
             for part in ordered
         ]
 
-    def _sample(self, part: Part, logits: Logits, best: int, largest: float) -> SlotResult:
-        """Draw a token from the logits of a part, where the token `best` has the largest logit."""
+    def _sample(self, part: Part, logits: Logits) -> SlotResult:
+        """Draw a token from the logits of a part."""
         run = part.slot.active
         n_past = _n_past_after(part)
-        if not math.isfinite(largest):
-            logger.error("engine.logits_not_numbers id=%s n_past=%d", run.job.id, n_past)
-            return SlotResult(part.slot, n_past, error=JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS))
         try:
-            sampler = run.job.sampler
-            token = best if sampler.takes(best) else sampler.sample(logits, run.tokens, run.n_prompt)
+            return SlotResult(part.slot, n_past, token=_draw(run, logits))
         except JobRejected as exc:
+            if exc.code is ErrorCode.DECODE_FAILED:
+                logger.error("engine.logits_not_numbers id=%s n_past=%d", run.job.id, n_past)
             return SlotResult(part.slot, n_past, error=exc)
         except Exception as exc:  # an error in one sampler must not end other jobs
             logger.exception("engine.sampler_failed id=%s", run.job.id)
             return SlotResult(part.slot, n_past, error=JobRejected(ErrorCode.INTERNAL, f"sampling failed: {exc!r}"))
-        return SlotResult(part.slot, n_past, token=token)
 
     def _reject_bad_tokens(self, part: PrefillChunk) -> SlotResult | None:
         """Return the failure of a job whose prompt has a token that is not in the vocabulary. Sampled tokens are always
@@ -206,13 +200,20 @@ class Engine:
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
 
 
-def _with_best(rows: Logits) -> Iterator[tuple[Logits, int, float]]:
-    """Return for each row of logits the row, its best token, and the logit of this token, NaN if any logit is NaN.
+def _draw(run: Run, logits: Logits) -> int:
+    """Draw the next token of a run.
 
-    One call for all rows takes much less time than a call for each.
+    Raises:
+        JobRejected: No token can be drawn.
     """
-    best = rows.argmax(axis=1)
-    return zip(rows, best.tolist(), rows[np.arange(len(rows)), best].tolist(), strict=True)
+    sampler = run.job.sampler
+    if not sampler.checks_logits:
+        best = int(logits.argmax())
+        if not math.isfinite(logits[best]):  # NaN if any logit is NaN
+            raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)
+        if sampler.takes(best):
+            return best
+    return sampler.sample(logits, run.tokens, run.n_prompt)
 
 
 def _seq_id(part: Part) -> int:

@@ -46,6 +46,8 @@ class GreedySampler:
         fails_at: The number of generated tokens after which the sampler raises `JobRejected`. None: never.
     """
 
+    checks_logits = False
+
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
         self.logprobs: TokenLogprobs | None = None

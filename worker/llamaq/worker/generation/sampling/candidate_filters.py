@@ -14,10 +14,9 @@ from math import log
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.worker.generation.sampling.candidates import Candidates, Indices, Logits
+from llamaq.worker.generation.sampling.candidates import Candidates, Indices
+from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 
-MAX_BLOCK = 128
-"""Largest number of logits in one block of `_top_k_superset`."""
 SORT_LIMIT = 1024
 """Up to this number of candidates are sorted directly. More candidates are first counted in bins."""
 MAX_XTC_THRESHOLD = 0.5
@@ -31,7 +30,7 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
     There may be no candidates. Source: llama_sampler_top_k.
     """
     if not candidates.is_sorted and k < len(candidates) > SORT_LIMIT:
-        candidates = candidates.take(_top_k_superset(candidates.logits, k))
+        candidates = candidates.take(top_k_superset(candidates.logits, k)[0])
     if k >= len(candidates) > SORT_LIMIT:
         return candidates.without_masked()
     chosen = candidates.sorted().head(k)
@@ -139,20 +138,6 @@ def dynamic_temperature(candidates: Candidates, temperature: float, spread: floa
     entropy = max(0.0, -float(present @ np.log(present)))
     normalized = entropy / log(len(candidates))
     return low + (high - low) * float(normalized**exponent)
-
-
-def _top_k_superset(logits: Logits, k: int) -> Indices:
-    """Return the indices of the `k` largest logits, and possibly more, in ascending order.
-
-    The logits are divided into blocks. The result has all logits that are not smaller than the k-th largest maximum of
-    a block. These are at least `k` logits, and usually only a few more.
-    """
-    n_blocks = logits.size // min(MAX_BLOCK, max(1, logits.size // (4 * k)))  # clearly more than `k` blocks
-    # Each block is a column, because numpy computes maxima along the first axis much faster than the last.
-    maxima = logits[: logits.size - logits.size % n_blocks].reshape(-1, n_blocks).max(axis=0)
-    maxima.partition(n_blocks - k)
-    indices: Indices = (logits >= maxima[n_blocks - k]).nonzero()[0]
-    return indices
 
 
 def _nearest_with_mass(distance: npt.NDArray[np.floating], weights: npt.NDArray[np.floating], mass: float) -> Indices:

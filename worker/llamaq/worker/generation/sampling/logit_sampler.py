@@ -14,13 +14,16 @@ import numpy as np
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.worker.core.job import NOT_NUMBERS
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
+from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
-from llamaq.worker.generation.sampling.sampler_chain import build_chain, is_greedy
+from llamaq.worker.generation.sampling.sampler_chain import build_chain, is_greedy, join_top_p_min_p, top_k_draw
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
+from llamaq.worker.generation.sampling.top_k_draw import TopKDraw
 from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers
 
 FEW_ALLOWED = 1 / 8
@@ -76,13 +79,17 @@ class LogitSampler:
         n_first = next((index for index, step in enumerate(chain) if not step.is_penalty), len(chain))
         self._penalties = [step.apply for step in chain[:n_first]]
         """The samplers that get all logits, also those of masked tokens."""
-        starts_with_top_k = n_first < len(chain) and chain[n_first].name == "top_k"
-        self._reduce = chain[n_first].apply if starts_with_top_k else _drop_masked
+        chain = chain[n_first:]
+        starts_with_top_k = bool(chain) and chain[0].name == "top_k"
+        self._reduce = chain[0].apply if starts_with_top_k else _drop_masked
         """The step after which no token is masked."""
-        self._filters = [step.apply for step in chain[n_first + starts_with_top_k :]]
+        self._filters = [step.apply for step in join_top_p_min_p(chain[starts_with_top_k:], params)]
         is_changed = self._bias.size or self._penalties
-        is_bound = grammar is not None or reasoning is not None
-        self._takes_best = self._is_greedy and not is_changed and not is_bound and n_logprobs is None
+        is_plain = grammar is None and reasoning is None and n_logprobs is None
+        self._takes_best = self._is_greedy and is_plain and not is_changed
+        self._top_k_draw = top_k_draw(chain, params) if is_plain and self._feedback is None else None
+        """Does the rest of `sample` after the penalties, if there is nothing else to do."""
+        self.checks_logits = self._top_k_draw is not None
         self._never_best = frozenset(self._masked.tolist())
 
     def takes(self, best: int) -> bool:
@@ -91,6 +98,8 @@ class LogitSampler:
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
+        if self._top_k_draw is not None:
+            return self._sample_top_k(self._top_k_draw, logits, history, n_prompt)
         if self._n_logprobs is None or self._has_drawn_logprobs:
             return self._sample(logits, history, n_prompt)
         computed = logits.copy()
@@ -101,6 +110,16 @@ class LogitSampler:
     def close(self) -> None:
         """Free the memory of the grammar. May be called twice."""
         self._grammar = None
+
+    def _sample_top_k(self, top_k: TopKDraw, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
+        """Do the same as `_sample`, with the fast draw. Every logit is checked."""
+        _check_finite(sum(map(logits.item, self._never_best)))  # masks would hide NaN and infinity
+        self._penalized(logits, history, n_prompt)
+        tokens, largest = top_k_superset(logits, top_k.k)
+        _check_finite(largest)
+        if not tokens.size:
+            return self._end_token()
+        return top_k.draw(logits.take(tokens), tokens, self._uniform.at(len(history) - n_prompt))
 
     def _sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         n_vocab, position = logits.size, len(history) - n_prompt
@@ -210,4 +229,4 @@ def _best_token(candidates: Candidates) -> int | None:
 def _check_finite(largest: float) -> None:
     """Raise `JobRejected` if the largest logit is plus infinity or NaN. It is NaN if any logit is NaN."""
     if isnan(largest) or largest == inf:
-        raise JobRejected(ErrorCode.DECODE_FAILED, "the model computed logits that are not finite numbers")
+        raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)

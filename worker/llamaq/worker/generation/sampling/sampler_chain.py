@@ -22,6 +22,7 @@ from llamaq.worker.generation.sampling.candidates import Candidates
 from llamaq.worker.generation.sampling.dry import Dry
 from llamaq.worker.generation.sampling.recent_tokens import RecentTokens
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
+from llamaq.worker.generation.sampling.top_k_draw import TopKDraw
 from llamaq.worker.generation.sampling.uniform_numbers import XTC, UniformNumbers
 
 GREEDY_BELOW = 1e-6
@@ -65,7 +66,13 @@ def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: Seq
     chain = [Step(name, apply) for name, apply in steps if apply is not None]
     if is_greedy(params):
         return [step for step in chain if step.is_penalty]
-    return _join_top_p_min_p(chain, params)
+    return chain
+
+
+def top_k_draw(chain: Sequence[Step], params: SamplingDefaults) -> TopKDraw | None:
+    """Return the fast draw of a chain without penalties. None: it does not support the chain."""
+    names = [step.name for step in chain]
+    return TopKDraw(names, params, max(params.temperature, GREEDY_BELOW)) if TopKDraw.supports(names, params) else None
 
 
 def is_greedy(params: SamplingDefaults) -> bool:
@@ -89,7 +96,7 @@ def _filter(name: Sampler, params: SamplingDefaults) -> Apply | None:
     return None
 
 
-def _join_top_p_min_p(chain: list[Step], params: SamplingDefaults) -> list[Step]:
+def join_top_p_min_p(chain: Sequence[Step], params: SamplingDefaults) -> list[Step]:
     """Return the chain with one step in place of top-p followed by min-p, because one step takes less time than two."""
     joined: list[Step] = []
     for step in chain:
