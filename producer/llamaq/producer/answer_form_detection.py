@@ -1,4 +1,4 @@
-"""Finds out in which form a queue's model writes its answers, and whether a prompt has begun their reasoning."""
+"""Finds out in which form a queue's model writes its answers, and whether the prompt already begins the reasoning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from llamaq.producer.queue_connection import QueueConnection
 MAX_KNOWN = 256
 ASK_TIMEOUT_S = 5.0
 PROBE = "llamaq-probe"
-"""Content of the message that a template is asked to render. What follows it is the beginning of the answer."""
+"""Content of the message that a template renders for a test. The text after this content is the beginning of the
+answer."""
 
 
 class AnswerForms:

@@ -90,8 +90,8 @@ class AutoCancelledJobs:
     def cancel_soon(self, job: AsyncJob) -> asyncio.Task[bool]:
         """Cancel a job in the background, unless other callers may share it.
 
-        Returns:
-            A task that ends soon, although Redis may not answer for long. Its result is whether the job was cancelled.
+        Returns: A task that ends soon, even if Redis does not answer for a long time. Its result is whether the job was
+        cancelled.
         """
         if job.early_progress is not None:
             job.early_progress.stop()

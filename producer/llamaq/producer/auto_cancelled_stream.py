@@ -13,7 +13,7 @@ from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
 from llamaq.producer.job_handle import AsyncJob, Chunk
 
 LOOK_S = 0.25
-"""Interval at which `AsyncStream.started` asks whether its reader is gone."""
+"""Interval at which `AsyncStream.started` checks whether its reader has disconnected."""
 
 
 class JobOwner(Protocol):
@@ -33,9 +33,9 @@ class AsyncStream:
         async for chunk in stream:
             print(chunk.text, end="", flush=True)
 
-    The job belongs to the stream. It is cancelled when the stream ends early: when it times out, when its reader is
-    interrupted, when it is closed, or when nothing refers to it any more. A job with an
-    idempotency key is never cancelled, because other callers may share it.
+    The job belongs to the stream. The job is cancelled when the stream ends early: when the stream times out or is
+    closed, when its reader is interrupted, or when the stream is garbage collected. A job with an idempotency key is
+    never cancelled, because other callers may share it.
     """
 
     job: AsyncJob
@@ -62,13 +62,14 @@ class AsyncStream:
         return self._receive()
 
     async def started(self, is_gone: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Wait until the first chunk is there or the job has ended. The iteration then begins with that chunk.
+        """Wait until the first chunk has arrived or the job has ended. The iteration then begins with this chunk.
 
-        A web backend calls it before it starts a response, so that all errors until the first chunk get a status.
+        A web backend calls this method before it starts a response. So it can answer all errors before the first chunk
+        with a status.
 
         Args:
-            is_gone: Tells whether the reader has left, such as `request.is_disconnected` of Starlette. The stream is
-                then closed, and has no chunks.
+            is_gone: Returns whether the reader has disconnected, such as `request.is_disconnected` of Starlette. If so,
+                the stream is closed and has no chunks.
 
         Raises:
             JobFailed: The job failed before its first chunk; `code` and `message` give the reason.

@@ -82,7 +82,7 @@ async def _validate(connection: QueueConnection, jobs: Sequence[Mapping[str, Any
 async def submit_each(
     connection: QueueConnection, submissions: Sequence[Submission]
 ) -> tuple[list[AsyncJob | None], list[Exception | None]]:
-    """Submit jobs, each on its own. Calling it again with the same submissions submits none of them twice.
+    """Submit jobs, each separately. A repeated call with the same submissions submits no job twice.
 
     Returns:
         For each job its handle or None, and for each job the error with which Redis refused it or None.

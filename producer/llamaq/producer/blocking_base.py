@@ -47,9 +47,10 @@ def _stop_portals() -> None:
         portal.stop()
 
 
-# Earlier than `atexit`: since Python 3.12 no thread can start during the functions of `atexit`, but asyncio starts one
-# to resolve a host name and to close its loop. Functions that are registered later run earlier, therefore the executor
-# threads are imported first. A child process of `multiprocessing` runs these functions too, but not those of `atexit`.
+# These functions run before those of `atexit`. Since Python 3.12 no thread can start during the functions of `atexit`,
+# but asyncio starts a thread to resolve a host name and to close its loop. Functions that are registered later run
+# earlier. Therefore the executor threads are imported first. A child process of `multiprocessing` also runs these
+# functions, but not those of `atexit`.
 importlib.import_module("concurrent.futures.thread")
 getattr(threading, "_register_atexit", atexit.register)(_stop_portals)
 
@@ -173,9 +174,10 @@ class BlockingStream:
         self.close()
 
     def started(self) -> None:
-        """Wait until the first chunk is there or the job has ended. The iteration then begins with that chunk.
+        """Wait until the first chunk has arrived or the job has ended. The iteration then begins with this chunk.
 
-        A web backend calls it before it starts a response, so that all errors until the first chunk get a status.
+        A web backend calls this method before it starts a response. So it can answer all errors before the first chunk
+        with a status.
 
         Raises:
             JobFailed: The job failed before its first chunk; `code` and `message` give the reason.

@@ -1,4 +1,4 @@
-"""`map` of the blocking client. The requests are read in the thread of the caller, not in that of the client."""
+"""`map` of the blocking client. The requests are read in the thread of the caller, not in the thread of the client."""
 
 from __future__ import annotations
 

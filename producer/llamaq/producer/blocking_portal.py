@@ -103,7 +103,7 @@ class BlockingPortal:
     def stop(self) -> None:
         """Cancel running calls, close the client and end the thread.
 
-        A second call does nothing, and neither does a call in a child process after a fork.
+        A second call does nothing. A call in a child process after a fork does nothing either.
         """
         if not self.is_of_this_process:
             return
@@ -134,8 +134,9 @@ class BlockingPortal:
         await self.client.auto_cancelled.wait_for_cancellations()
 
     def _run_loop(self) -> None:
-        # Not `asyncio.Runner`: it starts a thread to end the threads that resolved host names. Since Python 3.12 no
-        # thread can start at the exit of the interpreter. `close` ends them too, but does not wait for them.
+        # `asyncio.Runner` is not used, because it starts a thread to end the threads that resolved host names. Since
+        # Python 3.12 no thread can start at the exit of the interpreter. `close` also ends these threads, but does not
+        # wait for them.
         try:
             self._loop.run_until_complete(self._run_until_stopped())
         finally:
@@ -148,7 +149,8 @@ class BlockingPortal:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        # Not `loop.shutdown_asyncgens`: it would also close generators of redis-py that cancellations in flight use.
+        # `loop.shutdown_asyncgens` is not called: it would also close generators of redis-py that cancellations in
+        # flight use.
         await asyncio.gather(*(items.aclose() for items in list(self._iterated)), return_exceptions=True)
         await self.client.aclose()
         await cancel_tasks(*asyncio.all_tasks() - {asyncio.current_task()})
@@ -156,7 +158,9 @@ class BlockingPortal:
 
 
 class _Call(Generic[T]):
-    """A coroutine that another thread waits for. The loop creates it, so that an interrupt leaves none unawaited."""
+    """A coroutine that another thread waits for. The loop creates the coroutine, so an interrupt never leaves it
+    unawaited.
+    """
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self.work = work

@@ -341,9 +341,9 @@ class Client(BlockingClient):
             for result in client.map({"prompt": text, "max_tokens": 64} for text in texts):
                 print(result.index, result.text)
 
-        Requests are read as earlier ones end, so `requests` may be endless. Those that share a prefix are submitted one
-        after the other. A full queue, a full Redis and a Redis that does not answer slow the call down: it has no
-        timeout.
+        A request is read when an earlier one has ended, so `requests` may be endless. Requests that share a prefix are
+        submitted one after the other. A full queue, a full Redis and a Redis that does not answer slow the call down:
+        it has no timeout.
 
         Args:
             requests: Text prompts, or mappings with the arguments of `submit`. A generator runs in the thread of the
@@ -897,9 +897,9 @@ class Stream(BlockingStream):
         for chunk in stream:
             print(chunk.text, end="", flush=True)
 
-    The job belongs to the stream. It is cancelled when the stream ends early: when it times out, when its reader is
-    interrupted, when it is closed, or when nothing refers to it any more. A job with an
-    idempotency key is never cancelled, because other callers may share it.
+    The job belongs to the stream. The job is cancelled when the stream ends early: when the stream times out or is
+    closed, when its reader is interrupted, or when the stream is garbage collected. A job with an idempotency key is
+    never cancelled, because other callers may share it.
     """
 
     job: Job

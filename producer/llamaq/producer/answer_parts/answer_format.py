@@ -1,4 +1,4 @@
-"""The formats in which models write reasoning and tool calls, and how a chat template tells which one it is."""
+"""The formats in which models write reasoning and tool calls, and how a chat template shows the format of its model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _REASONING = (
 
 
 class AnswerForm(WireModel):
-    """How one answer is written. It is all that a splitter needs, so a stored answer can be split at any time."""
+    """How one answer is written. A splitter needs no other data, so a stored answer can be split at any time."""
 
     format: AnswerFormat = Field(AnswerFormat.JSON, description="How the model writes tool calls.")
     has_tools: bool = Field(False, description="Whether the answer may call tools.")

@@ -1,7 +1,7 @@
 """Grammars for answers with reasoning, tool calls and constrained content.
 
-A job that demands a call, or whose content must match a JSON schema, would otherwise have no room for the reasoning
-that the model writes first, or for a call instead of the content.
+A job may require a call, or content that matches a JSON schema. Without these grammars, its output could contain
+neither the reasoning that the model writes first, nor a call instead of the content.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class HarmonySplitter:
     def __init__(self, token_tags: Collection[str] = ()) -> None:
         self._scanner = TagScanner(token_tags)
         self._header: str | None = ""
-        """The header of the present message. None: its text is being read."""
+        """The header of the current message. None: the text of the message is being read."""
         self._has_tags = False
         """Whether the answer has a tag."""
         self._is_reasoning = False

@@ -26,7 +26,8 @@ class TagScanner:
     def feed(self, text: str, tags: Sequence[str], tag_offsets: Sequence[int] = ()) -> tuple[str, str]:
         """Return the text before the first tag, and the tag, which is '' if there is none yet.
 
-        What follows a tag stays held: call `feed("", tags)` again, with the tags that may follow, until the tag is ''.
+        The text after a tag is held back: call `feed("", tags)` again, with the tags that may follow, until the tag is
+        ''.
 
         Args:
             text: The next piece of the text.

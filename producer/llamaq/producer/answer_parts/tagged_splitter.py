@@ -21,7 +21,7 @@ class Tags:
 
     call_open: str = ""
     call_close: str = ""
-    """If empty: a call ends with its object, and another one may follow after `call_separators`."""
+    """If empty: a call ends with its object, and another call may follow after `call_separators`."""
     arguments_open: str = ""
     """Between the name and the arguments, where the name stands outside of the object."""
     call_separators: str = ""

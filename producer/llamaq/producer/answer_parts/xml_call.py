@@ -1,7 +1,8 @@
 """Reads a tool call in the format of Qwen3-Coder and Qwen3.5, which write parameters between tags.
 
-`<function=NAME>`, then for each parameter `<parameter=KEY>VALUE</parameter>`, then `</function>`. The value is the text
-of a string, or JSON. Only the schema of the tool tells which, so the arguments are complete when the call is.
+`<function=NAME>`, then for each parameter `<parameter=KEY>VALUE</parameter>`, then `</function>`. The value is either
+the text of a string or JSON, which depends on the schema of the tool. The arguments are complete only when the call is
+complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A file that a run appends lines to, and that holds whole lines whatever ends the process."""
+"""A file that a run appends lines to. It contains only whole lines when it is opened again, also after a crash."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class AppendedFile:
         self._lines.append(line)
 
     def flush(self) -> None:
-        """Pass the lines to the operating system: they survive the end of this process, however it ends.
+        """Pass the lines to the operating system: they survive the end of this process, also a crash.
 
         Raises:
             BulkRunRefused: They cannot be written, for example because the disk is full.

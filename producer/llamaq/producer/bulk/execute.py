@@ -36,7 +36,7 @@ async def execute(
         InvalidSettings: The workers of the queue have another number of partitions.
         RedisError: Redis cannot be reached at the start, or refuses the commands.
     """
-    await client.redis.ping()  # a wrong URL is an error now, a lost connection later is not
+    await client.redis.ping()  # a server that does not answer now is an error; a connection that is lost later is not
     with ExitStack() as exits:
         files = await asyncio.to_thread(exits.enter_context, open_output(run))  # it may read the whole input
         execution = Execution(run, client, files)

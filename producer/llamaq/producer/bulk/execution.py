@@ -1,4 +1,4 @@
-"""The process of a bulk run, wherever its rows are stored."""
+"""The execution of a bulk run. Its rows may be stored in files or in Redis."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ LOOK_S = 0.1
 REPORT_S = 0.5
 """Time between two reports of the progress."""
 SILENCE_S = 5.0
-"""After this time without the end of a row, the run looks whether a worker serves the queue."""
+"""If no row ends within this time, the run checks whether a worker serves the queue."""
 LONGEST_PAUSE_S = 5.0
-"""A row may need a worker, and none replies: longest pause before the row is read again."""
+"""Longest pause before a row is read again that needs a reply of a worker, while no worker replies."""
 ROWS_PER_YIELD = 50
 """After this many rows were read, other tasks of the event loop run."""
 
@@ -61,7 +61,7 @@ Decide = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def passes(error: Exception) -> bool:
-    """Return whether the cause of an error is not the row, but the present state of the workers or of Redis."""
+    """Return whether an error is caused by the current state of the workers or of Redis, and not by the row."""
     if isinstance(error, NoWorker | ResultTimeout | SlotCommandRefused):
         return True
     return isinstance(error, RedisError | OSError) and may_pass(error)
@@ -116,10 +116,11 @@ class Execution:
             client: The client of the queue.
             rows: The rows of the run.
             read: Returns the row of a record. It is called again later if it needs a worker and none has replied.
-            decide: Returns the job options of a row, from those that the row and the run ask for. None: these.
+            decide: Returns the job options of a row, given the options that the row and the run ask for. None: the
+                given options are used.
             keeps_jobs: Whether jobs continue if the execution is interrupted, because another process continues the
-                run. That process may have another version, which submits other requests for the same rows. Otherwise
-                they are cancelled. The jobs of a run that has stopped are always cancelled.
+                run. False: they are cancelled. The other process may have another version, which submits other requests
+                for the same rows. The jobs of a run that has stopped are always cancelled.
         """
         self._run = run
         self._client = client
@@ -193,7 +194,9 @@ class Execution:
         return state
 
     async def _collect(self, window: Window) -> int:
-        """Take outcomes from the window, and return how many. While rows wait to be written, no more are taken."""
+        """Take outcomes from the window, and return their number. While rows wait to be written, no outcomes are
+        taken.
+        """
         if self._ended:
             await asyncio.sleep(LOOK_S)
             return 0
@@ -317,7 +320,8 @@ class Execution:
         ]
 
     async def _build_request(self, key: str, values: dict[str, Any]) -> JobRequest:
-        """Return the request of a job. Without a seed, it has one that depends on the run, the row and the job alone.
+        """Return the request of a job. If it has no seed, it gets a seed that depends on the run, the row and the job
+        alone.
 
         Args:
             key: The idempotency key of the job.

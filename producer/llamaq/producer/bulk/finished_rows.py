@@ -1,4 +1,4 @@
-"""Which rows of a run have an answer or an error, in one bit for each."""
+"""Stores which rows of a run have an answer or an error, with one bit for each row."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Fingerprint(BaseModel):
     n_rows: int
 
     def describes(self, path: Path) -> bool:
-        """Return whether the file has not been written since, judged by its size and time."""
+        """Return whether the file has not been written since then, judged by its size and time."""
         status = path.stat()
         return (status.st_size, status.st_mtime_ns) == (self.n_bytes, self.mtime_ns)
 

@@ -24,8 +24,8 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
     Args:
         client: A client of the run's queue.
         run_id: The name of the run.
-        n_rows: The number of rows of the run. None: it is not known, as no progress was stored so far. Then the search
-            ends when Redis has no job for a thousand rows in succession.
+        n_rows: The number of rows of the run. None: the number is not known, because no progress was stored so far.
+            Then the search ends when Redis has no job for a thousand consecutive rows.
 
     Raises:
         RedisError: Redis is unreachable.
@@ -70,7 +70,7 @@ async def _find_replacements(client: AsyncClient, ended: Sequence[str]) -> list[
 
 
 async def _find_jobs(client: AsyncClient, idempotency_keys: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """Return the jobs with these idempotency keys: for each key its job's id, and whether the job has not ended."""
+    """Return, for each of these idempotency keys, the id of its job, and whether the job has not ended."""
     settings, keys = client.settings, client.keys
     by_partition: dict[int, list[str]] = {}
     for key in idempotency_keys:

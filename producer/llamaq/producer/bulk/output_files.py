@@ -168,7 +168,7 @@ class OutputFiles:
         self.n_failed += 1
 
     async def flush(self) -> None:
-        """Pass what was added to the operating system: it survives the end of this process, however it ends."""
+        """Pass the added lines to the operating system: they survive the end of this process, also a crash."""
         self._answers.flush()
         self._errors.flush()
 
