@@ -31,7 +31,8 @@ class CallTimeout:
         return max(0.0, self.end_s - asyncio.get_running_loop().time())
 
     async def bound(self, work: Coroutine[Any, Any, T], job_id: str, problem: str) -> T:
-        """Return the result of `work`. After the end cancel it and raise at once, even if it does not stop.
+        """Return the result of `work`. When the time is over, cancel `work` and raise at once, even if `work` does not
+        stop.
 
         Args:
             work: It sends commands to Redis, which may not answer.
@@ -73,7 +74,7 @@ def drop_error(task: asyncio.Task[Any]) -> None:
 def naming_job(job_id: str) -> Iterator[None]:
     """Add the id of the job to the errors that are raised in this context: as `job_id`, and at the end of the message.
 
-    The caller of `generate` needs it to find the job: it has no handle.
+    The caller of `generate` needs the id to find the job, because it has no handle.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The answers to a chat: the job options for tools and reasoning, and the parts of what the model writes."""
+"""The answers to a chat: the job options for tools and reasoning, and the parts of an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Answer:
     """An answer to a chat, split into its parts."""
 
     content: str
-    """What the user is told. It may be empty if the model calls tools."""
+    """The text for the user. It may be empty if the model calls tools."""
     reasoning: str
     """What the model wrote before it answered. Empty: it did not reason, or its chat template has no reasoning."""
     tool_calls: tuple[ToolCall, ...]
@@ -48,7 +48,8 @@ class ChatAnswers:
     form: AnswerForm
     """How the model writes reasoning and calls of tools."""
     options: Mapping[str, Any]
-    """The job options for `chat`, `stream_chat` and `submit`: the given ones, and what the form needs."""
+    """The job options for `chat`, `stream_chat` and `submit`: the given options, and the options that the form
+    needs."""
 
     def read(self, result: Result) -> Answer:
         """Split the text of a job."""
@@ -60,7 +61,9 @@ class ChatAnswers:
         return Answer(message["content"] or "", message.get("reasoning_content", ""), calls, result)
 
     def parts(self, chunks: Iterable[Chunk]) -> Iterator[Part]:
-        """Yield the parts of a stream as they arrive. Each is content, reasoning, or belongs to a call of a tool."""
+        """Yield the parts of a stream as they arrive. Each part is content, reasoning, or belongs to a call of a
+        tool.
+        """
         splitter = self.form.splitter()
         for chunk in chunks:
             yield from [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text, chunk.tag_offsets)

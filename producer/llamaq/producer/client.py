@@ -39,8 +39,8 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
 
     One client serves any number of concurrent calls, in one event loop at a time.
 
-    `ClientSettings` documents the settings with their units, bounds and defaults. An argument that is None is read
-    from its `LLAMAQ_*` environment variable, and otherwise has the default.
+    `ClientSettings` documents the settings with their units, bounds and defaults. If an argument is None, its
+    `LLAMAQ_*` environment variable is used. If this variable is not set, the default is used.
 
     Every method that sends commands to Redis raises `redis.exceptions.RedisError` if Redis cannot be reached.
 
@@ -172,8 +172,9 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
     async def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> AsyncStream:
         """Submit a text prompt and return the stream of the generated text in chunks.
 
-        A web backend gets the errors of the submit here, and those until the first chunk from `started` of the stream,
-        before it starts a response. The job is cancelled when the stream ends early, see `AsyncStream`.
+        This call raises the errors of the submit. `started` of the stream raises the errors until the first chunk. So a
+        web backend gets both before it starts a response. The job is cancelled when the stream ends early, see
+        `AsyncStream`.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -271,8 +272,8 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
 
             client.submit_many([{"prompt": text, "max_tokens": 64} for text in texts])
 
-        All jobs are validated first: if one is not valid, none is submitted. Redis then accepts or refuses each job on
-        its own, as it does for `submit`.
+        All jobs are validated first: if one job is not valid, no job is submitted. Redis then accepts or refuses each
+        job separately, as for `submit`.
 
         Args:
             jobs: The arguments of `submit` for each job.
@@ -284,7 +285,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
             NoWorker: The client has `require_worker`, and no worker serves the queue. No job was submitted.
             BatchIncomplete: Some jobs were refused, for example with `QueueFull`. For each job, `errors` has the
                 reason, or `job_ids` has its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if
-                too few replicas have confirmed these.
+                too few replicas have confirmed the submitted jobs.
             NotDurable: Fewer than `durable` replicas have confirmed the jobs. The jobs were submitted; `job_ids` are
                 their ids.
             ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.

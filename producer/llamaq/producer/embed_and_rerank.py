@@ -53,7 +53,7 @@ class RankedDocument:
 
 
 def as_list(inputs: EmbeddingInputs) -> list[Any]:
-    """Return the inputs as a list. A text and a list of token ids are one input.
+    """Return the inputs as a list. A single text, or a single list of token ids, becomes a list with one input.
 
     Raises:
         InvalidRequest: There is no input.

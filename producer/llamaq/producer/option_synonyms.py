@@ -1,7 +1,7 @@
 """Forms of job options that users of OpenAI's API, llama.cpp and llama_cpp_ex write.
 
-A form with one possible meaning is translated here, before the request is validated: the messages in Redis have one
-form only. An unknown name is refused with the name that is probably meant.
+A form with only one possible meaning is translated here, before the request is validated, so that messages in Redis
+have only one form. An unknown name is refused, and the error contains the name that is probably meant.
 """
 
 from __future__ import annotations

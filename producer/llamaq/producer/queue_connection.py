@@ -48,7 +48,7 @@ class QueueConnection:
         self._connections = LoopConnections.of(settings, self.keys)
 
     def __repr__(self) -> str:
-        """Return the state of the subscriber. A log needs no state of the connections themselves."""
+        """Return the state of the subscriber, without the state of the connections."""
         return repr(self._connections.subscriber)
 
     @property

@@ -48,13 +48,13 @@ log = logging.getLogger(__name__)
 LONG_PROMPT_TOKENS = 10_000
 """Prompts of more token ids are validated and encoded in a thread, so that the event loop continues meanwhile."""
 EMBEDDINGS_TTL_S = 120.0
-"""How long Redis stores embeddings that a call waits for, in seconds: longer than the retries of the read take."""
+"""How long Redis stores embeddings that a call waits for, in seconds. It is longer than all retries of the read."""
 SEED_BITS = 53
 """A JSON number keeps integers of up to 53 bits exactly, in any language."""
 
 
 async def build_request(options: JobOptions, **values: Any) -> JobRequest:
-    """Return the validated request. A missing seed is drawn here, so that every attempt of the job has the same one.
+    """Return the validated request. A missing seed is drawn here, so that every attempt of the job has the same seed.
 
     A long prompt of token ids is validated in a thread, because that takes up to a second.
 

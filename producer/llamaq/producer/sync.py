@@ -43,8 +43,8 @@ class Client(BlockingClient):
     Threads may share one client, and a child process may use it after a fork. The first call starts a
     thread, which `close` ends.
 
-    `ClientSettings` documents the settings with their units, bounds and defaults. An argument that is None is read
-    from its `LLAMAQ_*` environment variable, and otherwise has the default.
+    `ClientSettings` documents the settings with their units, bounds and defaults. If an argument is None, its
+    `LLAMAQ_*` environment variable is used. If this variable is not set, the default is used.
 
     Every method that sends commands to Redis raises `redis.exceptions.RedisError` if Redis cannot be reached.
 
@@ -154,8 +154,9 @@ class Client(BlockingClient):
     def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Stream:
         """Submit a text prompt and return the stream of the generated text in chunks.
 
-        A web backend gets the errors of the submit here, and those until the first chunk from `started` of the stream,
-        before it starts a response. The job is cancelled when the stream ends early, see `Stream`.
+        This call raises the errors of the submit. `started` of the stream raises the errors until the first chunk. So a
+        web backend gets both before it starts a response. The job is cancelled when the stream ends early, see
+        `Stream`.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -253,8 +254,8 @@ class Client(BlockingClient):
 
             client.submit_many([{"prompt": text, "max_tokens": 64} for text in texts])
 
-        All jobs are validated first: if one is not valid, none is submitted. Redis then accepts or refuses each job on
-        its own, as it does for `submit`.
+        All jobs are validated first: if one job is not valid, no job is submitted. Redis then accepts or refuses each
+        job separately, as for `submit`.
 
         Args:
             jobs: The arguments of `submit` for each job.
@@ -266,7 +267,7 @@ class Client(BlockingClient):
             NoWorker: The client has `require_worker`, and no worker serves the queue. No job was submitted.
             BatchIncomplete: Some jobs were refused, for example with `QueueFull`. For each job, `errors` has the
                 reason, or `job_ids` has its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if
-                too few replicas have confirmed these.
+                too few replicas have confirmed the submitted jobs.
             NotDurable: Fewer than `durable` replicas have confirmed the jobs. The jobs were submitted; `job_ids` are
                 their ids.
             ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
@@ -374,15 +375,15 @@ class Client(BlockingClient):
     def pause(self) -> None:
         """Pause the queue: no job gets its first slot until `resume`.
 
-        Jobs that have a slot, or had one, continue, also on another worker. Jobs are still accepted. Their deadlines
-        count. `queue_depth().mode` tells the mode of the queue.
+        Jobs that have a slot, or had one, continue, also on another worker. New jobs are still accepted, and their
+        deadlines count. `queue_depth().mode` is the mode of the queue.
         """
         self._call(lambda client: client.pause())
 
     def drain(self) -> None:
         """Drain the queue: until `resume`, `submit` raises `QueueDraining`, and workers run the jobs in the queue.
 
-        A queue is either paused or drained: draining a paused queue starts its jobs.
+        A queue cannot be paused and draining at the same time: `drain` starts the waiting jobs of a paused queue.
         """
         self._call(lambda client: client.drain())
 
@@ -469,8 +470,8 @@ class Client(BlockingClient):
     def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Return the dead letters of the queue, newest first.
 
-        A dead letter is a job during which several workers crashed, one after the other, or a stream entry that is not
-        a job.
+        A dead letter is a job that crashed several workers in a row, failed after its last retry or is damaged, or a
+        stream entry that is not a job.
         """
         return self._call(lambda client: client.dead_letters())
 
@@ -619,7 +620,7 @@ class Client(BlockingClient):
         parallel_tool_calls: bool = True,
         **options: Unpack[JobOptions],
     ) -> ChatAnswers:
-        """Return how the model writes its answers to a chat, to tell reasoning and calls of tools from the content.
+        """Return an object that separates reasoning, calls of tools and content in the model's answers to a chat.
 
             answers = client.chat_answers(messages, tools=tools)
             answer = answers.read(client.chat(messages, **answers.options))
@@ -631,11 +632,11 @@ class Client(BlockingClient):
             messages: The messages, oldest first.
             tool_choice: `auto`: the model decides whether it calls a tool. `none`: it has no tools. `required`, or
                 `{"type": "function", "function": {"name": NAME}}`: it must call a tool, or this tool.
-            parallel_tool_calls: Whether a demanded call may be followed by further ones.
+            parallel_tool_calls: Whether further calls may follow a required call.
             **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
 
         Returns:
-            The job options for the chat, and what splits its answer.
+            The object. Its `options` are the job options for the chat, and its methods split the answer.
 
         Raises:
             InvalidRequest: The tools or their choice are not valid.
@@ -738,14 +739,14 @@ class Client(BlockingClient):
             for embedding in client.embed(["one text", "another"]):
                 print(embedding.vector)
 
-        Each job computes at most 32 texts. A job of the call that has not ended is cancelled when the call fails, times
-        out or is interrupted, unless the call has an idempotency key.
+        Each job computes at most 32 texts. When the call fails, times out or is interrupted, its jobs that have not
+        ended are cancelled, unless the call has an idempotency key.
 
         Args:
             inputs: A text, a list of token ids, or a list of texts and lists of token ids. No token is added to token
                 ids.
-            dimensions: How many numbers of each embedding are returned, from the first on, for models that were trained
-                for it. None: all.
+            dimensions: Number of values of each embedding that are returned, from the first on. Use it only with models
+                that were trained for it. None: all.
             normalization: How embeddings are scaled. None: to the Euclidean length 1.
             timeout: Longest wait for the embeddings in seconds. None: the client's `timeout_s`.
             **options: Job options.
@@ -802,7 +803,7 @@ class Job(BlockingJob):
     def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
-        A job that has reached a deadline ends at the latest now, also without a worker.
+        If the job has reached a deadline, this call ends it, also without a worker.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.

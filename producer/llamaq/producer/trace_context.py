@@ -8,7 +8,7 @@ import sys
 def current_traceparent() -> str | None:
     """Return the current span in the form of W3C Trace Context. None: there is no span.
 
-    OpenTelemetry is not imported here: an application that has not imported it has no span.
+    OpenTelemetry is not imported here, because an application that has not imported it has no span.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:

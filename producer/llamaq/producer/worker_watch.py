@@ -19,9 +19,9 @@ from llamaq.common.protocol.keys import Keys
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 30.0
-"""Interval of the looks for a worker while calls wait."""
+"""Interval at which the watch searches for a worker while calls wait."""
 FRESH_S = 5.0
-"""A new call looks at once, unless the last look is younger than this."""
+"""A new call starts a search at once, unless the last search was less than this time ago."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Queue:
     """For each waiting call, the function that ends it."""
     looked_s: float = float("-inf")
     has_worker: bool | None = None
-    """The result of the last look. None: there was none so far."""
+    """The result of the last search. None: there was no search so far."""
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -73,7 +73,7 @@ class WorkerWatch:
             state.waiting.remove(fail)
 
     async def require(self, queue: str) -> None:
-        """Look for a worker, if this client requires one.
+        """Search for a worker, if this client requires one.
 
         Raises:
             NoWorker: No worker serves the queue.

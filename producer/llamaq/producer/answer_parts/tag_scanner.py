@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 
 class TagScanner:
-    """Splits a text at tags. The beginning of a possible tag is held back until it is clear whether it is one.
+    """Splits a text at tags. Text that may be the beginning of a tag is held back until this is known.
 
     Args:
         token_tags: The tags that are one token of the model's vocabulary. Such a tag is found only where its token

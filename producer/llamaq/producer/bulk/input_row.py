@@ -1,4 +1,4 @@
-"""One row of the input: its request, or why it has none."""
+"""One row of the input: its request, or the reason why the row has no request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row:
     row_id: Any = None
     """The `custom_id` or `id` of the row. None: it has none."""
     endpoint: Endpoint = Endpoint.COMPLETIONS
-    """The endpoint of the OpenAI API that the answer is of, in OpenAI's form."""
+    """The endpoint of the OpenAI API whose answer the row gets, in OpenAI's form."""
     model: str | None = None
     """The model that the row names. None: it names none."""
     jobs: Sequence[dict[str, Any]] = ()

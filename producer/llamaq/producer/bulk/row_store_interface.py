@@ -1,4 +1,4 @@
-"""What an execution needs of the place where its rows are stored: files, or Redis."""
+"""The interface through which an execution reads and writes its rows. They are stored in files or in Redis."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ class RowStore(Protocol):
         """Add the line of a row that has failed. `flush` stores it."""
 
     async def flush(self) -> None:
-        """Store the lines: they survive the end of this process, however it ends."""
+        """Store the lines: they survive the end of this process, also a crash."""

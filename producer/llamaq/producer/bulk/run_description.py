@@ -33,7 +33,7 @@ def new_run_id() -> str:
 
 
 class RunParameters(StrictModel):
-    """What a bulk run computes, wherever its rows are stored."""
+    """The parameters of a bulk run that do not depend on where its rows are stored."""
 
     run_id: str = Field(
         default_factory=new_run_id,
@@ -50,7 +50,7 @@ class RunParameters(StrictModel):
         None, description="The only `url` that a line in the form of the Batch API may have. If not set: any."
     )
     model: str | None = Field(
-        None, description="Name of the model in answers in OpenAI's form. If not set: that of the request."
+        None, description="Name of the model in answers in OpenAI's form. If not set: the name in the request."
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict, description="Job options of all rows. A row may override each of them."
@@ -86,7 +86,7 @@ class RunParameters(StrictModel):
         return self.form or form_of_request
 
     def row_parameters(self) -> dict[str, Any]:
-        """Return the parameters that decide what a row computes and how its answer looks, as JSON values."""
+        """Return the parameters that determine what a row computes and the form of its answer, as JSON values."""
         return self.model_dump(mode="json", include={"run_id", "form", "endpoint", "model", "options"})
 
 

@@ -28,14 +28,14 @@ class EmbeddingCalls(ClientCalls):
             for embedding in client.embed(["one text", "another"]):
                 print(embedding.vector)
 
-        Each job computes at most 32 texts. A job of the call that has not ended is cancelled when the call fails, times
-        out or is interrupted, unless the call has an idempotency key.
+        Each job computes at most 32 texts. When the call fails, times out or is interrupted, its jobs that have not
+        ended are cancelled, unless the call has an idempotency key.
 
         Args:
             inputs: A text, a list of token ids, or a list of texts and lists of token ids. No token is added to token
                 ids.
-            dimensions: How many numbers of each embedding are returned, from the first on, for models that were trained
-                for it. None: all.
+            dimensions: Number of values of each embedding that are returned, from the first on. Use it only with models
+                that were trained for it. None: all.
             normalization: How embeddings are scaled. None: to the Euclidean length 1.
             timeout: Longest wait for the embeddings in seconds. None: the client's `timeout_s`.
             **options: Job options.

@@ -27,15 +27,15 @@ class QueueCalls(ClientCalls):
     async def pause(self) -> None:
         """Pause the queue: no job gets its first slot until `resume`.
 
-        Jobs that have a slot, or had one, continue, also on another worker. Jobs are still accepted. Their deadlines
-        count. `queue_depth().mode` tells the mode of the queue.
+        Jobs that have a slot, or had one, continue, also on another worker. New jobs are still accepted, and their
+        deadlines count. `queue_depth().mode` is the mode of the queue.
         """
         await self._set_mode(QueueMode.PAUSED)
 
     async def drain(self) -> None:
         """Drain the queue: until `resume`, `submit` raises `QueueDraining`, and workers run the jobs in the queue.
 
-        A queue is either paused or drained: draining a paused queue starts its jobs.
+        A queue cannot be paused and draining at the same time: `drain` starts the waiting jobs of a paused queue.
         """
         await self._set_mode(QueueMode.DRAINING)
 

@@ -33,7 +33,7 @@ class TextCalls(QueueCalls):
         parallel_tool_calls: bool = True,
         **options: Unpack[JobOptions],
     ) -> ChatAnswers:
-        """Return how the model writes its answers to a chat, to tell reasoning and calls of tools from the content.
+        """Return an object that separates reasoning, calls of tools and content in the model's answers to a chat.
 
             answers = client.chat_answers(messages, tools=tools)
             answer = answers.read(client.chat(messages, **answers.options))
@@ -45,11 +45,11 @@ class TextCalls(QueueCalls):
             messages: The messages, oldest first.
             tool_choice: `auto`: the model decides whether it calls a tool. `none`: it has no tools. `required`, or
                 `{"type": "function", "function": {"name": NAME}}`: it must call a tool, or this tool.
-            parallel_tool_calls: Whether a demanded call may be followed by further ones.
+            parallel_tool_calls: Whether further calls may follow a required call.
             **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
 
         Returns:
-            The job options for the chat, and what splits its answer.
+            The object. Its `options` are the job options for the chat, and its methods split the answer.
 
         Raises:
             InvalidRequest: The tools or their choice are not valid.

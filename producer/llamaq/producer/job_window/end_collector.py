@@ -25,7 +25,7 @@ from llamaq.producer.streaming.retried_reads import RetriedReads, may_pass
 T = TypeVar("T")
 
 JOBS_PER_ROUND_TRIP = 100
-"""Largest number of results that are read at once: they are in memory together."""
+"""Largest number of results that are read at once, because they are in memory together."""
 
 
 class EndListener(JobListener):
@@ -50,7 +50,7 @@ class EndListener(JobListener):
         return f"<EndListener {self.job_id}>"
 
     def deliver(self, payload: bytes) -> None:
-        """Report the job after a terminal event, and when it will be retried: then its times have changed."""
+        """Report the job after a terminal event, and when it will be retried, because its times have changed."""
         if not codec.is_tokens_event(payload) and isinstance(codec.decode_event(payload), Finished | Failed | Retried):
             self.reread()
 

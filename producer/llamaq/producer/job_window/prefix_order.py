@@ -14,8 +14,9 @@ T = TypeVar("T")
 class PrefixOrder(Generic[T]):
     """The waiting requests of a window.
 
-    All requests that wait at one time are sorted by their prompts and leave in this order, before any later request.
-    So the prefix of neighbours is computed once and is still cached for the next one, and no request waits for ever.
+    All requests that wait at one time are sorted by their prompts. They are submitted in this order, before any later
+    request. So a common prefix of neighbours is computed once and is still cached for the next request. No request
+    waits forever.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ def default_size(n_slots: int) -> int:
 
 
 class JobWindow(Generic[T]):
-    """Submits requests as earlier ones end, and returns the outcome of each.
+    """Submits a request when an earlier one has ended, and returns the outcome of each request.
 
         async with JobWindow(connection, size=256) as window:
             window.add(1, request)
@@ -69,7 +69,7 @@ class JobWindow(Generic[T]):
 
         Args:
             connection: The client's connection.
-            size: Largest number of jobs in the queue. As many requests more may wait here, to be sorted.
+            size: Largest number of jobs in the queue. The same number of further requests may wait here, to be sorted.
             rate: Largest number of jobs submitted per second. None: no limit.
             replaces_conflicts: What happens if an earlier process has submitted another request with the same
                 idempotency key. True: a new job replaces the earlier one. False: the outcome is `IdempotencyConflict`.
@@ -143,7 +143,7 @@ class JobWindow(Generic[T]):
         self._has_work.set()
 
     def add_outcome(self, tag: T, outcome: Outcome) -> None:
-        """Add a request whose outcome is known already: it is returned like that of a job.
+        """Add a request whose outcome is known already. This outcome is returned like the outcome of a job.
 
         Args:
             tag: Returned with the outcome.
@@ -218,7 +218,7 @@ class JobWindow(Generic[T]):
                 await self._pause(n_accepted)
 
     async def _pause(self, n_accepted: int) -> None:
-        """Wait after requests were refused, until a job of this window ends: the queue has room then."""
+        """Wait, after requests were refused, until a job of this window ends, because the queue then has room."""
         self._n_at_once = max(1, n_accepted)
         if n_accepted:
             self._pauses.reset()
@@ -228,10 +228,11 @@ class JobWindow(Generic[T]):
                 await self._has_end.wait()
 
     async def _submit_some(self, jobs: list[WindowJob[T]]) -> tuple[int, str | None]:
-        """Submit requests. Those that cannot be submitted now wait again.
+        """Submit requests. Requests that cannot be submitted now wait again.
 
         Returns:
-            The number of requests that were submitted, and why the others were not, or None if all were.
+            The number of submitted requests, and the reason why the others were not submitted. None: all were
+            submitted.
         """
         submitted = await submit_jobs(self._connection, jobs)
         for job in submitted.accepted:

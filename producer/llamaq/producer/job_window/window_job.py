@@ -24,9 +24,9 @@ class WindowJob(Generic[T]):
     """A request of a window, and its job in the queue."""
 
     tag: T
-    """What the caller of the window knows the request by."""
+    """Identifies the request for the caller of the window."""
     request: JobRequest
-    """The request. If it has an idempotency key, a job of an earlier process may have it already."""
+    """The request. If it has an idempotency key, a job of an earlier process may already have the same key."""
     job_id: str | None = None
     """The id with which the request was or will be submitted. None: not chosen yet."""
     handle: AsyncJob | None = None
@@ -43,12 +43,12 @@ class WindowJob(Generic[T]):
         return self.request.model_copy(update={"idempotency_key": replacement_key(key, self.n_replaced)})
 
     def must_replace(self, outcome: Result | Exception) -> bool:
-        """Return whether the job is of an earlier process, which cancelled it or saw it fail."""
+        """Return whether the job was submitted by an earlier process, and was cancelled or has failed."""
         is_complete = isinstance(outcome, Result) and outcome.finish_reason in _COMPLETE
         return self.handle is not None and not self.handle.is_new and not is_complete
 
     def replace(self) -> None:
-        """Prepare a new job in place of the one that must be replaced."""
+        """Prepare a new job in place of the job that must be replaced."""
         self.n_replaced += 1
         self.forget()
 

@@ -11,7 +11,7 @@ from llamaq.common.protocol.chat import Message, TemplateParams
 TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
 """Options of a job that only its chat template reads."""
 ROLES = {"developer": "system", "function": "tool"}
-"""Roles of the OpenAI API that chat templates do not know, and the role that means the same."""
+"""Maps roles of the OpenAI API that chat templates do not know to roles with the same meaning."""
 UNSUPPORTED = ("audio", "function_call", "tool_calls")
 """Fields of a message whose loss would change the answer."""
 
@@ -43,14 +43,15 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_effort(kwargs: Any, effort: Any) -> dict[str, Any]:
-    """Return the variables of a chat template with the effort of the reasoning. Those of the request come first.
+    """Return the variables of a chat template with the effort of the reasoning. Variables of the request take
+    precedence.
 
     Args:
         kwargs: The variables of the request. None: it has none.
         effort: The effort of OpenAI's API: `none`, `low`, `medium` or another. None: the model's default.
 
     Raises:
-        InvalidRequest: One of both has another type.
+        InvalidRequest: One of the arguments has another type.
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidRequest("chat_template_kwargs: an object is required")

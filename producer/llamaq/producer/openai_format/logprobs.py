@@ -19,8 +19,8 @@ Pieces = Mapping[int, bytes]
 def read_logprobs(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the option `logprobs` of a job: the number of alternatives at each position.
 
-    A chat says so with `logprobs` and `top_logprobs`, a completion with the number `logprobs`, llama-server's own
-    endpoint with `n_probs`.
+    In a chat, the fields are `logprobs` and `top_logprobs`. In a completion, the field is the number `logprobs`. For
+    llama-server's own endpoint, it is `n_probs`.
 
     Raises:
         InvalidRequest: A field is not a number or a boolean.
@@ -47,10 +47,10 @@ def logprobs_object(
     """Return the object `logprobs` for some tokens of an answer.
 
     Args:
-        endpoint: The endpoint of the request. Its API has a form of its own.
+        endpoint: The endpoint of the request, which determines the form of the object.
         tokens: The generated tokens.
         logprobs: Their probabilities.
-        pieces: The bytes of `tokens_of` these.
+        pieces: The bytes of the tokens that `tokens_of` returns.
         offset: Number of characters of the text before these tokens.
     """
     if endpoint is Endpoint.CHAT:

@@ -1,6 +1,6 @@
-"""Reads the body of a request of the OpenAI API: which prompts it has, and which job options.
+"""Reads the prompts and the job options from the body of a request of the OpenAI API.
 
-It also knows the names that llama-server and vLLM have for the same things.
+The names of llama-server and vLLM for the same options are accepted too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESERVED = frozenset(
         "logprobs", "messages", "priority", "prompt", "prompt_progress", "return_progress", "stream", "tokens",
     }
 )  # fmt: skip
-"""Fields of a job that are not copied from the body: the caller sets them, or they are read in a way of their own."""
+"""Fields of a job that are not copied from the body: the caller sets them, or separate functions read them."""
 
 PROGRESS_FIELDS = ("prompt_progress", "return_progress", "timings_per_token")
 """Fields for which the job of a stream publishes the progress of its prompt."""
@@ -47,7 +47,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "stop_token_ids": ([],),
     "suffix": ("",),
 }
-"""Fields that change the answer and that llamaq does not support, with the values that mean the same as no field."""
+"""Fields that change the answer and that llamaq does not support. Each has the values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class GenerationBody:
     has_usage_chunk: bool = False
     """Whether the stream ends with a chunk that has the usage."""
     is_stored: bool = False
-    """Whether the jobs run to their end although the client is gone."""
+    """Whether the jobs run to their end after the client has disconnected."""
     is_echoed: bool = False
     """Whether the text of a completion begins with its prompt."""
 
@@ -187,7 +187,7 @@ def _read_count(value: Any) -> int:
 
 
 def _with_seed(values: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the arguments of a job with a seed of its own: otherwise all choices of one seed would be the same."""
+    """Return the arguments of a job with a separate seed. Otherwise all choices with one seed would be the same."""
     seed = values.get("seed")
     if number == 0 or isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         return values
@@ -195,7 +195,7 @@ def _with_seed(values: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _tenant_of(user: str) -> str:
-    """Return the tenant of a user. Users may have any name, tenants only one of a simple form."""
+    """Return the tenant of a user. A user may have any name, but the name of a tenant has a simple form."""
     return user if re.fullmatch(TENANT_PATTERN, user) else hashlib.sha256(user.encode()).hexdigest()
 
 

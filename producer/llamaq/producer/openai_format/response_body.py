@@ -15,7 +15,7 @@ FINISH_REASONS = {
     FinishReason.CANCELLED: "stop",
     FinishReason.DEADLINE: "length",
 }
-"""The finish reason of the OpenAI API for each of ours. A client of that API knows no other values."""
+"""Maps each finish reason of llamaq to a finish reason of the OpenAI API, whose clients know no other values."""
 
 
 def completion_object(

@@ -1,4 +1,6 @@
-"""Reads the dead letters of a queue: jobs that workers crashed with, and stream entries that are not jobs."""
+"""Reads the dead letters of a queue: jobs that crashed workers, failed after their last retry or are damaged, and
+stream entries that are not jobs.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ async def find(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, DeadLette
 
 
 def id_of_retry(letter: DeadLetter, job_id: JobId) -> JobId:
-    """Return the id of the job that a retry submits. Every retry of a letter gets the same id: they submit one job."""
+    """Return the id of the job that a retry submits. All retries of a letter get the same id, so they submit only one
+    job.
+    """
     # The text that is hashed is part of the protocol: clients of other versions must compute the same id.
     digest = hashlib.sha256(f"retry of {job_id}, dead as {letter.entry}".encode()).hexdigest()
     return JobId(job_id.queue, job_id.partition, digest[:32])

@@ -16,13 +16,14 @@ from llamaq.producer.queue_connection import QueueConnection
 log = logging.getLogger(__name__)
 
 MAX_SEARCHES = 20
-"""Upper bound on the searches in each partition, so that a call ends in time although many jobs are due."""
+"""Upper bound on the searches in each partition, so that a call does not take long if many jobs are due."""
 
 
 async def handle_due(connection: QueueConnection, queue: str, partitions: int) -> None:
     """End jobs of the queue that have reached a deadline, and add the entries of delayed jobs that are due.
 
-    A server that refuses writes, such as a replica, is left as it is: the jobs are then counted as they are stored.
+    If the server refuses writes, for example because it is a replica, nothing is changed, and the jobs are counted as
+    they are stored.
 
     Raises:
         RedisError: A partition did not answer.

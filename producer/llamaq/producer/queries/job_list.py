@@ -76,7 +76,7 @@ async def read_jobs(connection: QueueConnection, wanted: JobFilter, limit: int) 
 async def read_jobs_of(
     connection: QueueConnection, queue: str, partitions: int, wanted: JobFilter, limit: int
 ) -> tuple[JobSummary, ...]:
-    """Return the oldest `limit` jobs of any queue that match the filter, oldest first."""
+    """Return the oldest `limit` jobs of the named queue that match the filter, oldest first."""
     await handle_due(connection, queue, partitions)
     now_ms = await server_time_ms(connection.redis)
     found: list[JobSummary] = []

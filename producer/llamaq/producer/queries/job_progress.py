@@ -16,7 +16,9 @@ from llamaq.producer.queue_connection import QueueConnection
 
 
 async def with_progress(connection: QueueConnection, status: JobStatus) -> JobStatus:
-    """Return the status with the progress of the job: the position of a waiting job, the tokens of any other."""
+    """Return the status with the progress of the job: the position of a waiting job, or the numbers of tokens of any
+    other job.
+    """
     if status.state is JobState.QUEUED:
         return status.model_copy(update={"position": await connection.scripts.position(status.job_id)})
     if status.state is JobState.RUNNING and status.worker is not None:
@@ -39,7 +41,7 @@ def _of_slot(slot: SlotSnapshot) -> dict[str, int]:
 async def _slot_of(connection: QueueConnection, worker: str, job_id: str) -> SlotSnapshot | None:
     """Return the slot of a running job, as its worker last reported it. None: the worker has not reported it.
 
-    On a cluster, the report may be on a node that is away.
+    On a cluster, the report may be on a node that does not answer.
     """
     with suppress(RedisError, ProtocolError):
         data: Any = await connection.redis.hget(connection.keys.worker(worker), "worker")

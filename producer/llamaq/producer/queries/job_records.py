@@ -32,7 +32,7 @@ RESULT_FIELDS = (*END_FIELDS, "returned", "output")
 
 
 async def read_status(connection: QueueConnection, job_id: str) -> JobStatus:
-    """Return a snapshot of a job. What is due for the job is done first: it ends if it has reached a deadline.
+    """Return a snapshot of a job. First the job is ended if it has reached a deadline, or gets its entry if it is due.
 
     Raises:
         JobNotFound: The id is wrong, or the result has expired.

@@ -34,7 +34,9 @@ QUEUES_AT_ONCE = 8
 
 
 class MetricsReader:
-    """Reads all metrics. It remembers which queues there are, so that not every scrape searches for them."""
+    """Reads all metrics. The names of the queues are kept for some time, so that not every scrape searches for
+    queues.
+    """
 
     def __init__(self, queues: Sequence[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
         """Create the reader.
@@ -50,7 +52,9 @@ class MetricsReader:
         self._outage_log = OutageLog(log, "metrics")
 
     async def read(self, connection: QueueConnection, timeout_s: float) -> Samples:
-        """Return all metrics. If Redis does not answer within `timeout_s`, only `llamaq_redis_up` is there: 0."""
+        """Return all metrics. If Redis does not answer within `timeout_s`, return only `llamaq_redis_up` with the value
+        0.
+        """
         started_s = self._clock()
         samples = Samples()
         try:

@@ -84,7 +84,7 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None, retry_errors: boo
 def explain_failure(
     job: Job, connection: Redis, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Call the `on_failure` of the submit. An RQ worker with another serializer fails the run, and says why.
+    """Call the `on_failure` function of the submit. An RQ worker with another serializer fails the run with a message.
 
     RQ calls this function after each error, before it decides whether to try the job again.
     """
@@ -98,7 +98,9 @@ def explain_failure(
 
 
 def cancel_rows(job: Job, connection: Redis) -> None:  # noqa: ARG001 - RQ calls it with both
-    """Cancel the rows in flight of a run that was stopped. RQ stops a job by SIGKILL of its work-horse."""
+    """Cancel the rows in flight of a run that was stopped. The run cannot do this: RQ stops a job by SIGKILL of its
+    work-horse.
+    """
     progress = job.get_meta(refresh=True).get(PROGRESS_KEY) or {}
     run = BulkRun.model_validate(job.args[0])
     asyncio.run(_cancel_rows(job.kwargs.get("queue"), run.run_id, progress.get("rows_total")))
@@ -120,7 +122,9 @@ async def _execute(run: BulkRun, queue: str | None, job: Job) -> BulkProgress:
 
 
 class _ProgressReporter:
-    """Stores the newest progress in a thread. While one is stored, only the newest of the next ones is kept."""
+    """Stores the newest progress in a thread. While a progress is being stored, only the newest later progress is
+    kept.
+    """
 
     def __init__(self, save: Callable[[BulkProgress], None]) -> None:
         self._save = save

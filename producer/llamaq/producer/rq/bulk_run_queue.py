@@ -32,7 +32,8 @@ from llamaq.producer.rq.settings import connect_rq, rq_settings
 RETRIES = 20
 """How often RQ tries a run again after an error."""
 FIRST_RETRY_S, MAX_RETRY_S = 1, 300
-"""Seconds until the first retry, and the upper bound of those until later ones. They double."""
+"""Seconds until the first retry, and upper bound on the seconds until a later retry. The delay doubles with each
+retry."""
 KEEP_S = 30 * 24 * 3600
 """How long RQ stores a run after its end."""
 POLL_S = 0.5
@@ -82,15 +83,15 @@ class BulkQueue:
         on_success: Called | None = None,
         on_failure: Called | None = None,
     ) -> RunStatus:
-        """Hand a run to the RQ workers. A run that was cancelled or failed continues where it was.
+        """Pass a run to the RQ workers. A run that was cancelled or has failed continues where it stopped.
 
         Args:
             run: The run. Its files are opened by the RQ worker: relative paths begin at the folder of this process.
             queue: The llamaq queue. None: the setting of this process if it has one, or else that of the RQ worker.
             after: Ids of runs that must be complete before this one begins.
             at: Time at which the run is due. None: at once.
-            retries: How often RQ tries again after an error. If the RQ worker is stopped, this is not an error. If it
-                is killed while it executes this run, this is an error.
+            retries: How often RQ tries again after an error. A stop of the RQ worker does not count as an error. Its
+                death during this run counts as an error.
             on_success: Called by the RQ worker after the run, as RQ documents: `(job, connection, result)`.
             on_failure: Called by the RQ worker after each error: `(job, connection, type, value, traceback)`.
 
@@ -237,7 +238,9 @@ class BulkQueue:
         return [job for job in fetched if job is not None]
 
     def _check_can_submit(self, run: BulkRun) -> None:
-        """Check that no run with this id or this output waits or runs. Delete the RQ job of one that has ended."""
+        """Check that no run with this id or this output waits or runs. Delete the RQ job of such a run if it has
+        ended.
+        """
         output = run.output.absolute()
         for other in self.runs():
             if other.state in ENDED:
@@ -256,7 +259,7 @@ class BulkQueue:
                 raise InvalidRequest(f"after: run {run_id} is {state.value}, so no run can wait for it to complete")
 
     def _stop(self, job: Job) -> None:
-        """Tell the RQ worker of a run to stop it, and wait until it has."""
+        """Tell the RQ worker of a run to stop the run, and wait until it has stopped."""
         try:
             send_stop_job_command(self.redis, job.id, serializer=JSONSerializer)
         except InvalidJobOperation:  # it has ended just now

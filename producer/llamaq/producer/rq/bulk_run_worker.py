@@ -26,7 +26,7 @@ HEARTBEAT_S = 5
 HEARTBEAT_TTL_S = 30
 """Seconds without a heartbeat after which a run counts as abandoned."""
 WORKER_TTL_S = 17
-"""RQ waits for a job for 15 s less than this. Between two waits, runs that are due are put into the queue."""
+"""One wait of RQ for a job takes 15 s less than this. Between two waits, runs that are due are put into the queue."""
 MAINTENANCE_S = 1
 CLEAN_EVERY_S = 15
 """Seconds between two searches for abandoned runs."""
@@ -37,7 +37,8 @@ RESTART_S, MAX_RESTART_S = 1.0, 15.0
 class BulkWorker(Worker):
     """An RQ worker with the JSON serializer, which unpickles nothing.
 
-    - SIGTERM stops the run at a row and puts it back into the RQ queue. RQ's own worker would wait for its end.
+    - SIGTERM stops the run at a row and puts the run back into the RQ queue. RQ's own worker would wait for the end of
+      the run.
     - The run of a worker that was killed is continued by another worker about a minute later.
     - Runs for later (`--at`, retries with a delay) get into the queue without a scheduler process.
     - An outage of RQ's Redis does not end the worker while a run continues.
@@ -113,8 +114,8 @@ def keep_progress(job: Job, _: int, wait_status: int, *__: Any) -> None:
 def serve(make_worker: Callable[[], BulkWorker], *, burst: bool = False) -> None:
     """Run an RQ worker until a signal ends it. With `burst`, until the queue is empty.
 
-    A worker whose Redis does not answer waits for it. RQ's worker ends when its Redis cannot be reached at the end of a
-    job; then another one takes its place.
+    If Redis does not answer, the worker waits for it. RQ's worker ends when its Redis cannot be reached at the end of a
+    job. Then a new worker replaces it.
     """
     backoff = Backoff(RESTART_S, MAX_RESTART_S)
     worker = None

@@ -40,9 +40,9 @@ def generate(
         story = rq_queue.enqueue(generate, "Once upon a time", max_tokens=64)
         rq_queue.enqueue(generate, "Summarize: {story}", insert={"{story}": story.id}, depends_on=story)
 
-    A retry of the RQ job finds the llamaq job of the attempt before, and does not compute it again, unless that job
-    failed or was cancelled. If RQ's `job_timeout` is reached, the llamaq job is cancelled. `meta["llamaq"]` of the RQ
-    job has the id, the state and the number of generated tokens of the llamaq job.
+    A retry of the RQ job finds the llamaq job of the previous attempt. It does not compute this job again, unless the
+    job failed or was cancelled. If RQ's `job_timeout` is reached, the llamaq job is cancelled. `meta["llamaq"]` of the
+    RQ job has the id, the state and the number of generated tokens of the llamaq job.
 
     Args:
         prompt: The text to continue. Special tokens in it are parsed.
@@ -116,7 +116,7 @@ def _run(redis_url: str | None, queue: str | None, arguments: dict[str, Any]) ->
 
 
 def _submit(client: Client, arguments: dict[str, Any], current: Job | None) -> LlamaqJob:
-    """Submit a job, or find that of an earlier attempt of the same RQ job, unless it failed or was cancelled."""
+    """Submit a job, or return the job of an earlier attempt of the same RQ job, unless it failed or was cancelled."""
     if current is None or "idempotency_key" in arguments:
         return client.submit(**arguments)
     prefix = _idempotency_prefix(current)
@@ -146,7 +146,7 @@ def _is_useful(job: LlamaqJob) -> bool:
 
 
 def _wait(job: LlamaqJob, current: Job | None) -> Result:
-    """Wait for the result, without a timeout of its own, and store the progress in the `meta` of the RQ job."""
+    """Wait for the result without a timeout, and store the progress in the `meta` of the RQ job."""
     state = None
     while True:
         if current is not None:

@@ -12,7 +12,7 @@ from llamaq.producer.rq.library import Job, NoSuchJobError, get_current_job
 
 
 def insert_results(prompt: Any, insert: Mapping[str, str]) -> Any:
-    """Return the prompt with the results of other RQ jobs in place of the texts that stand for them.
+    """Return the prompt with the results of other RQ jobs in place of their placeholders.
 
     Args:
         prompt: A text, or any JSON value that contains texts, such as the messages of a chat.
@@ -24,7 +24,8 @@ def insert_results(prompt: Any, insert: Mapping[str, str]) -> Any:
     if not insert:
         return prompt
     texts = {place: result_text(job_id) for place, job_id in insert.items()}
-    # One pass, longest first: an inserted text is not searched again, and a longer text wins over its own beginning.
+    # One pass, longest text first: an inserted text is not searched again, and a longer text is replaced before a text
+    # that is its beginning.
     pattern = re.compile("|".join(re.escape(place) for place in sorted(texts, key=len, reverse=True)))
     return _replace(prompt, lambda text: pattern.sub(lambda found: texts[found[0]], text))
 

@@ -1,4 +1,4 @@
-"""Notices that the process of an RQ job, the work-horse, shall end or has lost its RQ worker."""
+"""Notices that the process of an RQ job, the work-horse, must end or has lost its RQ worker."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def is_work_horse(job_id: str) -> bool:
 async def interruption(job_id: str) -> AsyncIterator[asyncio.Event]:
     """Yield an event that is set when the work-horse receives SIGTERM, or when its RQ worker has died.
 
-    Without its RQ worker, a work-horse has no heartbeat, so RQ would soon let another worker start the same job, and
-    no stop command would reach it. In another process than a work-horse, the event is never set.
+    Without its RQ worker, a work-horse sends no heartbeat and receives no stop command, and RQ would soon let another
+    worker start the same job. In a process that is not a work-horse, the event is never set.
 
     Args:
         job_id: The id of the RQ job.

@@ -1,6 +1,6 @@
-"""Ends awaited jobs at their deadlines, and makes awaited delayed jobs wait in their queue in time, without a worker.
+"""Ends awaited jobs at their deadlines, and moves awaited delayed jobs into their queue when they are due.
 
-Jobs end at their deadlines, and jobs that were submitted for a later time get their entry then, so that they wait.
+So this also happens without a worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ RETRY_S = 1.0
 
 
 class DeadlineWatch:
-    """Keeps the times at which something is due for the jobs that this client waits for. `check` is called regularly.
+    """Keeps the times at which the jobs that this client waits for become due or reach a deadline.
+
+    `check` is called regularly.
 
     At a deadline the job is read again, because it may have started: then its `queue_timeout_s` no longer matters.
     """
@@ -40,7 +42,7 @@ class DeadlineWatch:
 
         Args:
             redis: Connections to Redis.
-            expire: Ends a job at its deadline, or gives it its entry at its time. Returns what it has done.
+            expire: Ends a job at its deadline, or gives it its entry when it is due. Returns what it has done.
             read_again: Lets the state of a job be read soon, and passed to `update`.
         """
         self._redis = redis

@@ -57,7 +57,7 @@ class EventReader(JobListener):
         self._must_restart = True
         """Whether the next page is the first one of the event stream."""
         self._is_full_read = False
-        """Whether the present read of the event stream started at the beginning of the stream."""
+        """Whether the current read of the event stream started at the beginning of the stream."""
         self._is_behind = False
         self._is_paging = False
         """Whether a page of the event stream is being read."""
@@ -72,7 +72,7 @@ class EventReader(JobListener):
 
     @property
     def is_receiving(self) -> bool:
-        """Whether the job has sent tokens. Before that it may wait for a slot, or not stream."""
+        """Whether the job has sent tokens. A job that has sent none may wait for a slot, or may not stream."""
         return self.position.tokens > 0
 
     def deliver(self, payload: bytes) -> None:
@@ -162,7 +162,9 @@ class EventReader(JobListener):
         return None
 
     def _has_all_output(self, end: Finished | Failed) -> bool:
-        """Return whether all output was read: a lost message before the terminal event leaves no gap in the offsets."""
+        """Return whether all output was read. The offsets do not show this: a message that was lost just before the
+        terminal event leaves no gap.
+        """
         if isinstance(end, Failed) or end.text_length is None:
             return False
         return (self.position.tokens, self.position.chars) == (end.stats.generated_tokens, end.text_length)

@@ -32,7 +32,8 @@ class JobListener(ABC):
         self.heard_s = 0.0
         """Event-loop time of the last message."""
         self.due_ms: int | None = None
-        """Time, by the clock of Redis, at which any client may end the job. None: none, or not read so far."""
+        """Time, by the clock of Redis, at which any client may end the job. None: there is no such time, or it was not
+        read yet."""
         self.on_deadline: Callable[[int | None], None] = _ignore
         """Called with `due_ms` each time that the job was read."""
         self.is_closed = False
@@ -52,7 +53,7 @@ class JobListener(ABC):
     @property
     @abstractmethod
     def is_receiving(self) -> bool:
-        """Whether messages are expected all the time. Otherwise a long silence is normal."""
+        """Whether messages are expected all the time. False: a long time without messages is normal."""
 
     @abstractmethod
     def deliver(self, payload: bytes) -> None:
@@ -64,7 +65,7 @@ class JobListener(ABC):
 
     @abstractmethod
     def update_state(self, state: StoredState) -> None:
-        """Receive the state of the job, which was read because the job was silent."""
+        """Receive the state of the job, which was read because no message had arrived for some time."""
 
     @abstractmethod
     async def _read(self) -> None:

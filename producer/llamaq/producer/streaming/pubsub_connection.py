@@ -83,7 +83,7 @@ class PubSubConnection:
             connection = self._make_connection()
             try:
                 await self._serve(connection)
-            except* Exception as errors:  # whatever breaks a connection, another one replaces it
+            except* Exception as errors:  # after any error of a connection, a new connection replaces it
                 error = errors.exceptions[0]
                 if not isinstance(error, RedisError | OSError):
                     log.exception("subscriber.connection_failed", exc_info=error)
@@ -96,8 +96,8 @@ class PubSubConnection:
 
     async def _serve(self, connection: AbstractConnection) -> None:
         await connection.connect()  # type: ignore[no-untyped-call]
-        # With a socket timeout, redis-py sends within `asyncio.wait_for`. Before Python 3.12, `wait_for` may swallow
-        # the cancellation that `aclose` needs. Instead of the timeout, PINGs detect a server that no longer reads.
+        # With a socket timeout, redis-py sends within `asyncio.wait_for`. Before Python 3.12, `wait_for` may lose the
+        # cancellation that `aclose` needs. Therefore there is no timeout: PINGs detect a server that no longer reads.
         connection.socket_timeout = None
         self._heard_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
@@ -138,8 +138,8 @@ class PubSubConnection:
     async def _receive(self, connection: AbstractConnection) -> None:
         """Read and dispatch messages.
 
-        All messages of one read are parsed together: redis-py's `read_response` takes longer for one message than
-        everything else that a client does with it.
+        All messages of one read are parsed together, because redis-py's `read_response` takes longer for one message
+        than all other work of a client with this message.
         """
         reader = connection._reader  # redis-py has no public way to read more than one reply
         if reader is None:

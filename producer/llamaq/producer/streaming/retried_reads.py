@@ -23,7 +23,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class RetriedReads:
-    """Repeats a read while Redis cannot be reached, loads its data or is not ready. The timeout of the call ends it."""
+    """Repeats a read while Redis cannot be reached, loads its data or is not ready, until the timeout of the call."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

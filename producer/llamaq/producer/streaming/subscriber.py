@@ -11,7 +11,7 @@ stored in the job's event stream or hash. So a listener rereads Redis whenever a
 - when no message arrived for some time, and the job's hash then shows that the job has made progress. The time is 1 s
   for a job that sends tokens, and 5 s for other jobs. It doubles with each poll without news, up to 30 s.
 
-So a message that is lost on a working connection, and that no later message follows, is noticed within 36 s.
+So the loss of the last message on a working connection is noticed within 36 s.
 
 In a cluster, a worker asks only the node of a job for the number of the job's subscribers. So the subscriber connects
 to that node, and moves the channel to another node when the job's keys move.
@@ -57,7 +57,7 @@ class Subscriber:
 
         Args:
             redis: Connections to Redis.
-            expire: Ends a job at its deadline, or gives it its entry at its time. Returns what it has done.
+            expire: Ends a job at its deadline, or gives it its entry when it is due. Returns what it has done.
         """
         self._redis = redis
         self._listeners: dict[bytes, list[JobListener]] = {}
