@@ -92,7 +92,8 @@ local function emit(events, channel, payload)
 end
 
 -- Gives a pending entry to a consumer, with a lease of `lease_ms`: its idle time is set so that it reaches
--- EXPIRED_IDLE_MS when the lease expires. So the lease of the holder counts for every worker that looks for expired entries.
+-- EXPIRED_IDLE_MS when the lease expires. So the length of the lease depends only on the worker that holds the entry,
+-- not on the worker that searches for expired entries.
 local function renew_lease(stream, group, consumer, entry, lease_ms)
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'JUSTID')
 end
@@ -120,14 +121,14 @@ local function drop_entry(stream, group, entry)
   redis.call('XDEL', stream, entry)
 end
 
--- Lets the later writes of a script pass although Redis has reached `maxmemory`. Redis checks the limit only at the first
--- write of a script, and never refuses PERSIST. A job that has not ended has no expiry that PERSIST could remove.
+-- Lets the later writes of a script succeed although Redis has reached `maxmemory`. Redis checks the limit only at the
+-- first write of a script, and never refuses PERSIST. A job that has not ended has no expiry that PERSIST could remove.
 local function allow_writes_when_full(job)
   redis.call('PERSIST', job)
 end
 
--- Emits one of the last events of a job. An event stream that another client has overwritten is deleted: it must not keep
--- the job from its end.
+-- Emits one of the last events of a job. An event stream that another client has overwritten is deleted, because it
+-- must not prevent the end of the job.
 local function emit_last(events, channel, payload)
   local added = redis.pcall('XADD', events, '*', 'e', payload)
   if type(added) == 'table' then
@@ -136,12 +137,12 @@ local function emit_last(events, channel, payload)
   redis.call('PUBLISH', channel, payload)
 end
 
--- How long another client than its worker waits after the deadline of a running or preempted job. The worker ends the job
--- at the deadline, with all its tokens.
+-- How long clients and other workers wait after the deadline of a running or preempted job before they end it. The
+-- worker of the job ends it at the deadline, with all its tokens.
 local RUNNING_GRACE_MS = 500
 
--- Returns whether the job has a slot, or was preempted and waits in its worker for another one. Then the worker ends it at
--- a cancel or a deadline, with all its tokens, the text that it withholds, and its stats.
+-- Returns whether the job has a slot, or was preempted and waits in its worker for another slot. Then only this worker
+-- ends the job at a cancel or a deadline, with all its tokens, its withheld text and its stats.
 local function has_run_in_worker(status, attempt, started_attempt)
   return status == 'running' or (attempt and attempt == started_attempt)
 end
@@ -186,8 +187,8 @@ local function set_entry(job, entry, tenant)
   end
 end
 
--- Gives a job its entry if it is due at `now`. Returns whether it did. A job whose stream another client has overwritten
--- stays as it is. `partition` is the beginning of the keys of the job's partition.
+-- Gives a job its entry if it is due at `now`. Returns whether the job has got its entry. If another client has
+-- overwritten the stream, nothing changes. `partition` is the beginning of the keys of the job's partition.
 local function give_entry(partition, id, now)
   local job = partition .. 'job:' .. id
   local state = redis.pcall('HMGET', job, 'status', 'priority', 'run_at_ms', 'tenant')
@@ -208,7 +209,7 @@ local function give_entry(partition, id, now)
   return run_at and true or false
 end
 
--- The fields of a finished job. Nothing reads the others, so they are deleted.
+-- The fields of a finished job. Other fields are not read any more, so they are deleted.
 local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'finished_ms',
   'cancel', 'finish_reason', 'stats', 'output', 'returned', 'digest'}
 
@@ -249,7 +250,7 @@ end
 -- job are added to `counts`, and the caller stores them; nil: they are stored here.
 --
 -- The events are deleted after `events_ttl_ms` if the field `output` contains the whole output, or if there is none.
--- Otherwise they are the only record of the output.
+-- Otherwise the events are the only record of the output.
 local function terminate(job, events, channel, stream, group, entry, status, terminal, fields, unsent, counts)
   allow_writes_when_full(job)
   local state, counted = state_at_end(job, status, fields), counts or {}
@@ -372,9 +373,9 @@ local function remove_death(job, attempt, worker)
   end
 end
 
--- Makes a job of a worker that does not run it to its end ready for another claim. The attempt number rises, so that the
--- worker can no longer write. `state` has the fields attempt, generated, generated_at_start, worker and at_risk of the
--- job's hash in the places 2 to 6.
+-- Makes a job claimable again, because its worker will not finish it. The attempt number rises, so that the worker can
+-- no longer write. `state` has the fields attempt, generated, generated_at_start, worker and at_risk of the job's hash
+-- in the places 2 to 6.
 local function requeue_job(job, state, has_crashed)
   if has_crashed and state[6] and state[3] == state[4] then
     add_death(job, state[2], state[5])

@@ -1,4 +1,4 @@
--- Counts what the metrics of a queue tell about its jobs. This file is put in front of `_lib.lua`.
+-- Counts the jobs of a queue for its metrics. This file is put in front of `_lib.lua`.
 --
 -- Each partition has a hash `metrics` with counters, which `llamaq metrics` adds up. Its fields, where PRIORITY is
 -- 'interactive' or 'bulk', and BOUND is the upper bound of a histogram's bucket: a number, or 'inf'.
@@ -17,7 +17,7 @@
 --   about                                   a text. Redis stores a hash with a value of more than 64 bytes as a hash
 --                                           table, in which it finds a field faster than in the packed form
 --
--- For a job that was submitted for a later time, the times begin then.
+-- For a job that was submitted for a later time, times count from this later time.
 
 local ABOUT = 'Counters of the jobs of this partition since it exists. The command `llamaq metrics` adds up all partitions.'
 
@@ -36,8 +36,8 @@ local function count_events(job, name, number)
   return redis.pcall('HINCRBY', metrics_key(job), name, number)
 end
 
--- Adds numbers to counters. `counts` maps the name of each counter to a number. Two commands for all counters cost less than
--- one for each. Another client may have overwritten the key: then the counters begin again.
+-- Adds numbers to counters. `counts` maps the name of each counter to a number. Two commands for all counters cost less
+-- than one command for each counter. Another client may have overwritten the key: then the counters begin again.
 local function store_counts(job, counts)
   local key, names, values = metrics_key(job), {'about'}, {}
   for name in pairs(counts) do

@@ -1,14 +1,15 @@
 -- Gives the tenants of a queue fair shares of the slots. This file is put in front of `_lib.lua`.
 --
 -- A job stream has the entries of all its jobs, in the order in which they were added. Jobs of tenants are claimed in turns:
--- the next turn belongs to the tenant with the fewest claimed jobs, and among these to the tenant whose last turn is longest
--- ago. Within a tenant, the oldest entry is first. Jobs without a tenant are one tenant together, whose name is ''.
+-- the next turn belongs to the tenant with the fewest claimed jobs. If several tenants have equally few, it belongs to
+-- the tenant whose last turn is longest ago. Within a tenant, the oldest entry is first. Jobs without a tenant are one
+-- tenant together, whose name is ''.
 --
--- An entry with the field `tenant` is claimed in a turn, and any other entry in the order of the stream. Jobs without a
--- tenant have entries with `tenant` only if they were added while a tenant waited. So a queue without tenants has none of
--- the keys below, and its workers just read the stream.
+-- An entry with the field `tenant` is claimed in a turn. Any other entry is claimed in the order of the stream. Entries
+-- of jobs without a tenant have the field `tenant` only if they were added while a tenant waited. So a queue without
+-- tenants has none of the keys below, and its workers only read the stream.
 --
--- Keys beside the stream `jobs:PRIORITY`. They vanish when no tenant waits and no job of a tenant is claimed:
+-- Keys beside the stream `jobs:PRIORITY`. They are deleted when no tenant waits and no job of a tenant is claimed:
 --   turns:PRIORITY         sorted set of the tenants that wait; score: claimed jobs * CLAIMED_SCORE + number of the turn
 --   turns:PRIORITY:TENANT  sorted set of the waiting entries of a tenant, in the order of the stream
 --   shares:PRIORITY        hash: number of claimed jobs of each tenant that has any. A job is claimed from its turn until
@@ -51,8 +52,8 @@ end
 
 -- Adds the entry of a job to the end of a job stream. Returns its id, or the error of Redis if it refused the entry, and the
 -- tenant in whose turns the job is claimed: nil if it is claimed in the order of the stream. The caller stores both in the
--- hash of the job. `tenant` is that of the job; nil or '': none. `number` counts the submits, if this is one: it tells the
--- position of a job that is claimed in the order of the stream.
+-- hash of the job. `tenant` is the tenant of the job; nil or '': none. `number` is the number of the submit, if the
+-- caller is a submit. The position of a job that is claimed in the order of the stream is computed from it.
 local function add_entry(stream, id, tenant, number)
   if (tenant or '') == '' then
     tenant = redis.call('EXISTS', (turn_keys(stream))) == 1 and '' or nil
@@ -88,8 +89,8 @@ local function count_claimed(turns, shares, tenant, by)
   end
 end
 
--- Removes a job from the turns of its tenant, when its entry is dropped. `tenant` is a field of its hash; false or nil: it was
--- claimed in the order of the stream.
+-- Removes a job from the turns of its tenant, when its entry is dropped. `tenant` is a field of the job's hash; false
+-- or nil: the job was claimed in the order of the stream.
 local function leave_turns(stream, tenant, entry)
   if not tenant or not entry then
     return

@@ -1,6 +1,6 @@
--- Cancels a job. A waiting job ends at once, and so does a job whose worker has lost its lease. A running job is marked, and
--- its worker ends the job after the next flush. So is a preempted job, which waits in its worker: the worker has its output.
--- This works also when Redis is full.
+-- Cancels a job. A waiting job ends at once. A job whose worker has lost its lease also ends at once. A running job is
+-- marked, and its worker ends it after the next flush. A preempted job is marked too, because the worker in which it
+-- waits has its output. This works also when Redis is full.
 --
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  events       stream of the job's events
@@ -26,8 +26,8 @@ if has_ended(state[1]) then
 end
 local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]
 
--- Returns whether a worker has a lease of the entry. If it has none, it has died, or it was paused: then its next call for
--- the job returns 'lost'.
+-- Returns whether a worker has a lease of the entry. A worker without a lease has died, or was paused. The next call of
+-- a paused worker for the job returns 'lost'.
 local function is_leased(entry)
   local pending = entry and redis.pcall('XPENDING', stream, ARGV[1], entry, entry, 1)
   return pending and not pending.err and pending[1] and pending[1][3] < EXPIRED_IDLE_MS

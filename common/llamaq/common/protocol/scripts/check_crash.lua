@@ -5,11 +5,11 @@
 -- entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes` and `deaths` record it.
 -- After too many deaths the job ends here with the error `poison`.
 --
--- The job becomes 'queued' and is no longer at risk, so that a repeated call does not count the death again. It stays as
--- it is if the result is 'stale', or if the job was cancelled: claim.lua ends a cancelled job.
+-- The job becomes 'queued' and is no longer at risk, so that a repeated call does not count the death again. Nothing
+-- changes if the result is 'stale', or if the job was cancelled: claim.lua ends a cancelled job.
 --
--- A worker that is only paused or disconnected appears dead, and its death counts. When the worker continues, its
--- first call for this attempt returns 'lost' and removes the death (see `remove_death` in _lib.lua).
+-- A worker that is only paused or disconnected also counts as dead. When the worker continues, its first call for this
+-- attempt returns 'lost' and removes the death (see `remove_death` in _lib.lua).
 --
 -- KEYS[1]   job             hash of the job
 -- KEYS[2]   events          stream of the job's events

@@ -21,8 +21,8 @@
 -- the workers of that model: it can be taken again after LEFT_MS. With `restart`, a job with stream=false, of which no
 -- token was published, begins again with its first token, and other jobs fail.
 --
--- With `from`, the other worker's death is counted as in check_crash.lua, because it may have died. If it is alive, its
--- next call for its attempt returns 'lost' and removes the death.
+-- With `from`, a death of the other worker is counted as in check_crash.lua, because this worker may have died. If it
+-- is alive, its next call for its attempt returns 'lost' and removes the death.
 --
 -- Returns an array with one reply for each job. If the requests of the first jobs are large, it has replies to these jobs
 -- only, and the others are unchanged: the caller calls again for them.
@@ -117,8 +117,8 @@ local function claim(job, events, stream, entry, channel, from)
   elseif from ~= '' and state[12] then
     add_death(job, from, state[11])
   end
-  -- The stream of an interrupted job stands still, so the job waits for a slot of this worker for a short time only. A job
-  -- that was moved stays longer after each move, so that it does not go back and forth.
+  -- The stream of an interrupted job has stopped, so the job waits only a short time for a slot of this worker. After
+  -- each move, a job stays longer in its worker, so that it does not move to and fro.
   local move_factor = state[6] and 0.25 or 1
   if from ~= '' then
     move_factor = tonumber(state[20] or '1') * (state[11] == worker and 1 or 2)

@@ -1,4 +1,4 @@
--- Counts the jobs of one partition that wait, those that run, and those that are not due.
+-- Counts the waiting jobs, the running jobs, and the jobs that are not due, of one partition.
 --
 -- KEYS[1]   later    sorted set of the jobs that had no entry so far, by the time at which they are due
 -- KEYS[2..] streams  job streams of the partition

@@ -1,6 +1,6 @@
--- Does what is due for one job: ends it if it has reached its `deadline_s` or waited for its `queue_timeout_s`, and gives
--- it its entry if it was submitted for a later time that has come. Workers call this script for every job of their queue
--- whose deadline has passed, and a client for a job that it waits for.
+-- Ends a job that has reached its `deadline_s` or has waited for its `queue_timeout_s`, or gives a delayed job that is
+-- due its entry. Workers call this script for every job of their queue whose deadline has passed. A client calls it for
+-- a job that it waits for.
 --
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  events       stream of the job's events

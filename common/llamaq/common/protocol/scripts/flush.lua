@@ -57,7 +57,8 @@ local function append(job, events, payload)
   return added.err
 end
 
--- Starts an attempt that has its first slot, or had it already. Returns the error text of Redis, or ''.
+-- Starts an attempt that has its first slot, or has lost its first slot already. Returns the error text of Redis, or
+-- ''.
 local function start(job, events, attempt, channel)
   local set = redis.pcall('HSET', job, 'started_attempt', attempt)
   if type(set) == 'table' then
@@ -74,7 +75,7 @@ local function start(job, events, attempt, channel)
   return refusal
 end
 
--- Records that a job has a slot, or that it waits for another one. Returns the error text of Redis, or ''.
+-- Records that a job has a slot, or that it waits for another slot. Returns the error text of Redis, or ''.
 local function set_status(job, stream, entry, status, slot_ms)
   local fields = {'status', status, 'slot_ms', slot_ms}
   if status == 'queued' then

@@ -1,7 +1,7 @@
 -- Finds the waiting job of one partition that has waited longest.
 --
--- The search passes the running jobs at the beginning of each stream. Their number is bounded by the slots of the workers,
--- so the search takes the same time however many jobs wait.
+-- The search skips the running jobs at the beginning of each stream. Their number is bounded by the slots of the
+-- workers, so the time of the search does not depend on the number of waiting jobs.
 --
 -- The hashes of the jobs are not in KEYS: the entries name the jobs. All keys have the hash tag of the stream.
 --
@@ -35,8 +35,8 @@ local function first_waiting(stream)
   end
 end
 
--- Returns the time from which the job of an entry waits. An entry without a job, or with a damaged one, waits from the time
--- of its id.
+-- Returns the time from which the job of an entry waits. An entry without a job, or with a damaged job, waits from the
+-- time of its id.
 local function waits_from(stream, entry)
   local job = string.match(stream, '^(.*:)jobs:') .. 'job:' .. tostring(entry[2][2])
   local times = redis.pcall('HMGET', job, 'waits_from_ms', 'submitted_ms')

@@ -2,7 +2,7 @@
 --
 -- The bound is exact if no job was cancelled or changed its priority while it waited, and no tenant waits. With tenants, it
 -- counts the turns of the other tenants as if no running job ended, and all tenants had equally many claimed jobs.
--- Retried and interrupted jobs, and interactive jobs that are submitted later, may still go first.
+-- Retried and interrupted jobs, and interactive jobs that are submitted later, may still get a slot first.
 --
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  interactive  job stream of priority 'interactive'

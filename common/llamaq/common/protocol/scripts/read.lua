@@ -1,5 +1,5 @@
--- Reads new entries of job streams and gives each a lease, so that no entry is left without one if the worker dies. The
--- streams of a paused queue are not read. While tenants wait, entries are read in their turns (`_turns.lua`).
+-- Reads new entries of job streams and gives each entry a lease, so that no entry is left without a lease if the worker
+-- dies. The streams of a paused queue are not read. While tenants wait, entries are read in their turns (`_turns.lua`).
 --
 -- The hashes of the jobs are not in KEYS: the entries name the jobs. All keys have the hash tag of the stream.
 --
@@ -25,8 +25,8 @@ local function read_all(stream)
   return entries
 end
 
--- Returns whether an entry is claimed in a turn of its tenant, or has been. An entry of a tenant that neither waits nor is
--- pending was lost or written by another client, and is read like one without a tenant.
+-- Returns whether an entry is or was claimed in a turn of its tenant. If an entry of a tenant neither waits nor is
+-- pending, it was lost or another client has written it. Then it is read like an entry without a tenant.
 local function belongs_to_turn(stream, entry)
   local fields = entry[2]
   if fields[3] ~= 'tenant' then
@@ -40,8 +40,8 @@ local function lease(stream, entry)
   redis.call('XCLAIM', stream, group, WAITING, 0, entry[1], 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'FORCE', 'JUSTID')
 end
 
--- Appends to `found` up to `n` entries in the order of the stream, without those of tenants. The lease makes an entry
--- pending. Its delivery does not (NOACK), because entries that were claimed in a turn are pending already.
+-- Appends to `found` up to `n` entries in the order of the stream, without entries of tenants. Entries are read with
+-- NOACK, because entries that were claimed in a turn are pending already. The lease makes an entry pending.
 local function read_in_order(stream, n, found)
   local n_read, last = 0, #found + n
   repeat
@@ -71,8 +71,8 @@ local function read_in_turns(stream, turns, shares, found)
     return entry
   end
 
-  -- Reads the oldest entry of a job without a tenant that was added while no tenant waited. From now on the job counts like
-  -- those of a tenant. Returns nil if there is no such entry.
+  -- Reads the oldest entry of a job without a tenant that was added while no tenant waited. From now on the job counts
+  -- like the jobs of a tenant. Returns nil if there is no such entry.
   local function read_older()
     local older = {}
     read_in_order(stream, 1, older)

@@ -1,5 +1,5 @@
--- Takes entries of one job stream that were requeued, or whose lease has expired. An entry's lease is that of the worker
--- that holds it, because it is stored with the entry (see `renew_lease` in _lib.lua).
+-- Takes entries of one job stream that were requeued, or whose lease has expired. The length of a lease depends on the
+-- worker that holds the entry, because it is stored with the entry (see `renew_lease` in _lib.lua).
 --
 -- While the queue is paused, only entries of jobs that had a slot are taken, so that interrupted streams continue. The
 -- hashes of the jobs are not in KEYS: the entries name the jobs.

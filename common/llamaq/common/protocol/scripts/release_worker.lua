@@ -1,5 +1,5 @@
 -- Requeues all jobs of a worker that is known to be dead, and removes the worker from the consumer groups of one partition.
--- Other workers take the jobs at once, and do not wait for the leases. This works also when Redis is full.
+-- Other workers take the jobs at once, without waiting until their leases expire. This works also when Redis is full.
 --
 -- The hashes of the jobs are not in KEYS: they follow from the entries. All of them have the hash tag of the partition.
 --
@@ -12,7 +12,7 @@
 
 local group, worker = ARGV[1], ARGV[2]
 
--- Requeues the job of an entry if the dead worker holds it. Returns whether it did.
+-- Requeues the job of an entry if the dead worker holds it. Returns whether the job was requeued.
 local function release(stream, entry)
   local found = redis.call('XRANGE', stream, entry, entry)[1]
   local id = found and found[2][1] == 'id' and found[2][2]

@@ -1,6 +1,6 @@
--- Requeues a job that its worker will not run to its end. The next worker that reclaims jobs claims it at once.
--- The entry keeps its place in the stream. The attempt number rises, so that the old worker can no longer write. This works
--- also when Redis is full.
+-- Requeues a job that its worker will not finish. The next worker that reclaims jobs claims the job at once. The entry
+-- keeps its place in the stream. The attempt number rises, so that the old worker can no longer write. This works also
+-- when Redis is full.
 --
 -- KEYS[1]  job       hash of the job
 -- KEYS[2]  stream    job stream that the job was read from

@@ -1,7 +1,7 @@
 -- Sets the mode of one partition of a queue. This works also when Redis is full.
 --
--- When the queue is paused, workers also return the jobs that they have claimed and that had no slot so far: the attempt
--- number rises, so that the worker drops the job at its next flush.
+-- When the queue is paused, jobs that workers have claimed and that had no slot so far are requeued: the attempt number
+-- rises, so the worker drops the job at its next flush.
 --
 -- The hashes of the jobs are not in KEYS: the entries name the jobs. All keys have the hash tag of the partition.
 --
@@ -11,7 +11,7 @@
 -- ARGV[2]   group    consumer group of the job streams
 -- ARGV[3]   count    number of waiting entries of each stream to examine at most
 --
--- Returns the number of jobs that workers return.
+-- Returns the number of requeued jobs.
 
 local config, mode, group = KEYS[1], ARGV[1], ARGV[2]
 allow_writes_when_full(config)
@@ -21,7 +21,7 @@ else
   redis.call('HSET', config, 'mode', mode)
 end
 
--- Requeues the job of an entry if it waits for its first slot in a worker. Returns whether it did.
+-- Requeues the job of an entry if it waits for its first slot in a worker. Returns whether the job was requeued.
 local function release(stream, entry)
   local fields = (redis.call('XRANGE', stream, entry, entry)[1] or {})[2] or {}
   local job = fields[1] == 'id' and string.match(stream, '^(.*:)jobs:') .. 'job:' .. fields[2]

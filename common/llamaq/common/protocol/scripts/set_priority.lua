@@ -10,7 +10,7 @@
 --
 -- Returns 'gone'     the job does not exist
 --         'done'     the job has ended
---         'running'  the job has a slot; its priority stays as it is
+--         'running'  the job has a slot; its priority is not changed
 --         'changed'  the job has the new priority, perhaps since earlier
 
 local job, stream, other = KEYS[1], KEYS[2], KEYS[3]

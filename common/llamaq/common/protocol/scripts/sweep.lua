@@ -1,13 +1,13 @@
--- Repairs what no other script finds, one step at a time: jobs that have not ended and can no longer be claimed, and
--- consumers of dead workers. All workers of a queue call this script. It does nothing until `pause_ms` after the last
--- step, so the number of workers does not change the load.
+-- Finds jobs that have not ended and can no longer be claimed, and gives them an entry again. Also removes consumers of
+-- dead workers. Each call is one step of the search. All workers of a queue call this script. A call within `pause_ms`
+-- after the last step does nothing, so the number of workers does not change the load.
 --
 -- A job cannot be claimed if its entry is not in the job stream, or if its entry was delivered and is not pending.
 -- Redis may lose an entry in a failover, and an operator may delete a stream. A job that is not due has no entry. It must
 -- be in the sorted set `later`.
 --
--- An entry of a tenant (see _turns.lua) that is not pending must wait for its turn. If the number of claimed jobs of the
--- tenants is larger than that of pending entries, they are counted again.
+-- An entry of a tenant (see _turns.lua) that is not pending must wait for its turn. If the number of claimed jobs of
+-- the tenants is higher than the number of pending entries, the claimed jobs are counted again.
 --
 -- The hashes of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
 --
@@ -49,8 +49,8 @@ local function was_dropped(stream, entry)
   return false
 end
 
--- Returns whether an entry of a tenant neither waits for its turn nor is pending. Then it counts as claimed from now on. A
--- tenant that waits and has no turn gets one.
+-- Returns whether an entry of a tenant neither waits for its turn nor is pending. Then the entry counts as claimed from
+-- now on. A tenant that waits and has no turn gets one.
 local function has_lost_turn(stream, tenant, entry)
   if not tenant or #redis.call('XPENDING', stream, group, entry, entry, 1) > 0 then
     return false
@@ -96,7 +96,7 @@ local function correct_shares(stream)
   end
 end
 
--- Gives a job that cannot be claimed an entry again. Returns whether it did.
+-- Gives a job that cannot be claimed an entry again. Returns whether the job has a new entry.
 local function repair(job, id)
   local fields = redis.pcall('HMGET', job, 'status', 'priority', 'entry', 'run_at_ms', 'tenant')
   if fields.err or not is_open(fields[1]) then
