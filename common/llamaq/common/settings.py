@@ -57,8 +57,8 @@ class ClientSettings(QueueSettings):
     )
     require_worker: bool = Field(
         False,
-        description="Whether calls raise `NoWorker` when no worker serves the queue: before they submit a job, and "
-        "while they wait for one. By default jobs are submitted and wait.",
+        description="Whether calls raise `NoWorker` when no worker serves the queue, before they submit a job and "
+        "while they wait for a job. By default jobs are submitted and wait.",
     )
     tenant: str | None = Field(
         None,
@@ -72,8 +72,8 @@ class ClientSettings(QueueSettings):
         0.0,
         ge=0,
         le=10**8,
-        description="How long Redis stores the events of a job after its end, in seconds. No reader needs them: the "
-        "result contains all tokens. 0: they are deleted at the end.",
+        description="How long Redis stores the events of a job after its end, in seconds. No reader needs these "
+        "events, because the result contains all tokens. 0: they are deleted at the end.",
     )
 
 

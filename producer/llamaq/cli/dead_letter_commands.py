@@ -84,7 +84,10 @@ def _select(client: Client, letter_id: str | None, *, all_letters: bool, only_jo
 
 def build_app() -> typer.Typer:
     """Return the commands of `llamaq dead`."""
-    app = typer.Typer(help="Manage dead letters: jobs that workers crashed with, and queue entries that are not jobs.")
+    app = typer.Typer(
+        help="Manage dead letters: jobs that crashed workers, failed after their last retry or are "
+        "damaged, and queue entries that are not jobs."
+    )
     app.command("list")(show_list)
     for command in (show, retry, purge):
         app.command(command.__name__)(command)

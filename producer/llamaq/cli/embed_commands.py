@@ -30,7 +30,9 @@ def embed(
     queue: Queue = None,
     wait_s: WaitForJob = None,
     require_worker: RequireWorker = None,
-    dimensions: Annotated[int | None, typer.Option(min=1, help="How many numbers of each embedding to print.")] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(min=1, help="Number of values of each embedding to print, from the first on.")
+    ] = None,
 ) -> None:
     """Print the embedding of each text as a line of JSON, on a queue whose workers run with --embeddings."""
     with Client(redis_url, queue, timeout_s=wait_s, require_worker=require_worker) as client:

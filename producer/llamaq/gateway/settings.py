@@ -27,13 +27,13 @@ class ServeSettings(ClientSettings):
     )
     wait_for_worker: bool = Field(
         True,
-        description="Whether requests for a queue without a live worker wait for one. Otherwise they get the status "
-        "503 with `Retry-After`.",
+        description="Whether requests for a queue without a live worker wait for a worker. Otherwise they get the "
+        "status 503 with `Retry-After`.",
     )
     accept_any_model: bool = Field(
         False,
         description="Whether a request for an unknown model uses the queue of the setting `queue`. Otherwise it gets "
-        "the status 404. Programs such as Claude Code ask for models by names of their own.",
+        "the status 404. Programs such as Claude Code request fixed model names, which are not names of queues.",
     )
     default_max_tokens: int | None = Field(
         None,
@@ -54,14 +54,16 @@ class ServeSettings(ClientSettings):
     header_timeout_s: float = Field(20.0, gt=0, description="Longest time in seconds to receive the headers.")
     body_timeout_s: float = Field(60.0, gt=0, description="Longest time in seconds to receive the body of a request.")
     shutdown_s: float = Field(
-        30.0, ge=0, description="Seconds that open requests have to finish after SIGTERM. Then they are cut."
+        30.0,
+        ge=0,
+        description="Seconds that open requests have to finish after SIGTERM. Then their connections are closed.",
     )
     response_ttl_s: float = Field(
         24 * 3600.0,
         gt=0,
         le=10**8,
-        description="How long Redis stores the answers of `/v1/responses` and of requests with `store` from the end of "
-        "their jobs on, in seconds.",
+        description="How long Redis stores the answers of `/v1/responses` and of requests with `store` after the end "
+        "of their jobs, in seconds.",
     )
     max_file_bytes: int = Field(
         100 * 1024 * 1024, ge=1024, le=1024 * 1024 * 1024, description="Largest file of `/v1/files`, in bytes."
@@ -76,7 +78,7 @@ class ServeSettings(ClientSettings):
         7 * 24 * 3600.0,
         ge=3600,
         le=30 * 24 * 3600,
-        description="How long Redis stores uploaded files, and those that a batch writes, in seconds, if the request "
+        description="How long Redis stores uploaded files and the output files of batches, in seconds, if the request "
         "does not have `expires_after` or `output_expires_after`.",
     )
     max_batches: int = Field(
@@ -93,8 +95,8 @@ class ServeSettings(ClientSettings):
     )
     keys_file: Path | None = Field(
         None,
-        description="File with API keys, besides those in Redis, that `llamaq keys add --file` has written. It is read "
-        "again when it changes. Needs `require_key`.",
+        description="File with further API keys, which `llamaq keys add --file` has written. It is read again when it "
+        "changes. Needs `require_key`.",
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),

@@ -53,21 +53,21 @@ class ModelSettings(BaseModel):
     embeddings: bool = Field(
         False,
         description="Compute embeddings of texts, or scores of documents with `pooling` `rank`, and generate no text. "
-        "The worker needs a queue of its own. A text must fit into one step: `n_batch`, `n_ubatch` and the training "
-        "context of the model bound its tokens.",
+        "The worker needs a separate queue. A text must fit into one step: `n_batch`, `n_ubatch` and the training "
+        "context of the model bound the number of its tokens.",
     )
     pooling: Pooling | None = Field(
         None,
-        description="With `embeddings`: how the vectors of a text's tokens become one: `none` (each token has its "
-        "own), `mean`, `cls` (the first), `last` or `rank` (a score, for models that rerank). If not set: as the "
+        description="With `embeddings`: how the vectors of a text's tokens become one vector: `none` (each token keeps "
+        "its own), `mean`, `cls` (the first), `last` or `rank` (a score, for models that rerank). If not set: as the "
         "model's file says, otherwise `none`.",
     )
     n_threads: int = Field(
         default_factory=usable_cores,
         ge=1,
-        description="Number of llama.cpp's threads; by default one for each physical CPU core that the process may "
-        "use, within the CPU quota of its container. Set fewer when other programs need the cores: each step waits "
-        "for the slowest thread.",
+        description="Number of llama.cpp's threads. By default one for each physical CPU core that the process may "
+        "use, within the CPU quota of its container. Set fewer when other programs need the cores, because each step "
+        "waits for the slowest thread.",
     )
     n_threads_batch: int | None = Field(
         None, ge=1, description="Number of threads for batches of more than one token. If not set: `n_threads`."

@@ -27,7 +27,7 @@ class BatchSettings(BaseModel):
     """Slots and batches."""
 
     n_parallel: int = Field(
-        4, ge=1, le=MAX_SEQUENCES, description="Number of slots, which is the number of jobs that run at the same time."
+        4, ge=1, le=MAX_SEQUENCES, description="Number of slots: at most this number of jobs run at the same time."
     )
     chunk_size: int = Field(512, ge=1, description="Maximum number of tokens of one prompt that a tick computes.")
     batch_strategy: str = Field(
@@ -45,16 +45,17 @@ class BatchSettings(BaseModel):
     cell_margin: int = Field(
         64,
         ge=1,
-        description="Number of KV cells that a job needs in addition to its prompt to get a slot. It takes further "
-        "cells as it generates. When none are left, cached sequences are evicted, and then the job that began last "
-        "waits. A larger margin means fewer interruptions and fewer jobs at the same time.",
+        description="Number of free KV cells that a job needs in addition to its prompt to get a slot. The job takes "
+        "further cells as it generates. When no cells are left, cached sequences are evicted. If that is not enough, "
+        "the job that began last loses its slot. A larger margin means fewer preemptions, and fewer jobs at the same "
+        "time.",
     )
     bulk_share: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="Share of the slot time that bulk jobs get while interactive jobs want all of it. 0: bulk jobs run "
-        "only in slots that no interactive job wants.",
+        description="Share of the slot time that bulk jobs get while interactive jobs could use all slots. 0: bulk "
+        "jobs run only in slots that no interactive job needs.",
     )
     max_queue: int = Field(
         0,
@@ -130,8 +131,8 @@ class LifeSettings(BaseModel):
     hang_s: float = Field(
         60.0,
         ge=1,
-        description="A tick hangs if it takes longer than this many seconds, and longer than four times the slowest "
-        "tick so far.",
+        description="A tick hangs if it takes longer than this number of seconds, and longer than four times the "
+        "slowest tick so far.",
     )
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between two heartbeats.")
     drain_s: float = Field(
@@ -143,8 +144,8 @@ class LifeSettings(BaseModel):
     max_crashes: int = Field(
         3,
         ge=1,
-        description="A job becomes a dead letter when this many workers in a row crashed while they ran it. 1 acts as "
-        "2.",
+        description="A job becomes a dead letter when this number of workers in a row crashed while they ran it. 1 "
+        "acts as 2.",
     )
     checkpoint_tokens: int = Field(
         64, ge=1, description="Jobs with `stream=False`: number of new tokens after which the output is stored."
@@ -157,14 +158,14 @@ class LifeSettings(BaseModel):
         ge=0,
         le=86400,
         description="Jobs with `retries`: seconds from a failure to the first retry. Each further retry waits twice as "
-        "long. A random part of up to half of the time is left out, so that jobs do not return all at once.",
+        "long. Each wait is shortened by a random part of up to one half, so that jobs are not retried all at once.",
     )
     max_retry_s: float = Field(60.0, ge=0, le=86400, description="Longest time in seconds from a failure to a retry.")
     other_model: Literal["leave", "restart"] = Field(
         "leave",
-        description="What the worker does with a job of which another model generated the first tokens. `leave`: the "
-        "job waits for a worker with that model. `restart`: a job with `stream=False` starts again; other jobs fail "
-        "with the code `other_model`, because published tokens never change.",
+        description="What the worker does with a job if another model generated its first tokens. `leave`: the job "
+        "waits for a worker with that model. `restart`: a job with `stream=False` starts again. Other jobs fail with "
+        "the code `other_model`, because published tokens never change.",
     )
     disconnect_s: float = Field(
         5.0,

@@ -63,8 +63,8 @@ class EmbeddingTask(StrictModel):
     ] = Field(
         min_length=1,
         max_length=MAX_INPUTS,
-        description="At most 256 texts, or lists of token ids, to which no token is added. Each must fit into one "
-        "batch of the worker.",
+        description="At most 256 inputs: texts, or lists of token ids. No token is added to token ids. Each input must "
+        "fit into one batch of the worker.",
     )
     query: str | None = Field(
         None,
@@ -75,8 +75,8 @@ class EmbeddingTask(StrictModel):
         None,
         ge=1,
         le=MAX_DIMENSIONS,
-        description="How many numbers of each embedding are returned, from the first on. If not set: all. Use it only "
-        "with models that were trained for it.",
+        description="Number of values of each embedding that are returned, from the first on. If not set: all. Use it "
+        "only with models that were trained for it.",
     )
     normalization: Normalization = Field(
         Normalization.EUCLIDEAN,

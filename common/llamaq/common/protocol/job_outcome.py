@@ -82,8 +82,8 @@ class JobStats(WireModel):
     )
     prefix_cache_ratio: float = Field(
         0.0,
-        description="`prefix_cache_tokens` divided by the number of tokens of the job when it got its slot: the prompt "
-        "and the tokens generated before.",
+        description="`prefix_cache_tokens` divided by the number of tokens of the job when it got its slot: the "
+        "prompt, and the tokens that earlier runs generated.",
     )
     prefix_cache_tier: CacheTier | None = Field(
         None,
@@ -92,8 +92,8 @@ class JobStats(WireModel):
     )
     prefix_cache_seq_id: int | None = Field(
         None,
-        description="Sequence of llama.cpp that reused tokens were copied from. None: no token was copied on the "
-        "device.",
+        description="Sequence of llama.cpp from which the cells of reused tokens were copied. None: no cells were "
+        "copied on the device.",
     )
     evicted_tokens: int = Field(
         0, description="Number of cached tokens that were evicted from the device to make room for the job."
@@ -144,6 +144,7 @@ class Result(WireModel):
     finish_reason: FinishReason = Field(description="Why the job ended: `stop`, `length`, `cancelled` or `deadline`.")
     stats: JobStats = Field(description="Measurements of the job.")
     seed: int = Field(
-        description="Seed of the random draws: of the request, else the worker's default, else a random seed of submit."
+        description="Seed of the random draws: the seed of the request, else the worker's default, else a random seed "
+        "that submit has drawn."
     )
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="The metadata of the request.")

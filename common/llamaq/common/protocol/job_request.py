@@ -130,32 +130,33 @@ class JobParams(TemplateParams, SamplingParams):
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Return the natural logarithm of each token's probability, and of this many most probable "
-        "alternatives at its position, at most 20. They are the model's own: sampling parameters do not change them.",
+        description="Return the natural logarithm of each token's probability, and the same for this number of most "
+        "probable alternatives at its position, at most 20. These are the model's own probabilities: sampling "
+        "parameters do not change them.",
     )
     post_sampling_probs: bool = Field(
         False,
-        description="`logprobs` are those of the draw, after all samplers. Tokens that the samplers have removed are "
-        "no alternatives.",
+        description="`logprobs` has the probabilities of the draw, after all samplers. Tokens that the samplers have "
+        "removed are no alternatives.",
     )
     reasoning_budget: int | None = Field(
         None,
         ge=0,
         le=MAX_GENERATED_TOKENS,
-        description="Largest number of tokens of reasoning. Then the worker ends the reasoning with `reasoning_close`, "
-        "and the model answers. If not set: no limit.",
+        description="Largest number of tokens of reasoning. At this limit the worker ends the reasoning with "
+        "`reasoning_close`, and the model answers. If not set: no limit.",
     )
     reasoning_open: str = Field(
         "<think>",
         min_length=1,
         max_length=MAX_TAG_CHARS,
-        description="Text before reasoning, for `reasoning_budget`. `llamaq serve` takes that of the chat template.",
+        description="Text before reasoning, for `reasoning_budget`. `llamaq serve` uses the text of the chat template.",
     )
     reasoning_close: str = Field(
         "</think>",
         min_length=1,
         max_length=MAX_TAG_CHARS,
-        description="Text after reasoning, for `reasoning_budget`. `llamaq serve` takes that of the chat template.",
+        description="Text after reasoning, for `reasoning_budget`. `llamaq serve` uses the text of the chat template.",
     )
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (),
@@ -192,22 +193,22 @@ class JobParams(TemplateParams, SamplingParams):
         None,
         gt=0,
         le=10**7,
-        description="Longest time in a slot in seconds, summed over all attempts; then the job ends with `deadline`. "
-        "Waiting does not count. If not set: no limit.",
+        description="Longest time in a slot in seconds, summed over all attempts. After this time the job ends with "
+        "`deadline`. Waiting does not count. If not set: no limit.",
     )
     queue_timeout_s: float | None = Field(
         None,
         gt=0,
         le=10**7,
         description="Longest wait for the first slot in seconds, from submit or from the later time of `delay_s` or "
-        "`run_at`; then the job ends with `deadline` without a start. If not set: no limit.",
+        "`run_at`. After this time the job ends with `deadline` without a start. If not set: no limit.",
     )
     deadline_s: float | None = Field(
         None,
         gt=0,
         le=10**7,
-        description="Longest time from submit to the end in seconds, waiting included; then the job ends with "
-        "`deadline` and the output so far. If not set: no limit.",
+        description="Longest time from submit to the end in seconds, waiting included. After this time the job ends "
+        "with `deadline` and the output so far. If not set: no limit.",
     )
     delay_s: float | None = Field(
         None,
@@ -217,8 +218,8 @@ class JobParams(TemplateParams, SamplingParams):
     )
     run_at: Annotated[float, Field(ge=0, le=10**11), BeforeValidator(_seconds_since_epoch)] | None = Field(
         None,
-        description="Run the job at this time or later: a `datetime` with a time zone, a text in the form of ISO 8601 "
-        "with an offset from UTC, or seconds since the epoch, compared with the clock of Redis. Excludes `delay_s`.",
+        description="Run the job at this time or later, by the clock of Redis: a `datetime` with a time zone, a text "
+        "in the form of ISO 8601 with an offset from UTC, or seconds since the epoch. Excludes `delay_s`.",
     )
     retries: int = Field(
         0,
@@ -255,9 +256,9 @@ class JobParams(TemplateParams, SamplingParams):
         None,
         min_length=1,
         max_length=256,
-        description="A second submit with the same key and request returns the first job until its result expires. "
-        "With another request it is an error. The seed and parameters that do not change the output may differ. "
-        "If not set, every submit creates a job.",
+        description="A second submit with the same key and the same request returns the first job, until the result of "
+        "this job expires. A submit with the same key and another request is an error. The seed and parameters that do "
+        "not change the output may differ. If not set, every submit creates a job.",
     )
     traceparent: str | None = Field(
         None,
@@ -356,7 +357,8 @@ class JobDefaults(SamplingDefaults):
     grammar: str | None = Field(
         None,
         max_length=MAX_GRAMMAR_BYTES,
-        description="Default grammar, in GBNF, of jobs that set no constraint. A job with an empty `grammar` has none.",
+        description="Default grammar, in GBNF, of jobs that set no constraint. A job with an empty `grammar` has no "
+        "constraint.",
     )
     grammar_root: str = Field(
         "root", pattern=GRAMMAR_ROOT_PATTERN, description="Default name of the rule that a grammar starts with."

@@ -29,8 +29,9 @@ class JobStatus(WireModel):
     )
     position: int | None = Field(
         None,
-        description="Number of jobs that get a slot before this waiting job. While tenants wait, an estimate; "
-        "otherwise an upper bound, exact if no job was cancelled. None: the job is not due, has a slot or has ended.",
+        description="Number of jobs that get a slot before this waiting job. While tenants wait, it is an estimate. "
+        "Otherwise it is an upper bound, which is exact if no job was cancelled. None: the job is not due, has a slot "
+        "or has ended.",
     )
     prompt_tokens: int | None = Field(
         None, description="Number of tokens in the prompt. None: not known yet, or the job failed."

@@ -112,7 +112,9 @@ class CacheSnapshot(WireModel):
         0, description="Number of KV cells used by running jobs and cached sequences. A shared cell counts once."
     )
     shared_cells: int = Field(
-        0, description="Number of KV cells saved by sharing: without it `used_cells` would be higher by this number."
+        0,
+        description="Number of KV cells saved by sharing: without sharing, `used_cells` would be higher by this "
+        "number.",
     )
     entries: int = Field(0, description="Number of cached sequences on the device.")
     host_bytes: int = Field(0, description="Bytes of host memory that cached prefixes use.")

@@ -61,8 +61,8 @@ _TOP_N_SIGMA = Field(
 _XTC_PROBABILITY = Field(
     ge=0,
     le=1,
-    description="Exclude top choices: with this probability, all tokens above `xtc_threshold` are dropped, except the "
-    "least probable of them. 0 turns it off.",
+    description="XTC (exclude top choices): with this probability, all tokens above `xtc_threshold` are dropped, "
+    "except the least probable of them. 0 turns it off.",
 )
 _XTC_THRESHOLD = Field(ge=0, le=1, description="Lowest probability of a top choice. Above 0.5 nothing is dropped.")
 _DYNATEMP_RANGE = Field(
@@ -77,8 +77,8 @@ _DYNATEMP_EXPONENT = Field(
 _REPEAT_PENALTY = Field(
     ge=0.01,  # a logit that is divided by a much smaller number is infinite
     le=100,
-    description="Lowers the logits of repeated tokens: positive logits are divided by this number, negative logits "
-    "multiplied. 1 changes nothing.",
+    description="Lowers the logits of repeated tokens: positive logits are divided by this number, and negative logits "
+    "are multiplied by it. 1 changes nothing.",
 )
 _FREQUENCY_PENALTY = Field(
     ge=-100, le=100, description="Subtracted from a token's logit for each of its occurrences. 0 changes nothing."
@@ -126,7 +126,7 @@ _ADAPTIVE_TARGET = Field(
     "it. A negative number turns it off.",
 )
 _ADAPTIVE_DECAY = Field(
-    ge=0, le=0.99, description="Adaptive-p: decay of the average, which reaches back about 1 / (1 - decay) tokens."
+    ge=0, le=0.99, description="Adaptive-p: decay of the average, which covers about the last 1 / (1 - decay) tokens."
 )
 _MIN_KEEP = Field(
     ge=0,
@@ -134,8 +134,9 @@ _MIN_KEEP = Field(
     description="Top-p, min-p, typical-p and XTC leave at least this many tokens. 0 and 1 set no bound.",
 )
 _SAMPLERS = Field(
-    description="The samplers in the order in which they are applied; a sampler that is not named is not applied. A "
-    "list of names, a text of names with `;` between them, or a text of llama.cpp's letters, such as `edskypmxta`.",
+    description="The samplers in the order in which they are applied. A sampler that is not named is not applied. The "
+    "value is a list of names, a text of names with `;` between them, or a text of llama.cpp's letters, such as "
+    "`edskypmxta`.",
 )
 
 Breakers = Annotated[

@@ -58,7 +58,7 @@ class BatchRequest(WireModel):
         None, description="The API key at the time of the request. All servers apply it. None: no key is required."
     )
     is_revocable: bool = Field(
-        False, description="Whether the key is in Redis, so that every server can see that it was revoked."
+        False, description="Whether the key is in Redis. Then every server notices when it is revoked."
     )
     queue: str = Field(description="The queue of lines without `model`.")
     endpoint: BatchEndpoint = Field(description="The endpoint that all lines are for.")

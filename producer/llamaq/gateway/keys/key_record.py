@@ -36,8 +36,8 @@ class KeyRecord(StrictModel):
         None,
         ge=1,
         le=10**6,
-        description="Number of requests per minute. This many may come at once. Then one more is allowed each "
-        "`60 / requests_per_minute` seconds. If not set: no limit.",
+        description="Number of requests per minute. A key may send this number of requests at once. After that, one "
+        "more request is allowed every `60 / requests_per_minute` seconds. If not set: no limit.",
     )
     max_open: int | None = Field(
         None, ge=1, le=10**6, description="Largest number of requests at the same time. If not set: no limit."
@@ -45,8 +45,8 @@ class KeyRecord(StrictModel):
     cache_salt: str | None = Field(
         None,
         max_length=MAX_SALT_CHARS // 2,
-        description="Only jobs with the same salt share KV cells. If not set: the name of the key. Empty: shared with "
-        "all jobs without a salt.",
+        description="Only jobs with the same salt share KV cells. If not set: the name of the key. Empty: cells are "
+        "shared with all jobs without a salt.",
     )
     created_ms: int = Field(ge=0, description="Time when the key was added, in milliseconds since the epoch.")
 
