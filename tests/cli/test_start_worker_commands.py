@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.forked_scripts import run_script
 
 from llamaq.cli.start_worker_commands import example_command, note_demo_model
 from llamaq.common.logging_setup import LogFormat
@@ -20,8 +21,7 @@ LLAMAQ = Path(sys.executable).with_name("llamaq")
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
     environment = {**inherited, "COLUMNS": "200", "NO_COLOR": "1", **variables}
-    command = [str(LLAMAQ), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return run_script([str(LLAMAQ), *arguments], cwd=Path.cwd(), variables=environment, timeout_s=60)
 
 
 @pytest.mark.parametrize("command", ["worker", "up"])

@@ -118,13 +118,17 @@ class Environment:
 
     def start(self, *arguments: str, **variables: str) -> Command:
         """Run `llamaq` with these arguments. `variables` are added to its environment variables."""
+        return self.start_script(LLAMAQ, *arguments, **variables)
+
+    def start_script(self, script: Path, *arguments: str, **variables: str) -> Command:
+        """Run a Python script. `variables` are added to its environment variables."""
         server = fork_server()
         if server is None:
-            return self.run([str(LLAMAQ), *arguments], **variables)
+            return self.run([sys.executable, str(script), *arguments], **variables)
         file = self._next_output
         with file.open("wb") as output:
             process = server.start(
-                [str(LLAMAQ), *arguments], cwd=self.folder, variables=self.process_variables(variables), output=output
+                [str(script), *arguments], cwd=self.folder, variables=self.process_variables(variables), output=output
             )
         self.commands.append(Command(process, file))
         return self.commands[-1]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis import Redis
+from tests.support.forked_children import HELPER_COMMAND
 from tests.support.redis_servers import wait_until
 
 from llamaq.common.protocol.job_outcome import JobState
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     Read = Callable[[Job], Reader]
 
+LLAMAQ = Path(sys.executable).with_name("llamaq")
 PROMPT = "Once upon a time"
 SUPERVISE = """
 import sys
@@ -42,22 +44,27 @@ sys.exit(Supervisor([load_settings() for _ in range(int(sys.argv[1]))]).run())
 
 def supervise(environment: Environment, n_children: int, **variables: str) -> Command:
     """Start a supervisor of `n_children` workers, and wait until the workers are ready."""
-    supervisor = environment.run(
-        [sys.executable, "-c", SUPERVISE, str(n_children)], **environment.worker_variables(**variables)
-    )
+    supervisor = start_supervisor(environment, n_children, **environment.worker_variables(**variables))
     supervisor.await_output("worker.ready", n_children)
     return supervisor
 
 
+def start_supervisor(environment: Environment, n_children: int, **variables: str) -> Command:
+    script = environment.folder / "supervise.py"
+    script.write_text(SUPERVISE)
+    return environment.start_script(script, str(n_children), **variables)
+
+
 def children_of(pid: int) -> dict[int, str]:
-    """Return the state of each child of a process, by the id of the child. Zombies are included."""
+    """Return the state of each child of a process, by its id. Zombies are included, but no fork helpers."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
+            is_helper = bool(fields) and (entry / "cmdline").read_bytes().startswith(HELPER_COMMAND.encode())
         except OSError:
             continue
-        if fields and int(fields[1]) == pid:
+        if fields and int(fields[1]) == pid and not is_helper:
             found[int(entry.name)] = fields[0]
     return found
 
@@ -83,7 +90,8 @@ def test_a_killed_child_is_restarted_after_a_delay_that_doubles(environment: Env
 
 
 def test_a_worker_is_supervised_by_default(environment: Environment) -> None:
-    worker = environment.start("worker", **environment.worker_variables())
+    # new interpreters, as for users: all other tests fork their workers
+    worker = environment.run([str(LLAMAQ), "worker"], **environment.worker_variables())
     worker.await_output("worker.ready")
     (child,) = children_of(worker.pid)
     os.kill(child, signal.SIGKILL)
@@ -197,7 +205,7 @@ def test_children_that_wait_for_redis_end_when_their_supervisor_is_killed(
     environment: Environment, free_port: int
 ) -> None:
     variables = environment.worker_variables(LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
-    supervisor = environment.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
+    supervisor = start_supervisor(environment, 1, **variables)
     supervisor.await_output("worker.redis_error")
     supervisor.signal(signal.SIGKILL)
     supervisor.end()
@@ -215,7 +223,7 @@ def test_a_child_that_cannot_start_ends_its_supervisor_with_one_error_line(
     environment: Environment, variable: str, value: str, message: str
 ) -> None:
     variables = environment.worker_variables(**{variable: value})
-    supervisor = environment.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
+    supervisor = start_supervisor(environment, 1, **variables)
     assert supervisor.end() == 2
     (line,) = (line for line in supervisor.output.splitlines() if " ERROR " in line)
     assert message in line

@@ -24,9 +24,9 @@ def run_quickly(name: str) -> dict[str, Any]:
     """Run `bench/<name>.py --quick`, and return the figures of the JSON in its last line."""
     script = [str(ROOT / "bench" / f"{name}.py"), "--quick"]
     alone = {name: value for name, value in os.environ.items() if name != "LLAMAQ_BENCH_PEER"}
-    code, output = run_script(script, cwd=ROOT, variables=alone, timeout_s=TIMEOUT_S)
-    assert code == 0, output[-3000:]
-    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    done = run_script(script, cwd=ROOT, variables=alone, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["benchmark"] == name
     assert result["quick"] is True
     assert {"date", "hardware", "versions", "commit", "seed", "n_threads", "figures"} <= result.keys()

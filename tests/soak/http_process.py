@@ -8,10 +8,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from tests.soak.environment import Environment, wait_until
+from tests.support.forked_scripts import ForkedProcess, fork_server
 
 from llamaq.gateway.settings import serve_settings
 from llamaq.gateway.uvicorn_server import bind, url_of
@@ -22,7 +23,7 @@ class HttpProcess:
     """A process of the HTTP server. It ends when its standard input is closed."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     log_file: Path
 
     @property
@@ -63,16 +64,7 @@ async def start_http(environment: Environment, **settings: Any) -> HttpProcess:
     log_file = environment.folder / f"http-{len(list(environment.folder.glob('http-*')))}.log"
     with bind(chosen) as listening, log_file.open("wb") as log:
         url, fd = url_of(chosen, listening), listening.fileno()
-        process = subprocess.Popen(  # noqa: ASYNC220  # it starts once, and nothing else waits
-            [sys.executable, "-P", "-m", "llamaq.gateway.child_main", str(fd)],
-            cwd=environment.folder,
-            env={name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")},
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(fd,),
-            start_new_session=True,
-        )
+        process = _start_child(environment.folder, fd, log)
     server = HttpProcess(url, process, log_file)
     if process.stdin is None:
         raise RuntimeError("a server without a standard input")
@@ -86,3 +78,22 @@ async def start_http(environment: Environment, **settings: Any) -> HttpProcess:
 
     await wait_until(is_ready, "an HTTP server")
     return server
+
+
+def _start_child(folder: Path, listening_fd: int, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedProcess:
+    arguments = ["-P", "-m", "llamaq.gateway.child_main", str(listening_fd)]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
+    if server := fork_server():
+        return server.start(
+            arguments, cwd=folder, variables=variables, output=log, has_input=True, pass_fds=(listening_fd,)
+        )
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=(listening_fd,),
+        start_new_session=True,
+    )

@@ -1,33 +1,33 @@
-"""The process that `forked_scripts.py` starts: imports llamaq's commands once, and forks itself for each script.
+"""The process that `forked_scripts.py` starts: imports llamaq's modules once, and forks itself for each script.
 
-Standard input is a socket. A request is the length of a JSON text (four bytes, big-endian), that text, and three file
-descriptors: a socket for the replies, the script's standard input, and the file for its output. The replies are the
-process id and, when the process has ended, its wait status. The server ends when standard input is closed.
+Standard input is a socket. A request is the length of a JSON text (four bytes, big-endian), that text, which is a
+`NewProcess`, and file descriptors: a socket for the replies, and the files of the script. The replies are the process
+id and, when the process has ended, its wait status. The server ends when standard input is closed.
+
+The children that a script starts with `python -m MODULE` are forked too: `forked_children.py`.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
-import runpy
 import select
 import signal
 import socket
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
+
+from tests.support.forked_children import NewProcess, become, receive
 
 
 def import_commands() -> None:
-    """Import what the scripts import."""
+    """Import what the scripts and their children import."""
     from llamaq.cli import main, start_worker_commands  # noqa: F401
     from llamaq.gateway import app, uvicorn_server  # noqa: F401
+    from llamaq.worker.generation.grammar import gbnf_to_lark, token_constraint  # noqa: F401
     from llamaq.worker.process import worker_process  # noqa: F401
 
 
-def serve(control: socket.socket) -> bool:
-    """Serve requests. Returns True in each new process, and False in the server when `control` is closed."""
+def serve(control: socket.socket) -> NewProcess | None:
+    """Serve requests. Returns the script in each new process, and None in the server when `control` is closed."""
     running: dict[int, socket.socket] = {}
     woken, wake = socket.socketpair()
     wake.setblocking(False)
@@ -40,29 +40,21 @@ def serve(control: socket.socket) -> bool:
             report_ended(running)
         if control not in ready:
             continue
-        header, files, _, _ = socket.recv_fds(control, 4, 3)
-        if not header:
-            return False
-        request = json.loads(receive(control, int.from_bytes(header, "big")))
+        if (request := receive(control)) is None:
+            return None
+        script, (replies, *files) = request
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            for one in (woken, wake, *running.values()):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for one in (control, woken, wake, *running.values()):
                 one.close()
-            become(request, *files)
-            return True
-        for file in files[1:]:
+            os.close(replies)
+            return become(script, files)
+        for file in files:
             os.close(file)
-        running[pid] = socket.socket(fileno=files[0])
+        running[pid] = socket.socket(fileno=replies)
         running[pid].sendall(pid.to_bytes(4, "big"))
-
-
-def receive(control: socket.socket, n_bytes: int) -> bytes:
-    """Receive exactly this number of bytes."""
-    data = b""
-    while len(data) < n_bytes:
-        data += control.recv(n_bytes - len(data))
-    return data
 
 
 def report_ended(running: dict[int, socket.socket]) -> None:
@@ -75,26 +67,10 @@ def report_ended(running: dict[int, socket.socket]) -> None:
             replies.sendall(status.to_bytes(4, "big"))
 
 
-def become(request: dict[str, Any], replies: int, stdin: int, output: int) -> None:
-    """Make this new process look like one that was just started for a script."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
-    os.chdir(request["cwd"])
-    for source, target in ((stdin, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    for file in (replies, stdin, output):
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(request["variables"])
-    tempfile.tempdir = None  # depends on the variables
-    sys.argv = request["arguments"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-
-
 if __name__ == "__main__":
     import_commands()
+    # Otherwise each new process would copy the memory of all these objects when its garbage collector visits them.
+    gc.freeze()
     control = socket.socket(fileno=os.dup(0))
-    is_new_process = serve(control)
-    control.close()
-    if is_new_process:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    if script := serve(control):
+        script.run()

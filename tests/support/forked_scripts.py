@@ -7,7 +7,6 @@ environment variables, folder, input and output.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import select
 import signal
@@ -21,7 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-SERVER = Path(__file__).with_name("fork_server.py")
+from tests.support.forked_children import FIRST_OWN_FD, NewProcess, send
+
+ROOT = Path(__file__).resolve().parents[2]
+SPACE_FOR_COMMAND = "-" * 1000
+"""An argument of the fork server: its processes write their command lines over it."""
 
 
 class ForkedProcess:
@@ -80,7 +83,10 @@ class ForkServer:
         self._control, control = socket.socketpair()
         with control:
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER)], stdin=control.fileno(), start_new_session=True
+                [sys.executable, "-m", "tests.support.fork_server", SPACE_FOR_COMMAND],
+                cwd=ROOT,
+                stdin=control.fileno(),
+                start_new_session=True,
             )
 
     def start(
@@ -90,19 +96,44 @@ class ForkServer:
         cwd: Path,
         variables: dict[str, str],
         output: IO[bytes],
+        errors: IO[bytes] | None = None,
         has_input: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> ForkedProcess:
-        """Start a script, whose path is the first argument. If `has_input`, its standard input is a pipe."""
-        request = json.dumps({"arguments": list(arguments), "cwd": str(cwd), "variables": variables}).encode()
-        replies, of_server = socket.socketpair()
+        """Start a script, or a module if the first argument is `-m`.
+
+        Args:
+            arguments: What follows the interpreter in the command line.
+            cwd: The working directory of the script.
+            variables: All environment variables of the script.
+            output: The file for its output.
+            errors: The file for its standard error. None: `output`.
+            has_input: Whether its standard input is a pipe.
+            pass_fds: File descriptors below 200 that the script gets with the same numbers.
+        """
+        assert max(pass_fds, default=0) < FIRST_OWN_FD
+        numbers = [(number,) for number in (0, 1, 2, *pass_fds)]
+        process = NewProcess([sys.executable, *arguments], str(cwd), variables, numbers)
         reading, writing = os.pipe() if has_input else (os.open(os.devnull, os.O_RDONLY), None)
-        files = (of_server.fileno(), reading, output.fileno())
-        with self._lock, of_server:
-            socket.send_fds(self._control, [len(request).to_bytes(4, "big")], files)
-            self._control.sendall(request)
-        os.close(reading)
         stdin = None if writing is None else os.fdopen(writing, "wb")
-        return ForkedProcess(arguments, stdin, replies)
+        try:
+            return self._start(process, (reading, output.fileno(), (errors or output).fileno(), *pass_fds), stdin)
+        finally:
+            os.close(reading)
+
+    def start_on_terminal(
+        self, arguments: Sequence[str], *, cwd: Path, variables: dict[str, str], terminal: int
+    ) -> ForkedProcess:
+        """Start a script or a module with a controlling terminal, which is a file descriptor."""
+        files = [(0, 1, 2)]
+        process = NewProcess([sys.executable, *arguments], str(cwd), variables, files, has_terminal=True)
+        return self._start(process, (terminal,), None)
+
+    def _start(self, process: NewProcess, files: Sequence[int], stdin: IO[bytes] | None) -> ForkedProcess:
+        replies, of_server = socket.socketpair()
+        with self._lock, of_server:
+            send(self._control, process, [of_server.fileno(), *files])
+        return ForkedProcess(process.command[1:], stdin, replies)
 
     def close(self) -> None:
         """End the server. The scripts have ended before."""
@@ -120,24 +151,27 @@ def fork_server() -> ForkServer | None:
     return server
 
 
-def run_script(arguments: Sequence[str], *, cwd: Path, variables: dict[str, str], timeout_s: float) -> tuple[int, str]:
+def run_script(
+    arguments: Sequence[str], *, cwd: Path, variables: dict[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, and return its exit code and its output. A script that takes longer is killed.
 
     Raises:
         subprocess.TimeoutExpired: The script has not ended within `timeout_s` seconds.
     """
-    with tempfile.TemporaryFile() as output:
-        server = fork_server()
-        if server is None:
-            command = [sys.executable, *arguments]
-            code = subprocess.run(
-                command, cwd=cwd, env=variables, stdout=output, stderr=output, timeout=timeout_s, check=False
-            ).returncode
-        else:
-            process = server.start(arguments, cwd=cwd, variables=variables, output=output)
-            try:
-                code = process.wait(timeout_s)
-            finally:
-                process.kill()
-        output.seek(0)
-        return code, output.read().decode(errors="replace")
+    server = fork_server()
+    if server is None:
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = server.start(arguments, cwd=cwd, variables=variables, output=output, errors=errors)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        for file in (output, errors):
+            file.seek(0)
+        written = [file.read().decode(errors="replace") for file in (output, errors)]
+        return subprocess.CompletedProcess([sys.executable, *arguments], code, *written)

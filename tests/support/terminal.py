@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.support.forked_scripts import ForkedProcess, fork_server
+
 TIMEOUT_S = 60.0
 CTRL_C = "\x03"
 CTRL_D = "\x04"
@@ -35,16 +37,25 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "llamaq", *arguments],
-            cwd=folder,
-            env={**environment, "TERM": "dumb", **variables},
-            preexec_fn=partial(os.login_tty, theirs),  # noqa: PLW1509  # the function makes only system calls
-        )
+        chosen = {**environment, "TERM": "dumb", **variables}
+        self.process = self._start(["-m", "llamaq", *arguments], folder, chosen, theirs)
         os.close(theirs)
         self.output = ""
         """Everything that the command has written."""
         self._n_read = 0
+
+    @staticmethod
+    def _start(
+        arguments: list[str], folder: Path | None, variables: dict[str, str], terminal: int
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        if server := fork_server():
+            return server.start_on_terminal(arguments, cwd=folder or Path.cwd(), variables=variables, terminal=terminal)
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=variables,
+            preexec_fn=partial(os.login_tty, terminal),  # noqa: PLW1509  # the function makes only system calls
+        )
 
     def __enter__(self) -> Self:
         return self

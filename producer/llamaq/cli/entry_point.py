@@ -16,6 +16,7 @@ def main() -> None:
     try:
         from llamaq.cli.main import main as run
 
+        gc.freeze()  # nor shall a later collection, such as the one at the end, visit these objects
         gc.enable()
         run()
     except KeyboardInterrupt:
