@@ -17,6 +17,7 @@ import pytest
 from gguf import PoolingType
 from hypothesis import HealthCheck, settings
 from tests.support.distribution import distribute
+from tests.support.lazy_import import LazyPackage
 from tests.support.quick import guard_quick_test, has_quick_tests, install_audit_hook, is_quick
 
 import llamaq.worker
@@ -76,6 +77,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.quick)
     if getattr(config.option, "loadgroup", False):  # pytest-xdist sets this variable in its workers
         distribute(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Import the slow packages of the test's module."""
+    for each in vars(getattr(item, "module", None) or object).values():
+        if type(each) is LazyPackage:
+            each.load()
 
 
 @pytest.hookimpl(tryfirst=True)

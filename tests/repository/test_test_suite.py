@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import pytest
 from tests.support.distribution import distribute, group_of
+from tests.support.lazy_import import lazy_import
 from tests.support.quick import NotQuick, guard_quick_test, is_quick
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,3 +93,16 @@ def test_long_groups_start_first_and_quick_tests_last() -> None:
     distribute(tests)
     assert [test.nodeid.split("/")[1] for test in tests] == ["e2e", "lifecycle", "worker"]
     assert [test.markers for test in tests] == [["queue-demo"], [], ["tests/worker/test_a.py"]]
+
+
+def test_a_lazily_imported_package_is_loaded_when_it_is_used_but_not_when_pytest_collects_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_lazily.py").write_text("answer = 42")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = lazy_import("imported_lazily")
+    assert not inspect.isclass(package)  # reads `__class__`
+    assert not hasattr(package, "__test__")
+    assert "imported_lazily" not in sys.modules
+    assert package.answer == 42
+    monkeypatch.delitem(sys.modules, "imported_lazily")
