@@ -6,12 +6,12 @@ parts of the worker are the real ones.
 
 from __future__ import annotations
 
-from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
+from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
 
 __all__ = ["DecodeMaximal"]
-TOKEN = 100
+TOKEN = SampledToken(100)
 
 
 def _run(_: Engine, batch: Batch) -> list[SlotResult]:
@@ -19,7 +19,7 @@ def _run(_: Engine, batch: Batch) -> list[SlotResult]:
         SlotResult(
             part.slot,
             part.slot.active.n_past + part.n_tokens,
-            token=TOKEN if isinstance(part, DecodeToken) or part.is_last else None,
+            (TOKEN,) if isinstance(part, DecodeToken) or part.is_last else (),
         )
         for part in batch.parts
     ]

@@ -140,7 +140,7 @@ FAILURE = JobRejected(ErrorCode.DECODE_FAILED, "the soak lets this attempt fail"
 def fails(result: SlotResult) -> bool:
     """Draw whether the attempt of a `FLAKY` job fails now."""
     is_flaky = result.slot.active.job.request.metadata.get(MARK) == FLAKY
-    return is_flaky and result.token is not None and random.random() < FAILING_SHARE
+    return is_flaky and bool(result.sampled) and random.random() < FAILING_SHARE
 
 
 def add_engine_points(faults: Faults) -> None:
@@ -158,7 +158,7 @@ def add_engine_points(faults: Faults) -> None:
         time.sleep(faults.tick_s)
         results = original(self, batch, *args, **kwargs)
         faults.reach(*(f"{phase}.after" for phase in phases))
-        return [replace(result, error=FAILURE) if fails(result) else result for result in results]
+        return [replace(result, sampled=(), error=FAILURE) if fails(result) else result for result in results]
 
     Engine.run = run  # type: ignore[method-assign]
 

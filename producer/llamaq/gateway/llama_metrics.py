@@ -40,9 +40,6 @@ def _of_jobs(counts: Mapping[str, int]) -> list[Line]:
         ("prompt_seconds_total", "counter", "Seconds from the first slots to the first tokens.", prompt_s),
         ("tokens_predicted_total", "counter", "Tokens generated.", generated),
         ("tokens_predicted_seconds_total", "counter", "Seconds between the generated tokens.", generated_s),
-        ("spec_decode_num_draft_tokens_total", "counter", "Tokens drafted: llamaq drafts none.", 0),
-        ("spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens accepted: llamaq drafts none.", 0),
-        ("spec_decode_num_drafts_total", "counter", "Drafts: llamaq drafts none.", 0),
         ("prompt_tokens_seconds", "gauge", "Prompt tokens computed per second.", _ratio(computed, prompt_s)),
         ("predicted_tokens_seconds", "gauge", "Tokens generated per second.", _ratio(generated, generated_s)),
     ]
@@ -58,9 +55,15 @@ def _of_queues(depths: Sequence[QueueDepth]) -> list[Line]:
 def _of_workers(workers: Sequence[Worker]) -> list[Line]:
     slots = [slot for worker in workers for slot in worker.slots]
     n_ticks = sum(worker.ticks for worker in workers)
-    n_decoded = sum(worker.totals.decode_tokens for worker in workers)
+    totals = [worker.totals for worker in workers]
+    n_accepted = sum(one.accepted_tokens for one in totals)
+    n_decoded = sum(one.decode_tokens for one in totals) - n_accepted
+    n_drafted, n_drafts = sum(one.drafted_tokens for one in totals), sum(one.drafts for one in totals)
     longest = max((slot.content_tokens for slot in slots), default=0)
     return [
+        ("spec_decode_num_draft_tokens_total", "counter", "Tokens drafted.", n_drafted),
+        ("spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens accepted.", n_accepted),
+        ("spec_decode_num_drafts_total", "counter", "Drafts.", n_drafts),
         ("n_decode_total", "counter", "Calls of llama_decode.", n_ticks),
         # llama-server calls this a counter, and its dashboards expect it.
         ("n_tokens_max", "counter", "Largest number of tokens in a slot.", longest),

@@ -196,7 +196,7 @@ def slot_object(worker: Worker, slot: SlotSnapshot, slot_id: int) -> dict[str, A
     return {
         "id": slot_id,
         "n_ctx": worker.card.context_limit,
-        "speculative": False,
+        "speculative": worker.card.speculation != "off",
         "is_processing": slot.job_id is not None,
         "id_task": slot.job_id,
         "state": slot.state,

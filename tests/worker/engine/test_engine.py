@@ -36,6 +36,7 @@ class Greedy:
     The gaps are in standard deviations of the logits.
     """
 
+    logprobs = draw_probability = None
     checks_logits = False
 
     def __init__(self, takes_best: bool = False) -> None:
@@ -99,8 +100,8 @@ def run_tick(engine: Engine, slots: Iterable[Slot]) -> dict[int, JobRejected]:
         run.n_past = result.n_past
         if result.error is not None:
             errors[result.slot.index] = result.error
-        elif result.token is not None:
-            run.tokens.append(result.token)
+        elif result.sampled:
+            run.tokens += [sampled.token for sampled in result.sampled]
             result.slot.state = SlotState.DECODE
         elif run.n_pending > 1:
             result.slot.state = SlotState.PREFILL
@@ -304,7 +305,7 @@ def test_without_room_for_all_parts_those_that_fit_continue_and_the_others_may_b
         run_tick(engine, slots)
     batch = plan_batch(slots, engine.context.n_batch)
     results = {result.slot.index: result for result in engine.run(batch)}
-    assert (results[0].no_room, results[0].error, results[0].token is None) == (False, None, False)
+    assert (results[0].no_room, results[0].error, len(results[0].sampled)) == (False, None, 1)
     assert (results[1].no_room, results[1].error, results[1].n_past) == (True, None, 2 * CHUNK)
     assert "decode_failed" not in caplog.text
     engine.sequences.remove(0)

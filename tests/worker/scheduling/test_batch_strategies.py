@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Slot, SlotState
+from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import BUILT_IN, load_strategy
 from llamaq.worker.scheduling import guarded_strategy
@@ -170,6 +171,8 @@ def batch_of(slots: Sequence[Slot], kind: str) -> object:
             return Batch((), (PrefillChunk(decoding, 1),))
         case "nothing":
             return Batch()
+        case "draft":
+            return Batch((DecodeToken(decoding, Draft((1, 2))),))
         case "stranger":
             return Batch((DecodeToken(slots_of(0)[0]),))
         case "no slot":
@@ -197,6 +200,7 @@ FAULTS = {
     "decode in prefill": PlanFault.DECODE_IN_PREFILL,
     "chunk in decode": PlanFault.CHUNK_IN_DECODE,
     "nothing": PlanFault.NOTHING,
+    "draft": PlanFault.DRAFT,
     "stranger": PlanFault.UNKNOWN_SLOT,
     "no slot": PlanFault.UNKNOWN_SLOT,
     "none": PlanFault.NOT_A_BATCH,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.plugins import BUILT_IN
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy
 from llamaq.worker.testing import (
@@ -75,6 +77,20 @@ def generated_alone(job: Job, n_tokens: int) -> list[int]:
     return history[len(job.prompt) :]
 
 
+class LetterDrafter:
+    """Knows the tokens that follow, but drafts another letter at random places."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def propose(self, history: Sequence[int], n_max: int) -> Draft:
+        tokens: list[int] = []
+        for _ in range(self._random.randint(0, n_max)):
+            is_wrong = self._random.random() < 0.2
+            tokens.append(ord("?") if is_wrong else letter_or_end([*history, *tokens]))
+        return Draft(tuple(tokens), self._random.randint(0, 2))
+
+
 @dataclass(frozen=True)
 class JobRecipe:
     """The parameters of a random job."""
@@ -82,6 +98,7 @@ class JobRecipe:
     n_prompt: int
     n_resumed: int
     fails_at: int | None
+    draft_max: int
     params: dict[str, object]
 
     def make(self) -> Job:
@@ -92,6 +109,7 @@ class JobRecipe:
             resumed=[token for token in resumed if token != ByteVocab.eos],
             context_limit=CONTEXT_LIMIT,
             sampler=GreedySampler(self.fails_at),
+            drafting=Drafting(LetterDrafter(self.n_prompt), self.draft_max) if self.draft_max else None,
             **self.params,  # type: ignore[arg-type]
         )
 
@@ -101,6 +119,7 @@ JOB_RECIPES = st.builds(
     n_prompt=st.one_of(st.integers(1, 40), st.integers(0, 90)),
     n_resumed=st.sampled_from([0, 0, 0, 1, 6]),
     fails_at=st.sampled_from([None, None, None, 0, 4]),
+    draft_max=st.sampled_from([0, 1, 5, 20]),
     params=st.fixed_dictionaries(
         {
             "max_tokens": st.one_of(st.none(), st.integers(1, 60)),
@@ -133,6 +152,7 @@ class Jobs(RuleBasedStateMachine):
             strategy=STRATEGIES[strategy](),
             chunk_size=chunk_size,
             bulk_share=bulk_share,
+            draft_tokens=20,
             clock=self.clock,
         )
         self.jobs: dict[str, Job] = {}
@@ -178,6 +198,7 @@ class Jobs(RuleBasedStateMachine):
             attempt=old.lease.attempt + 1,
             resumed=self.generated[job_id],
             context_limit=CONTEXT_LIMIT,
+            drafting=old.drafting,
             **old.request.model_dump(exclude={"prompt"}),
         )
         self.scheduler.submit(job)

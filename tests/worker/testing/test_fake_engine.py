@@ -41,7 +41,7 @@ def test_a_part_without_enough_cells_is_an_error_or_is_reported() -> None:
     engine = FakeEngine(n_ctx=8, reports_no_room=True)
     prefill(engine, 0, [1, 2, 3, 4, 5])
     result = prefill(engine, 1, [1, 2, 3, 4])
-    assert (result.no_room, result.n_past, result.error, result.token) == (True, 0, None, None)
+    assert (result.no_room, result.n_past, result.error, result.sampled) == (True, 0, None, ())
     engine.sequences.remove(0)
     assert not prefill(engine, 1, [1, 2, 3, 4]).no_room
     assert engine.computed == 9
@@ -72,7 +72,7 @@ def test_loaded_blocks_hold_the_tokens_that_were_saved() -> None:
     assert engine.sequences.memory == {1: tokens[:11]}
     assert engine.sequences.cut(1, 9) == 9
     assert engine.sequences.load(1, 9, 16, blocks[1], 8)
-    assert prefill(engine, 1, tokens, n_past=16).token is not None
+    assert prefill(engine, 1, tokens, n_past=16).sampled
     assert engine.computed == 24
     assert [call[0] for call in engine.sequences.calls] == ["save", "save", "load", "load", "load"]
 

@@ -15,7 +15,7 @@ from pydantic_settings import TomlConfigSettingsSource as TomlSource
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.logging_setup import LogFormat
-from llamaq.common.protocol.job_request import MAX_SALT_CHARS, JobDefaults
+from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS, MAX_SALT_CHARS, JobDefaults
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings, split_commas
 
@@ -41,6 +41,18 @@ class BatchSettings(BaseModel):
         description="With the batch strategy `latency-target`: upper bound on the time between two tokens of a "
         "stream, in milliseconds. While prompts are computed, the strategy tries to keep 95 % of these times "
         "below it. If not set: 50.",
+    )
+    speculation: Literal["off", "ngram"] = Field(
+        "off",
+        description="`ngram`: when the last tokens of a job occurred before, in its prompt or its output, draft the "
+        "tokens that followed them, and verify these in one batch. The output is the same. Drafts are made only where "
+        "measurements promise a gain. Needs a model whose KV cells can be removed one by one.",
+    )
+    draft_max: int = Field(
+        16,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        description="With `speculation`: largest number of tokens that are drafted and verified at once for one job.",
     )
     cell_margin: int = Field(
         64,
@@ -240,6 +252,8 @@ class WorkerSettings(
             raise ValueError(f"--n-batch (LLAMAQ_N_BATCH): {self.batch_budget} is more than --n-ctx {self.n_ctx}")
         if self.pooling is not None and not self.embeddings:
             raise ValueError("--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools")
+        if self.speculation != "off" and self.embeddings:
+            raise ValueError("--speculation (LLAMAQ_SPECULATION): a worker with --embeddings generates no tokens")
         if self.target_itl_ms is not None and self.batch_strategy != "latency-target":
             raise ValueError(
                 "--target-itl-ms (LLAMAQ_TARGET_ITL_MS): only --batch-strategy latency-target has a target, but "

@@ -209,6 +209,12 @@ PREEMPTIONS = Family(
 DECODE_TOKENS = Family(
     "llamaq_worker_decode_tokens_total", "counter", _WORKER, "Decode tokens computed, one for each generated token."
 )
+DRAFTED_TOKENS = Family(
+    "llamaq_worker_drafted_tokens_total", "counter", _WORKER, "Draft tokens that were verified (`speculation`)."
+)
+ACCEPTED_TOKENS = Family(
+    "llamaq_worker_accepted_tokens_total", "counter", _WORKER, "Draft tokens that became tokens of an output."
+)
 PREFILL_TOKENS = Family("llamaq_worker_prefill_tokens_total", "counter", _WORKER, "Prompt tokens computed.")
 TICK_DURATION = Family(
     "llamaq_worker_tick_duration_seconds",
@@ -239,5 +245,6 @@ WORKER_FAMILIES = (
     *(WORKER_INFO, WORKER_STARTED, WORKER_TICK_AGE, SLOTS_BUSY, SLOTS_FREE, KV_CELLS, KV_CELLS_USED),
     *(KV_CELLS_RESERVED, KV_CELLS_SHARED, CACHED_SEQUENCES, CACHE_HOST_BYTES, CACHE_DISK_BYTES, CACHE_HITS),
     *(CACHE_MISSES, CACHE_EVICTIONS, PREEMPTIONS, DECODE_TOKENS, PREFILL_TOKENS, TICK_DURATION, BATCH_SIZE),
+    *(DRAFTED_TOKENS, ACCEPTED_TOKENS),
 )
 READER_FAMILIES = (REDIS_UP, READ_SECONDS)

@@ -16,6 +16,7 @@ def add_worker(samples: Samples, worker: Worker, now_ms: float) -> None:
         now_ms: The time on the clock of the worker's heartbeat, in milliseconds since the epoch.
     """
     card, cache, totals = worker.card, worker.cache, worker.totals
+    n_computed = totals.decode_tokens + totals.drafted_tokens - totals.accepted_tokens + totals.prefill_tokens
     labels: Labels = (card.queue, card.worker)
     n_busy = sum(slot.job_id is not None for slot in worker.slots)
     samples.set(f.WORKER_INFO, (*labels, card.model, card.device, card.host, card.version), 1)
@@ -36,9 +37,11 @@ def add_worker(samples: Samples, worker: Worker, now_ms: float) -> None:
         f.CACHE_EVICTIONS: cache.evictions,
         f.PREEMPTIONS: cache.preemptions,
         f.DECODE_TOKENS: totals.decode_tokens,
+        f.DRAFTED_TOKENS: totals.drafted_tokens,
+        f.ACCEPTED_TOKENS: totals.accepted_tokens,
         f.PREFILL_TOKENS: totals.prefill_tokens,
         f.TICK_DURATION: Histogram(totals.tick_time_counts, totals.eval_ms / 1000),
-        f.BATCH_SIZE: Histogram(totals.batch_size_counts, totals.decode_tokens + totals.prefill_tokens),
+        f.BATCH_SIZE: Histogram(totals.batch_size_counts, n_computed),
     }
     for family, value in values.items():
         samples.set(family, labels, value)

@@ -98,6 +98,8 @@ class JobStats(WireModel):
     evicted_tokens: int = Field(
         0, description="Number of cached tokens that were evicted from the device to make room for the job."
     )
+    drafted_tokens: int = Field(0, description="Speculation: number of drafted tokens that the last attempt verified.")
+    accepted_tokens: int = Field(0, description="Speculation: number of these tokens that became tokens of the output.")
     queue_ms: float = Field(
         0.0, description="Milliseconds from submit to the first slot, or to the end of a job that never had one."
     )

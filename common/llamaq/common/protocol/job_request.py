@@ -28,6 +28,7 @@ MAX_LOGIT_BIASES = 4096
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 MAX_LOGPROBS = 20
+MAX_DRAFT_TOKENS = 64
 CONSTRAINTS = ("grammar", "json_schema", "regex", "choice", "lark")
 """The fields of a job that constrain its output."""
 GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
@@ -185,6 +186,13 @@ class JobParams(TemplateParams, SamplingParams):
         0,
         description="Number of tokens at the beginning of the prompt that may be shared across salts, with jobs that "
         "also set `cache_public`. `system` shares the system messages at the beginning of a chat.",
+    )
+    draft_max: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_DRAFT_TOKENS,
+        description="Speculation: largest number of tokens that are drafted and verified at once. 0: none. The output "
+        "does not depend on it. If not set, or larger than the worker's `draft_max`: the worker's.",
     )
     slot: int | None = Field(
         None, ge=0, le=255, description="Index of the only slot that may run the job. If not set, the worker chooses."
@@ -430,6 +438,7 @@ class JobOptions(TypedDict, total=False):
     ignore_eos: bool
     special: bool
     cache_prompt: bool
+    draft_max: int | None
     cache_salt: str
     cache_public: int | Literal["system"]
     slot: int | None

@@ -59,12 +59,21 @@ class QueueSummary(WireModel):
 class TickStats(WireModel):
     """Measurements of one tick."""
 
-    batch_size: int = Field(description="Number of tokens in the batch: `decode_tokens` + `prefill_tokens`.")
-    decode_tokens: int = Field(description="Number of decode tokens in the batch, one for each generating slot.")
+    batch_size: int = Field(
+        description="Number of tokens in the batch: `decode_tokens` + `prefill_tokens`, and the draft tokens that were "
+        "not accepted."
+    )
+    decode_tokens: int = Field(
+        description="Number of decode tokens in the batch: one for each generating slot, and the draft tokens that "
+        "were accepted."
+    )
     prefill_tokens: int = Field(description="Number of prompt tokens in the batch.")
     active_slots: int = Field(description="Number of slots that run a job.")
     queue_depth: int = Field(description="Number of waiting jobs in the queue at the worker's last heartbeat.")
     eval_ms: float = Field(description="Milliseconds that `llama_decode` and sampling took.")
+    drafts: int = Field(0, description="Number of drafts that were verified, at most one for each generating slot.")
+    drafted_tokens: int = Field(0, description="Number of tokens in these drafts.")
+    accepted_tokens: int = Field(0, description="Number of these tokens that became tokens of an output.")
 
 
 class TickTotals(WireModel):
@@ -73,6 +82,9 @@ class TickTotals(WireModel):
     decode_tokens: int = Field(0, description="Number of decode tokens. Each yields one generated token.")
     prefill_tokens: int = Field(0, description="Number of prompt tokens that were computed.")
     eval_ms: float = Field(0.0, description="Milliseconds that `llama_decode` and sampling took.")
+    drafts: int = Field(0, description="Number of drafts that were verified.")
+    drafted_tokens: int = Field(0, description="Number of tokens in these drafts.")
+    accepted_tokens: int = Field(0, description="Number of these tokens that became tokens of an output.")
     tick_time_counts: tuple[int, ...] = Field(
         (), description="Number of ticks by their duration: the buckets of `llamaq_worker_tick_duration_seconds`."
     )
@@ -152,6 +164,7 @@ class WorkerCard(WireModel):
     job_defaults: JobDefaults = Field(
         JobDefaults(), description="The sampling parameters, seed and grammar of jobs that do not set them."
     )
+    speculation: str = Field("off", description="How the worker drafts tokens: `off` or `ngram`.")
     n_vocab: int = Field(description="Number of tokens in the vocabulary.")
     end_tokens: tuple[int, ...] = Field((), description="The tokens that end an output, in ascending order.")
     n_parallel: int = Field(description="Number of slots.")

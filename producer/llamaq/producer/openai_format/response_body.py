@@ -99,6 +99,7 @@ def timings_object(stats: JobStats, *, n_first: int = 1) -> dict[str, Any]:
     generated, generated_ms = stats.generated_tokens, max(stats.duration_ms - prompt_ms, 0.0)
     # The first token comes from the prompt, so it needs no step of its own.
     n_steps = max(generated - n_first, 0)
+    drafts = {"draft_n": stats.drafted_tokens, "draft_n_accepted": stats.accepted_tokens}
     return {
         "cache_n": stats.prefix_cache_tokens,
         "prompt_n": computed,
@@ -110,6 +111,7 @@ def timings_object(stats: JobStats, *, n_first: int = 1) -> dict[str, Any]:
         "predicted_per_token_ms": generated_ms / n_steps if n_steps else 0.0,
         "predicted_per_second": 1000 * n_steps / generated_ms if n_steps and generated_ms else 0.0,
         "queue_ms": stats.queue_ms,
+        **(drafts if stats.drafted_tokens else {}),
     }
 
 

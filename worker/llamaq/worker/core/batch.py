@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llamaq.common.errors import JobRejected
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.token_draft import NO_DRAFT, Draft
 
 
 class TickBatch(Protocol):
@@ -25,6 +27,14 @@ class TickBatch(Protocol):
         """Number of prompt tokens."""
 
     @property
+    def n_drafts(self) -> int:
+        """Number of drafts."""
+
+    @property
+    def n_drafted(self) -> int:
+        """Number of tokens of the drafts."""
+
+    @property
     def n_jobs(self) -> int:
         """Number of jobs with tokens in the batch."""
 
@@ -33,14 +43,20 @@ class TickBatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodeToken:
-    """The last sampled token of a slot in DECODE. The engine samples the next token from its logits."""
+    """The last sampled token of a slot in DECODE. The engine samples the next token from its logits.
+
+    With a draft, the engine computes the tokens of the draft too. While the token that it samples is the next token of
+    the draft, it samples one more.
+    """
 
     slot: Slot
     """The slot, in the state DECODE."""
+    draft: Draft = NO_DRAFT
+    """Tokens that may follow. Only the scheduler adds a draft, to the batch of the strategy."""
 
     @property
     def n_tokens(self) -> int:
-        return 1
+        return 1 + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,7 @@ class Batch:
     """The input of one `llama_decode` call. It contains at most one part for each slot."""
 
     decode: tuple[DecodeToken, ...] = ()
-    """One token for each generating slot."""
+    """One token for each generating slot, with its draft."""
     prefill: tuple[PrefillChunk, ...] = ()
     """The chunks of prompts."""
 
@@ -79,8 +95,16 @@ class Batch:
         return sum(chunk.n_tokens for chunk in self.prefill)
 
     @property
+    def n_drafts(self) -> int:
+        return sum(len(part.draft) > 0 for part in self.decode)
+
+    @property
+    def n_drafted(self) -> int:
+        return sum(len(part.draft) for part in self.decode)
+
+    @property
     def n_tokens(self) -> int:
-        return self.n_decode + self.n_prefill
+        return self.n_decode + self.n_drafted + self.n_prefill
 
     @property
     def n_jobs(self) -> int:
@@ -91,16 +115,29 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token that the engine has sampled."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    """`Sampler.logprobs` after the draw."""
+    draw_probability: float | None = None
+    """`Sampler.draw_probability` after the draw."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotResult:
     """The engine's result for one slot of the batch."""
 
     slot: Slot
     n_past: int
-    """Number of tokens of the history that the sequence now holds. Smaller than before when cells were lost."""
-    token: int | None = None
-    """The sampled token. None while a part of the history is still pending."""
+    """Number of tokens of the history, and then of the draft, that the sequence now holds. Smaller than before when
+    cells were lost."""
+    sampled: tuple[SampledToken, ...] = ()
+    """The sampled tokens. Empty while a part of the history is still pending. All but the last one are the first tokens
+    of the draft, so that without a draft there is at most one."""
     error: JobRejected | None = None
-    """The reason why this job fails."""
+    """The reason why this job fails, after the sampled tokens."""
     no_room: bool = False
     """True when KV memory has no room for the slot's part, even in a batch without other parts. The sequence is then
     unchanged."""

@@ -16,6 +16,7 @@ from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import pack
+from llamaq.worker.core.token_draft import Drafting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -149,6 +150,8 @@ class Job(BaseJob):
     """How often this job lost its slot because cells ran out. Each time doubles the margin of its next admission."""
     scope: Scope = field(default_factory=Scope)
     """The jobs that may share the KV cells of this job."""
+    drafting: Drafting | None = None
+    """The speculation of this job. None: the next tokens are not drafted."""
     system_tokens: int = 0
     """Number of tokens of the system messages at the start of a chat prompt, 0 when unknown."""
     packed: bytes = b""

@@ -76,6 +76,14 @@ class TextBatch:
         return 0
 
     @property
+    def n_drafts(self) -> int:
+        return 0
+
+    @property
+    def n_drafted(self) -> int:
+        return 0
+
+    @property
     def n_jobs(self) -> int:
         return len({text.job.id for text in self.texts})
 

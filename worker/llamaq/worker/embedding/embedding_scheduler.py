@@ -179,6 +179,11 @@ class EmbeddingScheduler:
         return min(self._batch_tokens, sum(job.n_tokens for job in self._running))
 
     @property
+    def n_accepted(self) -> int:
+        """Number of draft tokens that were accepted: nothing is drafted."""
+        return 0
+
+    @property
     def has_work(self) -> bool:
         """Whether the next tick has something to do."""
         return bool(self._running or self._waiting or self._outputs)

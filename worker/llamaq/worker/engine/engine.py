@@ -6,6 +6,10 @@ the part that causes the failure fails. A recurrent sequence cannot be cut back.
 reports `n_past` 0, so the job is prefilled again. From then on the engine decodes this sequence in a separate batch. If
 the KV memory has no room for a part, even when the part is decoded by itself, the result has `no_room`. The part can be
 decoded after other sequences have been removed.
+
+Each token of a draft has a row of logits too. A row is sampled only if all tokens of the draft before it were sampled.
+So each token is sampled as without a draft: from the same history, and from logits that differ as little as they do
+with the shape of any batch. The cells of the other tokens of the draft remain until the scheduler removes them.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +25,7 @@ import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
+from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.job import NOT_NUMBERS
 from llamaq.worker.core.slot import Run
 from llamaq.worker.engine.kv_sequences import KvSequences
@@ -31,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 Part = DecodeToken | PrefillChunk
 Logits: TypeAlias = npt.NDArray[np.float32]
+Row: TypeAlias = tuple[Logits, int, float]
+"""The logits of a token, the token with the largest logit, and this logit."""
 
 
 class Engine:
@@ -61,7 +68,7 @@ class Engine:
         self._n_vocab = self.context.n_vocab
 
     def run(self, batch: Batch) -> list[SlotResult]:
-        """Decode a batch, and sample a token for each slot whose tokens are then all decoded.
+        """Decode a batch, and sample for each slot whose tokens are then all decoded.
 
         Returns:
             One result for each part of the batch, in any order.
@@ -112,7 +119,7 @@ class Engine:
             return self._sample_all(parts)
         if status != NO_ROOM:
             logger.error("engine.decode_failed status=%d parts=%d: decoding them one by one", status, len(parts))
-        return [self._run_alone(part) for part in parts]
+        return [self._run_alone(_without_draft(part)) for part in parts]
 
     def _run_alone(self, part: Part) -> SlotResult:
         """Decode one part by itself. If its sequence lost cells in a failed batch, empty the sequence instead."""
@@ -150,42 +157,44 @@ class Engine:
     def _fill(self, parts: Sequence[Part]) -> None:
         batch = self.context.batch
         batch.clear()
-        decoding = [part.slot.active for part in parts if isinstance(part, DecodeToken)]
+        decoding = [part.slot.active for part in parts if _is_single_token(part)]
         batch.add_decode_tokens(
             [run.tokens[run.n_past] for run in decoding],
             [run.n_past for run in decoding],
             [run.seq_id for run in decoding],
         )
         for part in parts:
+            run = part.slot.active
             if isinstance(part, PrefillChunk):
-                run = part.slot.active
                 tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
                 batch.add_chunk(tokens, run.n_past, run.seq_id, wants_logits=part.is_last)
+            elif part.draft.tokens:
+                batch.add_draft((run.tokens[run.n_past], *part.draft.tokens), run.n_past, run.seq_id)
 
     def _sample_all(self, parts: Sequence[Part]) -> list[SlotResult]:
-        # The logits have the order in which `_fill` adds the tokens: first the decode tokens, then the chunks.
-        ordered = [part for part in parts if isinstance(part, DecodeToken)]
-        ordered += [part for part in parts if isinstance(part, PrefillChunk)]  # type: ignore[misc]
-        n_rows = sum(_ends_history(part) for part in ordered)
+        # The logits have the order in which `_fill` adds the tokens: first the single tokens, then drafts and chunks.
+        ordered = sorted(parts, key=_is_single_token, reverse=True)
+        n_rows = sum(map(_n_rows, ordered))
         rows = iter(self.context.logits(n_rows) if n_rows else ())
-        return [
-            self._sample(part, next(rows)) if _ends_history(part) else SlotResult(part.slot, _n_past_after(part))
-            for part in ordered
-        ]
+        return [self._sample(part, [*islice(rows, _n_rows(part))]) for part in ordered]
 
-    def _sample(self, part: Part, logits: Logits) -> SlotResult:
-        """Draw a token from the logits of a part."""
+    def _sample(self, part: Part, rows: Sequence[Logits]) -> SlotResult:
+        """Sample the next token of a part and, while this is the next token of the draft, one more."""
         run = part.slot.active
-        n_past = _n_past_after(part)
+        n_past, n_history = _n_past_after(part), len(run.tokens)
+        draft = part.draft.tokens if isinstance(part, DecodeToken) else ()
+        sampled: list[SampledToken] = []
         try:
-            return SlotResult(part.slot, n_past, token=_draw(run, logits))
+            for row, drafted in zip(rows, (*draft, None), strict=False):
+                sampled.append(_sample_row(run, row))
+                if sampled[-1].token != drafted:
+                    break
+                run.tokens.append(sampled[-1].token)
         except JobRejected as exc:
-            if exc.code is ErrorCode.DECODE_FAILED:
-                logger.error("engine.logits_not_numbers id=%s n_past=%d", run.job.id, n_past)
-            return SlotResult(part.slot, n_past, error=exc)
-        except Exception as exc:  # an error in one sampler must not end other jobs
-            logger.exception("engine.sampler_failed id=%s", run.job.id)
-            return SlotResult(part.slot, n_past, error=JobRejected(ErrorCode.INTERNAL, f"sampling failed: {exc!r}"))
+            return SlotResult(part.slot, n_past, tuple(sampled), error=exc)
+        finally:
+            del run.tokens[n_history:]  # only the scheduler appends tokens
+        return SlotResult(part.slot, n_past, tuple(sampled))
 
     def _reject_bad_tokens(self, part: PrefillChunk) -> SlotResult | None:
         """Return the failure of a job whose prompt has a token that is not in the vocabulary. Sampled tokens are always
@@ -198,6 +207,25 @@ class Engine:
         bad = next(token for token in tokens if not 0 <= token < self._n_vocab)
         message = f"token {bad} is not in the vocabulary of {self._n_vocab} tokens"
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
+
+
+def _sample_row(run: Run, logits: Logits) -> SampledToken:
+    """Sample the token that follows the history.
+
+    Raises:
+        JobRejected: No token can be sampled.
+    """
+    sampler = run.job.sampler
+    try:
+        token = _draw(run, logits)
+    except JobRejected as exc:
+        if exc.code is ErrorCode.DECODE_FAILED:
+            logger.error("engine.logits_not_numbers id=%s n_tokens=%d", run.job.id, len(run.tokens))
+        raise
+    except Exception as exc:  # an error in one sampler must not end other jobs
+        logger.exception("engine.sampler_failed id=%s", run.job.id)
+        raise JobRejected(ErrorCode.INTERNAL, f"sampling failed: {exc!r}") from exc
+    return SampledToken(token, sampler.logprobs, sampler.draw_probability)
 
 
 def _draw(run: Run, logits: Logits) -> int:
@@ -220,8 +248,19 @@ def _seq_id(part: Part) -> int:
     return part.slot.active.seq_id
 
 
-def _ends_history(part: Part) -> bool:
-    return isinstance(part, DecodeToken) or part.is_last
+def _is_single_token(part: Part) -> bool:
+    return isinstance(part, DecodeToken) and not part.draft.tokens
+
+
+def _n_rows(part: Part) -> int:
+    """Return the number of rows of logits that belong to a part."""
+    if isinstance(part, DecodeToken):
+        return part.n_tokens
+    return 1 if part.is_last else 0
+
+
+def _without_draft(part: Part) -> Part:
+    return DecodeToken(part.slot) if isinstance(part, DecodeToken) else part
 
 
 def _n_past_after(part: Part) -> int:

@@ -31,6 +31,8 @@ class KvSequences:
 
     Attributes:
         can_cut: Whether a sequence can be cut, and shared, at any token.
+        can_remove_draft: Whether the last tokens of a sequence can be removed after they were decoded, and the sequence
+            is then as it was before. False also if a sliding window may lose cells that only later tokens do not need.
         can_save_parts: Whether parts of a sequence can be saved, and appended to a sequence that is not empty. If so,
             the last sequence of the context is a scratch sequence, which is empty between calls. With a sliding window,
             half of the other sequences are guards, see `SwaGuards`.
@@ -52,6 +54,7 @@ class KvSequences:
         if self.can_save_parts and model.n_swa and self.n_sequences > 1:
             self.n_sequences //= 2
             self._guards = SwaGuards(context, model.n_swa, offset=self.n_sequences)
+        self.can_remove_draft = self.can_cut and (not model.n_swa or self._guards is not None)
         self.cells_per_sequence = context.cells_per_sequence
         self.isolated: set[int] = set()
         self._scratch = context.n_seq_max - 1

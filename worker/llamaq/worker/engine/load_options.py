@@ -177,6 +177,8 @@ class ContextOptions:
     """Whether the KV cells are in GPU memory."""
     rope: RopeOptions = field(default_factory=RopeOptions)
     """How positions are scaled."""
+    n_logits: int = 0
+    """Upper bound on the tokens of one decode that have logits, if it is larger than `n_seq_max`."""
     embeddings: bool = False
     """Whether the context computes embeddings instead of logits."""
     pooling: Pooling | None = None
@@ -192,7 +194,7 @@ class ContextOptions:
         # n_outputs_max is the upper bound on the rows of logits in one decode, by default n_ubatch.
         # llama_init_from_model aborts if n_outputs_max is less than n_seq_max (assertion in
         # llama_context::output_reserve).
-        params.n_outputs_max = self.n_batch if self.embeddings else self.n_seq_max
+        params.n_outputs_max = self.n_batch if self.embeddings else max(self.n_seq_max, self.n_logits)
         params.embeddings = self.embeddings
         params.pooling_type = _POOLING[self.pooling]
         params.n_threads = self.n_threads

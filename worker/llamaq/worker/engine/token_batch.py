@@ -56,7 +56,7 @@ class TokenBatch:
         self.struct.n_tokens = end
 
     def add_chunk(self, tokens: Sequence[int], position: int, seq_id: int, *, wants_logits: bool) -> None:
-        """Append consecutive tokens of one sequence, from `position` on. Only the last token can have logits."""
+        """Append consecutive tokens of one sequence, from `position` on. At most the last token has logits."""
         start = len(self)
         end = start + len(tokens)
         self._tokens[start:end] = tokens
@@ -66,8 +66,12 @@ class TokenBatch:
         self._wants_logits[end - 1] = wants_logits
         self.struct.n_tokens = end
 
+    def add_draft(self, tokens: Sequence[int], position: int, seq_id: int) -> None:
+        """Append consecutive tokens of one sequence, from `position` on, and request logits for every token."""
+        start = len(self)
+        self.add_chunk(tokens, position, seq_id, wants_logits=True)
+        self._wants_logits[start : len(self)] = 1
+
     def add_text(self, tokens: Sequence[int], seq_id: int) -> None:
         """Append a whole sequence, and request an embedding for every token."""
-        start = len(self)
-        self.add_chunk(tokens, 0, seq_id, wants_logits=True)
-        self._wants_logits[start : len(self)] = 1
+        self.add_draft(tokens, 0, seq_id)

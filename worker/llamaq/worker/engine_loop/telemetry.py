@@ -97,6 +97,9 @@ class Telemetry:
         self.n_ticks = 0
         self._decode_tokens = 0
         self._prefill_tokens = 0
+        self._drafts = 0
+        self._drafted_tokens = 0
+        self._accepted_tokens = 0
         self._eval_ms = 0.0
         self._tick_times = BucketCounts(SHORT_TIMES_MS)
         self._batch_sizes = BucketCounts(BATCH_TOKENS)
@@ -112,6 +115,9 @@ class Telemetry:
         return TickTotals(
             decode_tokens=self._decode_tokens,
             prefill_tokens=self._prefill_tokens,
+            drafts=self._drafts,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
             eval_ms=self._eval_ms,
             tick_time_counts=tuple(self._tick_times.counts),
             batch_size_counts=tuple(self._batch_sizes.counts),
@@ -123,6 +129,9 @@ class Telemetry:
         self.n_ticks += 1
         self._decode_tokens += stats.decode_tokens
         self._prefill_tokens += stats.prefill_tokens
+        self._drafts += stats.drafts
+        self._drafted_tokens += stats.drafted_tokens
+        self._accepted_tokens += stats.accepted_tokens
         self._eval_ms += stats.eval_ms
         self._tick_times.add(stats.eval_ms)
         self._batch_sizes.add(stats.batch_size)

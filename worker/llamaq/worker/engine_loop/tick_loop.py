@@ -67,6 +67,9 @@ class JobScheduler(Protocol):
     def n_prefill_next(self) -> int: ...
 
     @property
+    def n_accepted(self) -> int: ...
+
+    @property
     def has_work(self) -> bool: ...
 
 
@@ -252,11 +255,14 @@ class TickLoop:
     def _measure(self, batch: TickBatch, eval_s: float) -> TickStats:
         return TickStats.model_construct(  # without validation, which would cost time in every tick
             batch_size=batch.n_tokens,
-            decode_tokens=batch.n_decode,
+            decode_tokens=batch.n_decode + self._scheduler.n_accepted,
             prefill_tokens=batch.n_prefill,
             active_slots=batch.n_jobs,
             queue_depth=self._shared.queue_depth.n_waiting,
             eval_ms=eval_s * 1000,
+            drafts=batch.n_drafts,
+            drafted_tokens=batch.n_drafted,
+            accepted_tokens=self._scheduler.n_accepted,
         )
 
     def _update_snapshot(self) -> None:

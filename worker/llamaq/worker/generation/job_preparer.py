@@ -17,13 +17,17 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import common_prefix, pack
+from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer, TagDetokenizer
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
+from llamaq.worker.generation.ngram_drafter import NgramDrafter
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, SequenceBreakers
 
+USUAL_OUTPUT_TOKENS = 1024
+"""The expected length of an output without `max_tokens`."""
 SYSTEM_PREFIX_CACHE_SIZE = 32
 """Number of system messages whose tokens are cached."""
 TAG_MARK = b"\xff"
@@ -39,6 +43,7 @@ class JobPreparer:
         defaults: Values of parameters that a request does not set.
         context_limit: Largest number of tokens of a job, prompt included.
         max_request_bytes: Largest size of an encoded request.
+        draft_max: Largest number of tokens that are drafted for a job at once. 0: none.
         counts_system_tokens: Whether `Job.system_tokens` is set for every chat, so that the cache can save the state at
             the end of the system messages. Otherwise it is set only for chats with `cache_public="system"`.
     """
@@ -51,6 +56,7 @@ class JobPreparer:
         *,
         context_limit: int,
         max_request_bytes: int,
+        draft_max: int = 0,
         counts_system_tokens: bool = False,
     ) -> None:
         self._vocab = vocab
@@ -61,6 +67,7 @@ class JobPreparer:
         self._defaults = defaults
         self._context_limit = context_limit
         self._max_request_bytes = max_request_bytes
+        self._draft_max = draft_max
         self._counts_system_tokens = counts_system_tokens
         self._system_prefix = lru_cache(maxsize=SYSTEM_PREFIX_CACHE_SIZE)(self._find_system_prefix)
 
@@ -108,6 +115,7 @@ class JobPreparer:
             times=times,
             context_limit=self._context_limit,
             scope=Scope(request.cache_salt, public),
+            drafting=self._drafting(request, [*prompt, *published.tokens]),
             system_tokens=system_tokens,
         )
         return PreparedJob(job, texts)
@@ -117,6 +125,14 @@ class JobPreparer:
         if request.special:
             return TagDetokenizer(self._vocab.piece_with_special, request.stop, self._tag_lengths)
         return StreamDetokenizer(self._vocab.piece, request.stop)
+
+    def _drafting(self, request: JobRequest, history: Sequence[int]) -> Drafting | None:
+        """Return the speculation of a job. None: the worker or the job has none."""
+        n_max = self._draft_max if request.draft_max is None else min(request.draft_max, self._draft_max)
+        if n_max == 0:
+            return None
+        n_room = max(0, self._context_limit - len(history))
+        return Drafting(NgramDrafter(history, min(request.max_tokens or USUAL_OUTPUT_TOKENS, n_room)), n_max)
 
     def _tokenize(self, request: JobRequest) -> list[int]:
         if request.tokens is not None:

@@ -75,6 +75,11 @@ class KvMemory:
         """Whether at least one sequence is cached."""
         return len(self._cache) > 0
 
+    @property
+    def n_cells_for_drafts(self) -> int:
+        """Number of cells that draft tokens may use during a tick. May be negative."""
+        return self._pool.unpromised_cells
+
     def lacks_cells(self, n_ahead: int = 0) -> bool:
         """Whether the running jobs need more cells than exist, for their histories and the next `n_ahead` tokens.
 
@@ -182,6 +187,16 @@ class KvMemory:
         self._pool.resize(run.seq_id, n_past)
         if not self._sequences.can_cut and slot.state is SlotState.PREFILL and run.job.request.cache_prompt:
             self._cache_state(run)
+
+    def remove_after(self, slot: Slot, n_tokens: int) -> None:
+        """Remove the cells of the slot's sequence after the first `n_tokens`: those of draft tokens.
+
+        If the sequence cannot be cut there, it loses all cells.
+        """
+        run = slot.active
+        if n_tokens < run.n_past:
+            run.n_past = n_tokens  # `record_progress` shall find a loss of cells of the history only
+            self.record_progress(slot, self._sequences.cut(run.seq_id, n_tokens))
 
     def _cache_state(self, run: Run) -> None:
         """Cache a copy of a state that cannot be cut. Called at the end of a chunk.

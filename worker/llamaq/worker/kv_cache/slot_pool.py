@@ -102,6 +102,11 @@ class SlotPool:
         """Number of cells that the running jobs hold or have been promised. A shared cell counts for each holder."""
         return self.promised_cells + sum(slot.run.n_past for slot in self.slots if slot.run is not None)
 
+    @property
+    def unpromised_cells(self) -> int:
+        """Number of cells that are neither used nor needed for the histories of the running jobs. May be negative."""
+        return self.n_cells - self.ledger.used - self._promised(0)
+
     def lacks_cells(self, n_ahead: int = 0) -> bool:
         """Whether the running jobs need more cells than exist, for their histories and the next `n_ahead` tokens."""
         return self.ledger.used + self._promised(min(n_ahead, self._margin)) > self.n_cells

@@ -25,12 +25,15 @@ from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 
 SAVE_TIMEOUT_S = 10.0
 """Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
+MAX_DRAFT_TOKENS_OF_TICK = 64
+"""Largest number of draft tokens in one batch. Each needs memory for a row of logits."""
 
 
 class GenerationParts:
@@ -82,7 +85,19 @@ class GenerationParts:
             end_tokens=self.engine.vocab.end_tokens,
             worker=worker,
             bulk_share=self._settings.bulk_share,
+            speculation=self._make_speculation(),
         )
+
+    def _make_speculation(self) -> Speculation | None:
+        if self._settings.speculation == "off":
+            return None
+        if not self.engine.sequences.can_remove_draft:
+            raise InvalidSettings(
+                "--speculation (LLAMAQ_SPECULATION): drafts need KV cells that can be removed one by one. A recurrent "
+                "state has none; a sliding window has them with --swa-full, --kv-unified and --cache-prompt. "
+                "Use --speculation off"
+            )
+        return Speculation(self.engine.vocab.end_tokens, n_draft_tokens(self._settings))
 
     def make_slot_commands(self, ticks: TickLoop) -> SlotCommandHandler:
         """Return the handler of the commands of operators about slots."""
@@ -97,6 +112,7 @@ class GenerationParts:
             "n_ctx": self.engine.context.n_ctx,
             "context_limit": self._context_limit(),
             "job_defaults": self._job_defaults,
+            "speculation": self._settings.speculation,
         }
 
     def close(self) -> None:
@@ -129,8 +145,16 @@ class GenerationParts:
             self._job_defaults,
             context_limit=self._context_limit(),
             max_request_bytes=self._settings.max_request_bytes,
+            draft_max=0 if self._settings.speculation == "off" else self._settings.draft_max,
             counts_system_tokens=not engine.sequences.can_cut,
         )
+
+
+def n_draft_tokens(settings: WorkerSettings) -> int:
+    """Return the largest number of draft tokens in one batch."""
+    if settings.speculation == "off":
+        return 0
+    return min(settings.n_parallel * settings.draft_max, MAX_DRAFT_TOKENS_OF_TICK)
 
 
 def load_engine(path: Path, settings: WorkerSettings) -> Engine:
@@ -149,6 +173,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         n_ubatch=settings.ubatch_tokens,
         n_seq_max=n_sequences,
         has_scratch_sequence=n_sequences > settings.n_parallel,
+        n_logits=min(settings.n_parallel + n_draft_tokens(settings), settings.batch_budget),
         kv_unified=settings.kv_unified,
     )
     engine = Engine(model, options, chat_template=settings.chat_template_text)

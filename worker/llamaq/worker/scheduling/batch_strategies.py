@@ -55,6 +55,18 @@ class TickTimeReader(Protocol):
         """
 
 
+@runtime_checkable
+class DraftLimit(Protocol):
+    """A batch strategy that bounds the time of a tick has this method in addition to `build_batch`."""
+
+    def draft_limit_s(self, slots: Sequence[Slot]) -> float:
+        """Return how many seconds a tick with drafts may take. 0: the next tick gets no drafts.
+
+        Args:
+            slots: All slots of the worker, for which `build_batch` has built the batch of the tick.
+        """
+
+
 class BuiltInStrategy(ABC):
     """Base of the built-in strategies. None of them depends on the queue depth."""
 

@@ -38,6 +38,8 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         "seed": job.request.seed,
         "stop_string": job.detokenizer.stop_string,
     }
+    if job.drafting is not None:
+        measured |= {"drafted_tokens": job.drafting.n_drafted, "accepted_tokens": job.drafting.n_accepted}
     if slot is not None:
         measured |= _measure_run(job, slot, now_s)
     return JobStats(**measured)

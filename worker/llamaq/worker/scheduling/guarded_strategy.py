@@ -7,15 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Any
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
+from llamaq.worker.core.token_draft import NO_DRAFT
 from llamaq.worker.scheduling.batch_strategies import (
     Balanced,
     BatchStrategy,
     DecodeMaximal,
+    DraftLimit,
     PrefillPriority,
     TickTimeReader,
 )
@@ -56,6 +59,7 @@ class PlanFault(StrEnum):
     DECODE_IN_PREFILL = "the batch has a decode token for a slot in PREFILL"
     CHUNK_IN_DECODE = "the batch has a prefill chunk for a slot in DECODE"
     BAD_CHUNK = "a chunk is empty or longer than the slot's pending tokens"
+    DRAFT = "the batch has a draft, which only the worker itself adds"
     OVER_BUDGET = "the batch has more tokens than the budget"
     NOTHING = "the batch is empty while slots are in PREFILL or DECODE"
 
@@ -101,7 +105,9 @@ def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> Pla
     if slot.state not in COMPUTING:
         return PlanFault.WAITING_SLOT
     if isinstance(part, DecodeToken):
-        return PlanFault.DECODE_IN_PREFILL if slot.state is SlotState.PREFILL else None
+        if slot.state is SlotState.PREFILL:
+            return PlanFault.DECODE_IN_PREFILL
+        return None if part.draft is NO_DRAFT else PlanFault.DRAFT
     if slot.state is SlotState.DECODE:
         return PlanFault.CHUNK_IN_DECODE
     return None if 1 <= part.n_tokens <= slot.n_pending else PlanFault.BAD_CHUNK
@@ -124,6 +130,7 @@ class GuardedStrategy:
         self._strategy = strategy
         self._is_trusted = type(strategy) in TRUSTED
         self._time_reader = strategy if isinstance(strategy, TickTimeReader) else None
+        self._draft_limit = strategy if isinstance(strategy, DraftLimit) else None
         self._fallback = DecodeMaximal()
 
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
@@ -138,6 +145,16 @@ class GuardedStrategy:
             self._time_reader.record_tick(tick)
         except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything
             self._report(PlanFault.RAISED, exc)
+
+    def draft_limit_s(self, slots: Sequence[Slot]) -> float:
+        """Return the limit of the strategy, if it is a `DraftLimit`. After an exception, which is logged, none."""
+        if self._draft_limit is None:
+            return inf
+        try:
+            return float(self._draft_limit.draft_limit_s(slots))
+        except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything
+            self._report(PlanFault.RAISED, exc)
+            return 0.0
 
     def _checked_plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         budget, chunk_size = self.limits.budget, self.limits.chunk_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamaq.worker.core.batch import Batch
-from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.slot import Slot, SlotState
 from llamaq.worker.scheduling.batch_strategies import BuiltInStrategy, decode_tokens, prefill_chunks
 from llamaq.worker.scheduling.tick_times import TickTime, TickTimeModel
 
@@ -37,6 +37,12 @@ class LatencyTarget(BuiltInStrategy):
     def record_tick(self, tick: TickTime) -> None:
         """Learn from a tick. See `TickTimeReader.record_tick`."""
         self._model.record(tick)
+
+    def draft_limit_s(self, slots: Sequence[Slot]) -> float:
+        """Return the target. While prompts are computed, they get the time that the streams leave, and drafts none."""
+        if any(slot.state is SlotState.PREFILL for slot in slots):
+            return 0.0
+        return HEADROOM * self.target_itl_ms / 1000 / self._model.safety_factor
 
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
         decode = decode_tokens(slots, budget)

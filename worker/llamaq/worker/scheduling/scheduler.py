@@ -26,10 +26,11 @@ from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
-from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.batch import Batch, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
+from llamaq.worker.core.token_draft import NO_DRAFT, Draft
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
@@ -37,6 +38,7 @@ from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import Preemption
+from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.scheduling.tick_times import TickTime, TickTimer
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
@@ -55,6 +57,7 @@ class Scheduler:
         end_tokens: The model's end-of-generation tokens.
         worker: The id of this worker, for the stats.
         bulk_share: The part of the slot time that bulk jobs get while interactive jobs want all of it.
+        speculation: Adds drafts to the batches of the strategy. None: no tokens are drafted.
         clock: Returns the time in seconds. Must be monotonic.
 
     Raises:
@@ -69,6 +72,7 @@ class Scheduler:
         end_tokens: frozenset[int],
         worker: str | None = None,
         bulk_share: float = 0.1,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         n_slots, budget = len(memory.slots), strategy.limits.budget
@@ -78,6 +82,9 @@ class Scheduler:
         self._strategy = strategy
         self._end_tokens = end_tokens
         self._worker = worker
+        self._speculation = speculation
+        self.n_accepted = 0
+        """Number of draft tokens that became tokens of an output, in the last `apply`."""
         self._clock = clock
         self._tick_timer = TickTimer(clock)
         self._waiting = WaitingQueue()
@@ -222,7 +229,7 @@ class Scheduler:
             if run.job.request.prompt_progress and run.prompt_planned_s is None:
                 run.prompt_planned_s = now_s
                 self._report_progress(run, now_s)
-        return batch
+        return batch if self._speculation is None else self._add_drafts(batch, self._speculation)
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
         """Update the slots with the engine's results. Returns all outputs since the last call.
@@ -232,12 +239,13 @@ class Scheduler:
         """
         if batch:
             self._record_tick()
-        planned = {part.slot for part in batch.parts}
+        self.n_accepted = 0
+        drafts = {part.slot: part.draft for part in batch.decode} | {chunk.slot: NO_DRAFT for chunk in batch.prefill}
         without_room = None
         for result in results:
-            if result.slot not in planned:
+            if result.slot not in drafts:
                 raise LookupError(f"{result.slot!r} was not in the batch")
-            self._apply_result(result)
+            self._apply_result(result, drafts[result.slot])
             if result.no_room:
                 without_room = result.slot
         if without_room:
@@ -246,6 +254,11 @@ class Scheduler:
         self._time_tick(batch)
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _add_drafts(self, batch: Batch, speculation: Speculation) -> Batch:
+        """Add drafts to the batch, as far as the batch, the KV memory and the target of the strategy have room."""
+        room = min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
+        return speculation.add_drafts(batch, room, self._strategy.draft_limit_s(self._memory.slots))
 
     # ---- views
 
@@ -331,7 +344,9 @@ class Scheduler:
         """Report the time of the tick to the strategy. Without active slots, the worker may pause after the tick."""
         seconds = self._tick_timer.end(begins_next=bool(batch and self._memory.active_slots))
         if batch:
-            self._strategy.record_tick(TickTime(batch.n_decode, batch.n_prefill, seconds))
+            self._strategy.record_tick(TickTime(batch.n_decode, batch.n_prefill, seconds, batch.n_drafted))
+            if self._speculation is not None:
+                self._speculation.record_tick(batch, seconds)
 
     def _record_tick(self) -> None:
         """Count the slots that the tick used, for the share of bulk jobs."""
@@ -343,17 +358,22 @@ class Scheduler:
 
     # ---- results of a tick
 
-    def _apply_result(self, result: SlotResult) -> None:
+    def _apply_result(self, result: SlotResult, draft: Draft) -> None:
         slot = result.slot
         run = slot.active
-        has_advanced = result.n_past > run.n_past
+        has_advanced, n_before = result.n_past > run.n_past, len(run.tokens)
         self._memory.record_progress(slot, result.n_past)
         if has_advanced and slot.state is SlotState.PREFILL and run.job.request.prompt_progress:
             self._report_progress(run, self._clock())
-        if result.error is not None:
-            self._finish(slot, result.error)
-        elif result.token is not None:
-            self._append_token(slot, result.token)
+        finish = self._append_tokens(slot, result.sampled) or result.error
+        n_verified = result.n_past - n_before
+        if n_verified > 0:
+            # The sequence holds the history of before and the draft, and the last sampled token is not in the draft.
+            n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
+            self._memory.remove_after(slot, n_before + n_accepted)
+            self._record_draft(run, draft.first(n_verified), n_accepted)
+        if finish is not None:
+            self._finish(slot, finish)
         elif slot.state is SlotState.DECODE and run.n_pending > 1:
             log.warning("job.cells_lost id=%s slot=%d n_past=%d", run.job.id, slot.index, run.n_past)
             slot.transition_to(SlotState.PREFILL)
@@ -361,27 +381,34 @@ class Scheduler:
     def _report_progress(self, run: Run, now_s: float) -> None:
         self._outputs.append(PromptAdvanced(run.job, progress_of(run, now_s)))
 
-    def _append_token(self, slot: Slot, token: int) -> None:
-        """Append a sampled token to the history, and finish the job if the token is its last."""
+    def _record_draft(self, run: Run, draft: Draft, n_accepted: int) -> None:
+        self.n_accepted += n_accepted
+        if self._speculation is not None and run.job.drafting is not None:
+            self._speculation.record_draft(run.job.drafting, draft, n_accepted)
+
+    def _append_tokens(self, slot: Slot, sampled: Iterable[SampledToken]) -> FinishReason | None:
+        """Append sampled tokens to the history, up to the last token of the job.
+
+        Returns:
+            Why the job is finished. None: it continues.
+        """
         run = slot.active
-        if run.prefilled_s is None:
-            run.prefilled_s = self._clock()
-            if run.job.first_token_s is None:
-                run.job.first_token_s = run.prefilled_s
-        if token in self._end_tokens:
-            # An end token ends the text and is not part of it.
-            self._finish(slot, FinishReason.STOP)
-            return
-        run.tokens.append(token)
-        detokenizer, sampler = run.job.detokenizer, run.job.sampler
-        text = detokenizer.feed(token)
-        self._outputs.append(
-            NewToken(run.job, token, text, sampler.logprobs, sampler.draw_probability, detokenizer.tag_offset)
-        )
-        if reason := finish_reason(run.job, run.n_generated):
-            self._finish(slot, reason)
-        elif slot.state is SlotState.PREFILL:
-            slot.transition_to(SlotState.DECODE)
+        job = run.job
+        for one in sampled:
+            if run.prefilled_s is None:
+                run.prefilled_s = self._clock()
+                if job.first_token_s is None:
+                    job.first_token_s = run.prefilled_s
+            if one.token in self._end_tokens:
+                return FinishReason.STOP  # An end token ends the text and is not part of it.
+            run.tokens.append(one.token)
+            text, offset = job.detokenizer.feed(one.token), job.detokenizer.tag_offset
+            self._outputs.append(NewToken(job, one.token, text, one.logprobs, one.draw_probability, offset))
+            if reason := finish_reason(job, run.n_generated):
+                return reason
+            if slot.state is SlotState.PREFILL:
+                slot.transition_to(SlotState.DECODE)
+        return None
 
     def _make_room_for(self, slot: Slot) -> None:
         """Free cells after llama.cpp found no room for the slot's tokens. The job fails when no cells can be freed."""

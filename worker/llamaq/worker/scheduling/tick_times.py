@@ -39,6 +39,8 @@ class TickTime:
     seconds: float
     """From the end of the previous tick to the end of this tick: the time between two tokens of a stream. If the worker
     was idle before, the time begins when this tick is planned."""
+    n_drafted: int = 0
+    """Number of draft tokens, which were verified."""
 
 
 class TickTimer:
@@ -82,7 +84,9 @@ class TickTimeModel:
         """Number of ticks since the last one that computed decode tokens only."""
 
     def record(self, tick: TickTime) -> None:
-        """Learn from a tick."""
+        """Learn from a tick. Ticks with drafts are ignored: they tell neither time alone."""
+        if tick.n_drafted:
+            return
         if not tick.n_prefill:
             self._decode.append(tick)
             self.n_since_decode = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
+from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.slot import Run, SlotState
 from llamaq.worker.testing.fake_job import ByteVocab
 from llamaq.worker.testing.fake_memory import FakeMemory
@@ -110,20 +110,29 @@ class FakeEngine:
             return SlotResult(slot, self.sequences.cut(run.seq_id, n_left))
         if self._reports_no_room and not self.sequences.has_room(run.seq_id, part.n_tokens):
             return SlotResult(slot, run.n_past, no_room=True)
-        self.sequences.append(run.seq_id, run.tokens[run.n_past : run.n_past + part.n_tokens])
+        draft = part.draft.tokens if isinstance(part, DecodeToken) else ()
+        self.sequences.append(run.seq_id, [*run.tokens[run.n_past : run.n_past + part.n_tokens - len(draft)], *draft])
         self.computed += part.n_tokens
         n_past = self.sequences.n_held(run.seq_id)
         if n_past < len(run.tokens):
             return SlotResult(slot, n_past)
+        sampled: list[SampledToken] = []
         try:
-            return SlotResult(slot, n_past, token=self._sample(run))
+            for drafted in (*draft, None):
+                sampled.append(self._sample(run, draft[: len(sampled)]))
+                if sampled[-1].token != drafted:
+                    break
         except JobRejected as exc:
-            return SlotResult(slot, n_past, error=exc)
+            return SlotResult(slot, n_past, tuple(sampled), error=exc)
+        return SlotResult(slot, n_past, tuple(sampled))
 
-    def _sample(self, run: Run) -> int:
+    def _sample(self, run: Run, accepted: Sequence[int]) -> SampledToken:
+        history = [*run.tokens, *accepted]
         logits = np.zeros(self.n_vocab, np.float32)
-        logits[self._next_token(tuple(run.tokens))] = 1
-        return run.job.sampler.sample(logits, run.tokens, run.n_prompt)
+        logits[self._next_token(tuple(history))] = 1
+        sampler = run.job.sampler
+        token = sampler.sample(logits, history, run.n_prompt)
+        return SampledToken(token, sampler.logprobs, sampler.draw_probability)
 
     def _check(self, batch: Batch) -> None:
         """Raise `AssertionError` for a batch that llama.cpp refuses or computes wrongly."""
@@ -136,5 +145,6 @@ class FakeEngine:
             if self.sequences.tokens(run.seq_id) != run.tokens[: run.n_past]:
                 raise AssertionError(f"sequence {run.seq_id} does not hold the tokens of {part.slot!r}")
             expected = SlotState.DECODE if isinstance(part, DecodeToken) else SlotState.PREFILL
-            if part.slot.state is not expected or not 1 <= part.n_tokens <= run.n_pending:
+            n_drafted = len(part.draft) if isinstance(part, DecodeToken) else 0
+            if part.slot.state is not expected or not 1 <= part.n_tokens - n_drafted <= run.n_pending:
                 raise AssertionError(f"{part!r} does not fit {part.slot!r}")

@@ -14,6 +14,7 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 
 
@@ -81,6 +82,7 @@ def make_job(
     context_limit: int = 1_000_000,
     queue_ms: float | None = None,
     sampler: GreedySampler | None = None,
+    drafting: Drafting | None = None,
     **params: Any,
 ) -> Job:
     """Return a job for `Scheduler.submit`.
@@ -93,6 +95,7 @@ def make_job(
         context_limit: Upper bound on the tokens of prompt and answer.
         queue_ms: Milliseconds from submit to the first slot, in an earlier attempt. None: the job had no slot so far.
         sampler: The sampler. None gives it a `GreedySampler`.
+        drafting: The speculation of the job. None: nothing is drafted.
         **params: Fields of `JobRequest`, such as `max_tokens`.
     """
     tokens = ByteVocab().encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -109,4 +112,5 @@ def make_job(
         resumed=list(resumed),
         times=JobTimes(queue_ms=queue_ms),
         context_limit=context_limit,
+        drafting=drafting,
     )

@@ -13,6 +13,7 @@ from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.testing.fake_engine import FakeEngine
 
 
@@ -67,6 +68,7 @@ def make_scheduler(
     chunk_size: int = 16,
     worker: str | None = None,
     bulk_share: float = 0.1,
+    draft_tokens: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """Return a scheduler whose ticks have at most `engine.n_batch` tokens.
@@ -78,11 +80,20 @@ def make_scheduler(
         chunk_size: Upper bound on the prompt tokens of one slot in one tick.
         worker: The id of the worker, for the stats.
         bulk_share: See `Scheduler`.
+        draft_tokens: Largest number of draft tokens in a tick. 0: nothing is drafted.
         clock: Returns the time in seconds.
     """
     guarded = GuardedStrategy(strategy or DecodeMaximal(), TickLimits(engine.n_batch, chunk_size))
     end_tokens = engine.vocab.end_tokens
-    return Scheduler(memory, guarded, end_tokens=end_tokens, worker=worker, bulk_share=bulk_share, clock=clock)
+    return Scheduler(
+        memory,
+        guarded,
+        end_tokens=end_tokens,
+        worker=worker,
+        bulk_share=bulk_share,
+        speculation=Speculation(end_tokens, draft_tokens) if draft_tokens else None,
+        clock=clock,
+    )
 
 
 def run_tick(scheduler: Scheduler, engine: FakeEngine) -> list[Output]:

@@ -1,0 +1,258 @@
+"""Speculation on the fake engine, which checks every cell: the output does not change, and the accounts stay exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from llamaq.common.errors import ErrorCode
+from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.worker.core.batch import Batch, DecodeToken
+from llamaq.worker.core.draft_acceptance import LONGEST_PAUSE
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.scheduling.batch_strategies import BatchStrategy
+from llamaq.worker.scheduling.latency_target import LatencyTarget
+from llamaq.worker.testing import (
+    ByteVocab,
+    FakeEngine,
+    GreedySampler,
+    ManualClock,
+    make_job,
+    make_memory,
+    make_scheduler,
+    next_letter,
+    run_tick,
+)
+
+EOS = ByteVocab.eos
+NextToken = Callable[[Sequence[int]], int]
+
+
+def next_of_length(history: Sequence[int]) -> int:
+    """Return a letter that depends on the length of the history only, which takes less time than `next_letter`."""
+    return ord("a") + len(history) % 26
+
+
+class Oracle:
+    """Drafts the tokens that the model generates, the token at `wrong_at` excepted."""
+
+    def __init__(self, next_token: NextToken = next_letter, wrong_at: int | None = None) -> None:
+        self._next_token = next_token
+        self._wrong_at = wrong_at
+
+    def propose(self, history: Sequence[int], n_max: int) -> Draft:
+        extended = list(history)
+        for place in range(n_max):
+            extended.append(ord("?") if place == self._wrong_at else self._next_token(extended))
+        return Draft(tuple(extended[len(history) :]))
+
+
+class Rig:
+    def __init__(
+        self,
+        *,
+        n_slots: int = 2,
+        n_ctx: int = 400,
+        n_batch: int = 32,
+        next_token: NextToken = next_letter,
+        strategy: BatchStrategy | None = None,
+        tick_s: Callable[[Batch], float] = lambda _: 0.0,
+    ) -> None:
+        self.engine = FakeEngine(n_ctx=n_ctx, n_batch=n_batch, n_seq_max=n_slots + 4, next_token=next_token)
+        self.memory = make_memory(self.engine, n_slots=n_slots, cache=RadixPrefixCache())
+        self.clock = ManualClock()
+        self.scheduler = make_scheduler(
+            self.engine, self.memory, strategy=strategy, draft_tokens=32, chunk_size=16, clock=self.clock
+        )
+        run = self.engine.run
+
+        def run_for_some_time(batch: Batch) -> object:
+            self.clock.now_s += tick_s(batch)
+            return run(batch)
+
+        self.engine.run = run_for_some_time  # type: ignore[method-assign, assignment]
+
+    def run(self, *jobs: Job) -> list[Output]:
+        for job in jobs:
+            self.scheduler.submit(job)
+        outputs = []
+        while self.scheduler.has_work:
+            outputs += run_tick(self.scheduler, self.engine)
+        return outputs
+
+    @property
+    def drafts(self) -> list[Draft]:
+        """The drafts of all batches."""
+        return [part.draft for batch in self.engine.batches for part in batch.decode if part.draft is not NO_DRAFT]
+
+
+def drafting(oracle: Oracle, n_max: int = 8) -> Drafting:
+    return Drafting(oracle, n_max)
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    return [output.token for output in outputs if isinstance(output, NewToken)]
+
+
+def end_of(outputs: Sequence[Output]) -> JobEnded:
+    (end,) = (output for output in outputs if isinstance(output, JobEnded))
+    return end
+
+
+def test_accepted_tokens_come_in_fewer_ticks_and_are_those_of_a_job_without_drafts() -> None:
+    plain, rig = Rig(), Rig()
+    expected = plain.run(make_job(max_tokens=40))
+    outputs = rig.run(make_job(max_tokens=40, drafting=drafting(Oracle())))
+    assert tokens_of(outputs) == tokens_of(expected)
+    assert len(rig.engine.batches) < len(plain.engine.batches) / 5
+    stats = end_of(outputs).stats
+    assert stats.drafted_tokens == stats.accepted_tokens == sum(map(len, rig.drafts))
+    assert stats.generated_tokens == 40
+    assert rig.engine.computed == plain.engine.computed, "the last token is computed by neither"
+
+
+@pytest.mark.parametrize("wrong_at", range(4))
+def test_a_wrong_token_ends_its_draft_and_its_cells_are_removed(wrong_at: int) -> None:
+    rig = Rig()
+    outputs = rig.run(make_job(max_tokens=40, drafting=drafting(Oracle(wrong_at=wrong_at))))
+    assert tokens_of(outputs) == tokens_of(Rig().run(make_job(max_tokens=40)))
+    stats = end_of(outputs).stats
+    assert stats.accepted_tokens <= wrong_at * len(rig.drafts)
+    assert stats.drafted_tokens == sum(map(len, rig.drafts)) > stats.accepted_tokens
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_a_draft_never_exceeds_max_tokens(max_tokens: int) -> None:
+    rig = Rig()
+    outputs = rig.run(make_job(max_tokens=max_tokens, drafting=drafting(Oracle(), 5)))
+    assert len(tokens_of(outputs)) == max_tokens
+    assert end_of(outputs).reason is FinishReason.LENGTH
+    assert max(map(len, rig.engine.sequences.memory.values())) == 6 + max_tokens - 1
+
+
+def test_an_end_token_ends_the_job_in_the_middle_of_a_draft() -> None:
+    tokens = [*b"some words", EOS, *b"more words"]
+    model: NextToken = lambda history: tokens[len(history) - 6]  # noqa: E731
+    rig = Rig(next_token=model)
+    outputs = rig.run(make_job("Hello", max_tokens=50, drafting=drafting(Oracle(model))))
+    assert bytes(tokens_of(outputs)) == b"some words"
+    assert end_of(outputs).reason is FinishReason.STOP
+    assert all(EOS not in draft.tokens for draft in rig.drafts)
+
+
+def test_a_stop_string_in_the_middle_of_a_draft_ends_the_job_and_the_cache_has_accepted_tokens_only() -> None:
+    tokens = [*b"some words and more"]
+    model: NextToken = lambda history: tokens[(len(history) - 6) % len(tokens)]  # noqa: E731
+    rig = Rig(next_token=model)
+    outputs = rig.run(make_job("Hello", max_tokens=50, stop=["ds"], drafting=drafting(Oracle(model), 16)))
+    end = end_of(outputs)
+    assert bytes(tokens_of(outputs)) == b"some words"
+    assert (end.reason, end.stats.stop_string, end.stats.generated_tokens) == (FinishReason.STOP, "ds", 10)
+    assert end.stats.drafted_tokens > end.stats.accepted_tokens
+    (cached,) = rig.engine.sequences.memory.values()
+    assert cached == [*ByteVocab().encode("Hello"), *b"some words"]
+    again = rig.run(make_job([*cached, 1], max_tokens=2))
+    assert end_of(again).stats.prefix_cache_tokens == len(cached)
+
+
+def test_an_error_of_the_sampler_comes_after_the_tokens_before_it() -> None:
+    outputs = Rig().run(make_job(max_tokens=40, sampler=GreedySampler(fails_at=7), drafting=drafting(Oracle())))
+    assert tokens_of(outputs) == tokens_of(Rig().run(make_job(max_tokens=7)))
+    error = end_of(outputs).error
+    assert error is not None
+    assert error.code is ErrorCode.GRAMMAR_EXHAUSTED
+
+
+def test_drafts_use_only_the_room_that_the_batch_and_the_cells_have() -> None:
+    rig = Rig(n_ctx=48, n_batch=12)
+    jobs = [make_job([at] * 10, max_tokens=60, drafting=drafting(Oracle(), 16)) for at in range(2)]
+    outputs = rig.run(*jobs)  # the fake engine raises an error when a batch needs more cells or tokens
+    assert rig.scheduler.cache_snapshot().preemptions > 0
+    for job in jobs:
+        alone = Rig().run(make_job(job.prompt, max_tokens=48 - 10))
+        assert tokens_of([output for output in outputs if output.job is job]) == tokens_of(alone)
+
+
+def test_a_batch_that_was_refused_says_nothing_about_its_drafts() -> None:
+    rig = Rig()
+    rig.engine.refuse()
+    job = make_job(max_tokens=20, drafting=drafting(Oracle()))
+    outputs = rig.run(job, make_job("other", max_tokens=20))
+    stats = next(output.stats for output in outputs if isinstance(output, JobEnded) and output.job is job)
+    assert stats.accepted_tokens == stats.drafted_tokens > 0
+
+
+def test_the_accepted_tokens_of_a_tick_are_counted() -> None:
+    rig = Rig()
+    rig.scheduler.submit(make_job(max_tokens=40, drafting=drafting(Oracle(wrong_at=3))))
+    n_generated = 0
+    while rig.scheduler.has_work:
+        outputs = run_tick(rig.scheduler, rig.engine)
+        batch = rig.engine.batches[-1]
+        if batch.n_decode:
+            n_generated += batch.n_decode + rig.scheduler.n_accepted
+            assert len(tokens_of(outputs)) == 1 + rig.scheduler.n_accepted
+            assert batch.n_tokens == 1 + batch.n_drafted
+    assert n_generated == 39, "the first of 40 tokens comes from the prompt"
+
+
+def test_where_nothing_is_accepted_drafts_end_soon_and_retries_are_rare() -> None:
+    rig = Rig(n_ctx=2000, next_token=next_of_length, tick_s=lambda batch: 0.6 + 0.4 * batch.n_tokens)
+    rig.run(make_job(max_tokens=1000, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
+    assert len(rig.drafts) < 12 + 1000 / LONGEST_PAUSE
+    assert rig.clock.now_s - 1000 < 1.02 * 1000
+    rig.engine.batches.clear()
+    rig.run(make_job("next", max_tokens=100, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
+    assert len(rig.drafts) <= 4, "the next job begins with the experience of this one"
+
+
+def test_a_text_that_begins_to_repeat_gets_long_drafts_again() -> None:
+    rig = Rig(n_ctx=2000, next_token=next_of_length, tick_s=lambda batch: 0.6 + 0.4 * batch.n_tokens)
+    rig.run(make_job(max_tokens=500, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
+    started_s = rig.clock.now_s
+    rig.run(make_job("next", max_tokens=500, drafting=drafting(Oracle(next_of_length))))
+    assert rig.clock.now_s - started_s < 500 / 1.5
+
+
+def test_drafts_of_several_jobs_share_one_batch() -> None:
+    rig = Rig(n_slots=3)
+    jobs = [make_job(text, max_tokens=30, drafting=drafting(Oracle(), 4)) for text in ("one", "two", "six")]
+    outputs = rig.run(*jobs, make_job("zero", max_tokens=30))
+    assert any(sum(len(part.draft) > 0 for part in batch.decode) == 3 for batch in rig.engine.batches)
+    for job in jobs:
+        expected = tokens_of(Rig().run(make_job(job.prompt, max_tokens=30)))
+        assert tokens_of([output for output in outputs if output.job is job]) == expected
+
+
+def test_a_latency_target_bounds_ticks_with_drafts_and_allows_none_while_prompts_are_computed() -> None:
+    rig = Rig(
+        n_ctx=4000, strategy=LatencyTarget(100), tick_s=lambda batch: 0.01 * batch.n_tokens, n_batch=64
+    )  # ten tokens take as long as the target
+    rig.scheduler.submit(make_job(max_tokens=400, drafting=drafting(Oracle(), 32)))
+    for _ in range(30):
+        run_tick(rig.scheduler, rig.engine)
+    alone = [batch.n_tokens for batch in rig.engine.batches if not batch.n_prefill]
+    rig.engine.batches.clear()
+    rig.scheduler.submit(make_job([7] * 200, max_tokens=1))
+    for _ in range(10):
+        run_tick(rig.scheduler, rig.engine)
+    assert 1 < max(alone[3:]) <= 10
+    prefilling = [batch for batch in rig.engine.batches if batch.n_prefill]
+    assert prefilling
+    assert all(batch.n_drafted == 0 for batch in prefilling)
+
+
+def test_a_strategy_of_a_user_gets_drafts_without_knowing_them() -> None:
+    class Custom:
+        def build_batch(self, slots: Sequence[object], *_: object, **__: object) -> Batch:
+            return rig.fallback.build_batch(slots, 16, 16, queue_depth=0)  # type: ignore[attr-defined, no-any-return]
+
+    rig = Rig(strategy=Custom())  # type: ignore[arg-type]
+    rig.fallback = rig.scheduler._strategy._fallback  # type: ignore[attr-defined]
+    rig.run(make_job(max_tokens=40, drafting=drafting(Oracle())))
+    assert rig.drafts
+    assert not rig.scheduler._strategy.faults
+    assert isinstance(rig.engine.batches[-1].parts[0], DecodeToken)
