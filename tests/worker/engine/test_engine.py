@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from llamaq.common.errors import EngineError, ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Run, Slot, SlotState
+from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import Context, Model
+from llamaq.worker.engine.llama_bindings import NO_ROOM, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.testing import make_job
@@ -404,3 +406,60 @@ def test_an_unsupported_llama_cpp_is_refused(
     change(monkeypatch)
     with pytest.raises(EngineError, match=message):
         abi_check.check_abi()
+
+
+def decode_with_draft(engine: Engine, slot: Slot, draft: Sequence[int], *others: PrefillChunk) -> int:
+    """Run one tick as the scheduler does. Returns the number of accepted draft tokens."""
+    run = slot.active
+    n_before = len(run.tokens)
+    results = engine.run(Batch((DecodeToken(slot, Draft(tuple(draft))),), others))
+    for result in results:
+        if result.slot is not slot:
+            result.slot.active.n_past = result.n_past
+            continue
+        assert len(run.tokens) == n_before, "the engine leaves the history as it was"
+        tokens = [sampled.token for sampled in result.sampled]
+        assert tokens[:-1] == list(draft[: len(tokens) - 1])
+        run.tokens += tokens
+        run.n_past = n_before + len(tokens) - 1
+        if result.n_past > n_before:
+            assert result.n_past == n_before + len(draft)
+            assert engine.sequences.cut(run.seq_id, run.n_past) == run.n_past
+        assert engine.sequences.holds(run.seq_id, run.n_past)
+    return len(run.tokens) - n_before - 1
+
+
+def test_a_draft_changes_no_token_and_leaves_no_cell_beside_a_prompt(any_model: Path) -> None:
+    options = replace(OPTIONS, n_logits=32)
+    engine = Engine(Model(any_model, ModelOptions(n_gpu_layers=0)), options)
+    assert engine.sequences.can_remove_draft is engine.sequences.can_cut
+    if engine.sequences.can_remove_draft:
+        expected = generate_alone(engine, prompt(100, seed=1), 60)
+        slot, other = prefill_slot(0, prompt(100, seed=1)), prefill_slot(1, prompt(300, seed=2))
+        while slot.state is not SlotState.DECODE:
+            run_tick(engine, [slot])
+        n_accepted = []
+        while len(generated(slot)) < 60:
+            n = len(generated(slot))
+            draft = generated(expected)[n : n + 6] or [1]
+            if (wrong_at := (None, 3, 0)[len(n_accepted) % 3]) is not None:
+                draft[wrong_at:] = [7] * len(draft[wrong_at:])
+            n_accepted.append(decode_with_draft(engine, slot, draft, PrefillChunk(other, min(9, other.n_pending - 1))))
+        del slot.active.tokens[160:]
+        assert {0, 3, 6} <= {*n_accepted}
+        assert_equal_output(slot, expected)
+        for each in (slot, other):
+            engine.sequences.remove(each.active.seq_id)
+    engine.close()
+
+
+def test_a_batch_without_room_is_computed_without_its_drafts(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = [prefill_slot(index, demo.vocab.encode(text)) for index, text in enumerate(["Once upon", "The sun was"])]
+    while any(slot.state is not SlotState.DECODE for slot in slots):
+        run_tick(demo, slots)
+    decode, statuses = demo.context.decode, [NO_ROOM]
+    monkeypatch.setattr(demo.context, "decode", lambda: statuses.pop() if statuses else decode())
+    before = [slot.active.n_past for slot in slots]
+    results = demo.run(Batch(tuple(DecodeToken(slot, Draft((1, 2))) for slot in slots)))
+    assert [result.n_past for result in results] == [n_past + 1 for n_past in before]
+    assert [len(result.sampled) for result in results] == [1, 1]
