@@ -27,7 +27,8 @@ def test_only_the_first_token_that_is_not_accepted_counts_as_a_failure() -> None
 
 def test_drafts_without_promise_are_retried_after_pauses_that_double_until_one_succeeds() -> None:
     retries = Retries()
-    gaps, n_passed = [], 0
+    gaps: list[int] = []
+    n_passed = 0
     while len(gaps) < 6:
         n_passed += 1
         if retries.is_due():

@@ -438,7 +438,7 @@ def test_a_draft_changes_no_token_and_leaves_no_cell_beside_a_prompt(any_model: 
         slot, other = prefill_slot(0, prompt(100, seed=1)), prefill_slot(1, prompt(300, seed=2))
         while slot.state is not SlotState.DECODE:
             run_tick(engine, [slot])
-        n_accepted = []
+        n_accepted: list[int] = []
         while len(generated(slot)) < 60:
             n = len(generated(slot))
             draft = generated(expected)[n : n + 6] or [1]

@@ -8,12 +8,13 @@ import pytest
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.worker.core.batch import Batch, DecodeToken
+from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_acceptance import LONGEST_PAUSE
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
-from llamaq.worker.scheduling.batch_strategies import BatchStrategy
+from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.latency_target import LatencyTarget
 from llamaq.worker.testing import (
     ByteVocab,
@@ -247,12 +248,10 @@ def test_a_latency_target_bounds_ticks_with_drafts_and_allows_none_while_prompts
 
 def test_a_strategy_of_a_user_gets_drafts_without_knowing_them() -> None:
     class Custom:
-        def build_batch(self, slots: Sequence[object], *_: object, **__: object) -> Batch:
-            return rig.fallback.build_batch(slots, 16, 16, queue_depth=0)  # type: ignore[attr-defined, no-any-return]
+        def build_batch(self, slots: Sequence[Slot], budget: int, chunk_size: int, *, queue_depth: int) -> Batch:
+            return DecodeMaximal().build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
 
-    rig = Rig(strategy=Custom())  # type: ignore[arg-type]
-    rig.fallback = rig.scheduler._strategy._fallback  # type: ignore[attr-defined]
+    rig = Rig(strategy=Custom())
     rig.run(make_job(max_tokens=40, drafting=drafting(Oracle())))
     assert rig.drafts
     assert not rig.scheduler._strategy.faults
-    assert isinstance(rig.engine.batches[-1].parts[0], DecodeToken)
