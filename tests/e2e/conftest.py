@@ -234,10 +234,10 @@ def demo(start_worker: StartWorker) -> ServedQueue:
 
 @pytest.fixture(scope="session")
 def narrow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
-    """A worker whose four slots share 512 cells, on a random-weight model that generates no end token."""
+    """A worker whose four slots share 512 cells, on a random-weight model that generates no end token. It drafts."""
     spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=CHATML)
     model = write_model(tmp_path_factory.mktemp("models") / "narrow.gguf", spec, seed=1)
-    return start_worker("narrow", model, n_ctx=512, heartbeat_s=0.2)
+    return start_worker("narrow", model, n_ctx=512, heartbeat_s=0.2, speculation="ngram", draft_max=8)
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,7 @@ class GenerationParts:
         self._path = path
         self._settings = settings
         self.engine = load_engine(path, settings)
+        self._speculation = make_speculation(settings, self.engine)
         self._job_defaults = job_defaults_for_model(settings, self.engine.model.metadata)
         self._grammar_sandbox = GrammarSandbox(vocab_blob)
         self._offload = make_offload(settings, self.engine, path)
@@ -85,19 +86,8 @@ class GenerationParts:
             end_tokens=self.engine.vocab.end_tokens,
             worker=worker,
             bulk_share=self._settings.bulk_share,
-            speculation=self._make_speculation(),
+            speculation=self._speculation,
         )
-
-    def _make_speculation(self) -> Speculation | None:
-        if self._settings.speculation == "off":
-            return None
-        if not self.engine.sequences.can_remove_draft:
-            raise InvalidSettings(
-                "--speculation (LLAMAQ_SPECULATION): drafts need KV cells that can be removed one by one. A recurrent "
-                "state has none; a sliding window has them with --swa-full, --kv-unified and --cache-prompt. "
-                "Use --speculation off"
-            )
-        return Speculation(self.engine.vocab.end_tokens, n_draft_tokens(self._settings))
 
     def make_slot_commands(self, ticks: TickLoop) -> SlotCommandHandler:
         """Return the handler of the commands of operators about slots."""
@@ -148,6 +138,23 @@ class GenerationParts:
             draft_max=0 if self._settings.speculation == "off" else self._settings.draft_max,
             counts_system_tokens=not engine.sequences.can_cut,
         )
+
+
+def make_speculation(settings: WorkerSettings, engine: Engine) -> Speculation | None:
+    """Return what adds drafts to the batches. None: the worker drafts nothing.
+
+    Raises:
+        InvalidSettings: The model cannot verify drafts.
+    """
+    if settings.speculation == "off":
+        return None
+    if not engine.sequences.can_remove_draft:
+        raise InvalidSettings(
+            "--speculation (LLAMAQ_SPECULATION): the cells of drafts that are not accepted must be removed one by one, "
+            "which this model's memory does not permit. A recurrent state never does; a sliding window does with "
+            "--swa-full, --kv-unified and --cache-prompt. Use --speculation off"
+        )
+    return Speculation(engine.vocab.end_tokens, n_draft_tokens(settings))
 
 
 def n_draft_tokens(settings: WorkerSettings) -> int:

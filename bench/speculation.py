@@ -1,0 +1,186 @@
+"""What does `--speculation ngram` bring where a text repeats itself, and what does it cost where it does not?
+
+Two workers, one of them without speculation, run the same streamed jobs in turn: one job alone, and eight at once.
+Prompts are random tokens. The random model does not repeat them, so grammars that allow one token at each position make
+it write what a trained model writes:
+
+- `edit`: the prompt again, in which every 24th token is replaced, as when code is edited.
+- `extraction`: passages of 8 to 32 tokens from the prompt, with three other tokens between two of them.
+
+Texts that speculation must not slow down:
+
+- `greedy`, `sampled`: what the random model writes by itself, without repetitions.
+- `misleading`: random draws from four tokens. The last tokens have always occurred before, but what followed them then
+  tells little.
+
+`speed_up` is tokens per second with speculation divided by those without, in the same round; `cpu_speed_up` is the same
+for tokens per second of processor time of the worker, which other load on the machine changes less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from cpu_clock import CpuClock
+from harness import Figures, Plan, Stack, note, run, show, start_stack
+from job_timings import Timeline, median_of, summarize
+from llamaq.common.protocol.job_request import JobOptions
+from llamaq.producer import AsyncClient
+from systems import check_target, range_of
+from workload import Prompts, follow, greedy, sampled
+
+OFF, ON = "off", "ngram"
+NUMBERS, QUICK_NUMBERS = (1, 8), (1, 2)
+N_IN, N_OUT = 256, 256
+QUICK_N_IN, QUICK_N_OUT = 48, 32
+EDIT_EVERY = 24
+PASSAGE, N_BETWEEN = (8, 32), 3
+N_MISLEADING = 4
+REPEATING = ("edit", "extraction")
+SPEED_UP_TARGET, COST_TARGET = 1.5, 0.97
+
+Options = Callable[[list[int]], JobOptions]
+"""Returns the options of a job with this prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The options that make the random model write texts of `n_out` tokens."""
+
+    n_vocab: int
+    n_out: int
+    random: Random
+
+    def kinds(self) -> dict[str, Options]:
+        return {
+            "edit": lambda prompt: self._forced(self._edited(prompt)),
+            "extraction": lambda prompt: self._forced(self._extracted(prompt)),
+            "greedy": lambda _: greedy(self.n_out),
+            "sampled": lambda _: sampled(self.n_out),
+            "misleading": self._misleading,
+        }
+
+    def _forced(self, tokens: Sequence[int]) -> JobOptions:
+        text = "start: " + " ".join(f"<[{token}]>" for token in tokens[: self.n_out])
+        return {"lark": text, "temperature": 0.0, "max_tokens": self.n_out}
+
+    def _other(self) -> int:
+        return self.random.randrange(self.n_vocab // 2)
+
+    def _edited(self, prompt: list[int]) -> list[int]:
+        return [token if place % EDIT_EVERY else self._other() for place, token in enumerate(prompt, start=1)]
+
+    def _extracted(self, prompt: list[int]) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < self.n_out:
+            n_tokens = self.random.randint(*PASSAGE)
+            start = self.random.randrange(len(prompt) - n_tokens)
+            tokens += prompt[start : start + n_tokens] + [self._other() for _ in range(N_BETWEEN)]
+        return tokens
+
+    def _misleading(self, prompt: list[int]) -> JobOptions:
+        return {**sampled(self.n_out), "temperature": 1.0, "logit_bias": dict.fromkeys(prompt[:N_MISLEADING], 100.0)}
+
+
+async def follow_each(
+    jobs: Sequence[tuple[list[int], JobOptions]], client: AsyncClient
+) -> tuple[list[Timeline], Figures]:
+    """Run these jobs at once, and return their timelines and the counts of their drafts."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(follow(client, prompt, **options)) for prompt, options in jobs]
+    timelines = [task.result() for task in running]
+    stats = [(await client.job(one.job_id or "").result()).stats for one in timelines]
+    counts = {name: sum(getattr(one, name) for one in stats) for name in ("drafted_tokens", "accepted_tokens")}
+    return timelines, counts
+
+
+def time_worker(
+    stack: Stack, queue: str, jobs: Sequence[tuple[list[int], JobOptions]]
+) -> tuple[Figures, list[list[int]]]:
+    """Run these jobs at once, and return the figures and the tokens of each job."""
+    clock = CpuClock(stack, queue)
+    before = clock.read()
+    timelines, counts = stack.run(partial(follow_each, jobs), queue)
+    figures = summarize(timelines)
+    cpu = clock.us_per_token(before, figures["tokens"])
+    return {**figures, **counts, "cpu_us_per_token": cpu}, [one.tokens for one in timelines]
+
+
+def time_both(stack: Stack, jobs: Sequence[tuple[list[int], JobOptions]], turn: int) -> Figures:
+    """Run the jobs on both workers. With each `turn`, the other one is first."""
+    measured = {queue: time_worker(stack, queue, jobs) for queue in ((OFF, ON) if turn % 2 else (ON, OFF))}
+    (off, expected), (on, outputs) = measured[OFF], measured[ON]
+    return {
+        OFF: off,
+        ON: on,
+        "speed_up": round(on["tokens_per_s"] / off["tokens_per_s"], 4),
+        "cpu_speed_up": round(off["cpu_us_per_token"]["worker"] / on["cpu_us_per_token"]["worker"], 4),
+        "same_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
+    }
+
+
+def measure(plan: Plan) -> Figures:
+    """Return the medians over the rounds by kind of text and number of jobs."""
+    numbers = QUICK_NUMBERS if plan.quick else NUMBERS
+    n_in, n_out = (QUICK_N_IN, QUICK_N_OUT) if plan.quick else (N_IN, N_OUT)
+    workers = [plan.settings(n_parallel=max(numbers), queue=name, speculation=name) for name in (OFF, ON)]
+    rounds: dict[str, dict[str, list[Figures]]] = {}
+    with start_stack(workers) as stack:
+        n_vocab = stack.worker.card.n_vocab
+        prompts, texts = Prompts(plan.seed, n_vocab), Texts(n_vocab, n_out, Random(plan.seed))
+        kinds = texts.kinds()
+
+        def draw(kind: str, number: int) -> list[tuple[list[int], JobOptions]]:
+            return [(prompt, kinds[kind](prompt)) for prompt in prompts.several(number, n_in)]
+
+        for kind in kinds:  # warm up
+            time_both(stack, draw(kind, max(numbers)), 0)
+        for turn in range(plan.rounds):
+            for kind in kinds:
+                for number in numbers:
+                    one = time_both(stack, draw(kind, number), turn)
+                    rounds.setdefault(kind, {}).setdefault(str(number), []).append(one)
+                    ratios = f"{one['speed_up']:.2f} times as fast, by processor {one['cpu_speed_up']:.2f}"
+                    note(f"{kind}, {number} at once: {ratios}")
+    figures = {
+        kind: {number: median_of(done) | {"range": range_of(done, "speed_up")} for number, done in of.items()}
+        for kind, of in rounds.items()
+    }
+    _show(figures)
+    return {
+        "slots": max(numbers),
+        "tokens_in": n_in,
+        "tokens_out": n_out,
+        "texts": figures,
+        "targets": _check(figures),
+    }
+
+
+def _check(texts: dict[str, Any]) -> Figures:
+    """Return the targets: faster with one job where the text repeats itself, and never slower elsewhere."""
+    checks = {f"{kind}_1": check_target(texts[kind]["1"]["speed_up"], at_least=SPEED_UP_TARGET) for kind in REPEATING}
+    for kind, by_number in texts.items():
+        for number, figures in by_number.items():
+            if f"{kind}_{number}" not in checks:
+                checks[f"{kind}_{number}"] = check_target(figures["speed_up"], at_least=COST_TARGET)
+    return checks
+
+
+def _show(texts: dict[str, Any]) -> None:
+    rows = []
+    for kind, by_number in texts.items():
+        for number, figures in by_number.items():
+            off, on = figures[OFF], figures[ON]
+            ratios = (f"{figures['speed_up']:.2f}", f"{figures['cpu_speed_up']:.2f}")
+            counts = (on["drafted_tokens"], on["accepted_tokens"])
+            rows.append((f"{kind}, {number}", off["tokens_per_s"], on["tokens_per_s"], *ratios, *counts))
+    show("speculation", ("text, jobs", "off tok/s", "ngram tok/s", "speed-up", "by cpu", "drafted", "accepted"), rows)
+
+
+if __name__ == "__main__":
+    run(measure)
