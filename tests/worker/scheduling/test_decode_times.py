@@ -2,36 +2,43 @@ from __future__ import annotations
 
 import pytest
 
-from llamaq.worker.scheduling.decode_times import FORGOTTEN_AFTER, N_TICKS, UNKNOWN_TOKEN_COST, DecodeTimes
+from llamaq.worker.scheduling.decode_times import FORGOTTEN_AFTER, N_DRAFT_TICKS, N_PLAIN_TICKS, DecodeTimes
 
 
-def test_the_time_of_a_size_is_the_median_of_its_newest_ticks() -> None:
+def test_the_time_of_a_tick_is_the_median_of_the_newest_ticks_with_as_many_streams() -> None:
     times = DecodeTimes()
-    assert times.seconds(3) == 0
+    assert times.plain_s(4) is None
     for seconds in (0.5, 0.010, 0.011, 0.9, 0.012, 0.010):
-        times.record(4, seconds)
-    assert times.seconds(4) == pytest.approx(0.011)
-    for _ in range(N_TICKS):
-        times.record(4, 0.020)
-    assert times.seconds(4) == pytest.approx(0.020), "older ticks count no more"
+        times.record(4, 0, seconds)
+    assert times.plain_s(4) == pytest.approx(0.011)
+    assert times.plain_s(5) is None
+    for _ in range(N_PLAIN_TICKS):
+        times.record(4, 0, 0.020)
+    assert times.plain_s(4) == pytest.approx(0.020), "older ticks count no more"
 
 
-def test_other_sizes_are_estimated_from_the_measured_ones() -> None:
+def test_the_time_of_a_draft_token_is_what_ticks_with_drafts_take_longer() -> None:
     times = DecodeTimes()
-    times.record(2, 0.010)
-    assert times.seconds(1) == pytest.approx(0.010)
-    assert times.seconds(12) == pytest.approx(0.010 * (1 + 10 * UNKNOWN_TOKEN_COST))
-    times.record(10, 0.030)
-    assert times.seconds(6) == pytest.approx(0.020)
-    assert times.seconds(14) == pytest.approx(0.040)
-    times.record(10, 0.002)
-    times.record(10, 0.002)
-    assert times.seconds(20) == pytest.approx(0.002), "a larger tick is not predicted to be shorter"
+    times.record(2, 5, 0.030)
+    assert times.draft_token_s is None, "the time without drafts is not known"
+    times.record(2, 0, 0.010)
+    times.record(3, 0, 0.014)
+    times.record(2, 5, 0.020)
+    times.record(3, 8, 0.030)
+    assert times.draft_token_s == pytest.approx(0.002)
+    times.record(2, 1, 0.500)
+    assert times.draft_token_s == pytest.approx(0.002), "a tick with few draft tokens counts less"
+    for _ in range(N_DRAFT_TICKS):
+        times.record(2, 4, 0.008)
+    assert times.draft_token_s == 0.0, "noise does not make a token take less than no time"
 
 
-def test_a_size_that_was_not_measured_for_long_is_forgotten() -> None:
+def test_measurements_are_forgotten() -> None:
     times = DecodeTimes()
-    times.record(8, 9.0)
+    times.record(1, 0, 0.010)
+    times.record(1, 4, 0.090)
     for _ in range(FORGOTTEN_AFTER):
-        times.record(1, 0.010)
-    assert times.seconds(8) == pytest.approx(0.010 * (1 + 7 * UNKNOWN_TOKEN_COST))
+        times.record(2, 0, 0.012)
+    assert times.plain_s(1) is None
+    assert times.draft_token_s is None
+    assert times.plain_s(2) == pytest.approx(0.012)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llamaq.worker.core.draft_acceptance import GradeRecord
+from llamaq.worker.core.draft_acceptance import Acceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +53,5 @@ class Drafting:
     """Number of draft tokens that were verified."""
     n_accepted: int = 0
     """Number of draft tokens that became tokens of the output."""
-    grades: dict[int, GradeRecord] = field(default_factory=dict)
-    """Maps the grades of the drafts so far to their records."""
+    acceptance: dict[int, Acceptance] = field(default_factory=dict)
+    """Maps the grades of the drafts so far to how many of their tokens are accepted."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-LEAST_GAIN = 1.03
+LEAST_GAIN = 1.05
 """Drafts must promise this many times the tokens per second of a tick without drafts: the predictions have errors."""
-LEAST_PROBABILITY = 0.02
-"""A draft ends before the first token that is accepted with a smaller probability."""
 
 
 class Candidate(NamedTuple):
@@ -19,44 +17,40 @@ class Candidate(NamedTuple):
     """Probability that a token of the draft is accepted if those before it were."""
 
 
-def choose_lengths(drafts: Sequence[Candidate], n_decode: int, seconds: Callable[[int], float], room: int) -> list[int]:
+def choose_lengths(
+    drafts: Sequence[Candidate], n_decode: int, plain_s: float, draft_token_s: float, room: int
+) -> list[int]:
     """Return for each draft how many of its tokens to verify, 0 for a draft that promises no gain.
 
     Token j of a draft becomes a token of the output with probability p ** j. The most probable tokens of all drafts
-    come first, and those are taken that give most tokens per second.
+    come first, and are taken as long as a token raises the expected number of tokens per second.
 
     Args:
         drafts: The drafts.
         n_decode: Number of decode tokens of the tick, those of slots without a draft included.
-        seconds: Predicts the time of a tick from its number of tokens.
+        plain_s: Time of a tick without drafts, in seconds.
+        draft_token_s: Time of a further token, in seconds.
         room: Largest number of draft tokens in the tick.
     """
     tokens = sorted(
-        ((draft.probability**place, index) for index, draft in enumerate(drafts) for place in _places(draft)),
+        (
+            (draft.probability**place, -index)
+            for index, draft in enumerate(drafts)
+            for place in range(1, draft.n_tokens + 1)
+        ),
         reverse=True,
-    )[: max(0, room)]
-    expected, n_chosen = float(n_decode), 0
-    least_s = seconds(n_decode)
-    best_rate = LEAST_GAIN * expected / least_s if least_s else 0.0
-    for n_drafted, (probability, _) in enumerate(tokens, start=1):
-        expected += probability
-        tick_s = max(seconds(n_decode + n_drafted), least_s)
-        rate = expected / tick_s if tick_s else expected
-        if rate > best_rate:
-            best_rate, n_chosen = rate, n_drafted
+    )
     lengths = [0] * len(drafts)
-    for _, index in tokens[:n_chosen]:
-        lengths[index] += 1
-    return lengths
-
-
-def _places(draft: Candidate) -> list[int]:
-    """Return the places, from 1 on, of the tokens that are probable enough."""
-    places = []
-    probability = draft.probability
-    for place in range(1, draft.n_tokens + 1):
-        if probability < LEAST_PROBABILITY:
+    expected, tick_s = float(n_decode), plain_s
+    for probability, index in tokens[: max(0, room)]:
+        if probability * tick_s < expected * draft_token_s:
             break
-        places.append(place)
-        probability *= draft.probability
-    return places
+        expected += probability
+        tick_s += draft_token_s
+        lengths[-index] += 1
+    return lengths if expected * plain_s >= LEAST_GAIN * n_decode * tick_s else [0] * len(drafts)
+
+
+def can_gain(n_decode: int, plain_s: float, draft_token_s: float) -> bool:
+    """Return whether a draft token that is certainly accepted raises the tokens per second."""
+    return n_decode * draft_token_s < plain_s

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+from math import inf
 from typing import NamedTuple
 
 from llamaq.worker.core.batch import Batch, DecodeToken
-from llamaq.worker.core.draft_acceptance import Acceptance, GradeRecord
+from llamaq.worker.core.draft_acceptance import Acceptance
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.scheduling.decode_times import DecodeTimes
-from llamaq.worker.scheduling.draft_lengths import Candidate, choose_lengths
+from llamaq.worker.scheduling.draft_lengths import Candidate, can_gain, choose_lengths
 
 FIRST_PROBABILITY = 0.5
 """The estimated acceptance before the first draft of a worker."""
-WORKER_DECAY = 0.95
+WORKER_DECAY = 0.97
 """As `DECAY`, for the estimates of the worker, with which the estimates of its next jobs begin."""
-RETRY_TOKENS = 1
-"""Number of tokens of a draft that is tried although it promises no gain."""
+FIRST_TOKENS = 4
+"""Largest number of draft tokens in the tick that measures their time."""
+RETRY_AFTER = 128
+"""After this many ticks with drafts of a grade that promise no gain, one is tried: the text may have changed."""
+RETRY_TOKENS = 2
+"""Largest number of tokens of such a draft."""
 
 
 class _Proposal(NamedTuple):
     slot: Slot
+    drafting: Drafting
     draft: Draft
-    record: GradeRecord
+    probability: float
 
 
 class Speculation:
     """Decides which drafts a tick verifies.
 
     A draft costs time whether its tokens are accepted or not, so it must promise more tokens per second. Its promise is
-    the acceptance of the earlier drafts of its job. A draft that promises nothing is tried now and then with one token.
+    the acceptance of the earlier drafts of its job. A draft that promises nothing is tried now and then.
 
     Args:
         end_tokens: The model's end-of-generation tokens. A draft ends before such a token: the job may end there.
@@ -44,6 +50,8 @@ class Speculation:
         self._times = DecodeTimes()
         self._acceptance: dict[int, Acceptance] = {}
         """Maps each grade to the acceptance of the drafts of all jobs."""
+        self._n_passed: dict[int, int] = {}
+        """Maps each grade to the number of ticks since a draft was tried that promised nothing."""
 
     def add_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with the drafts that promise a gain.
@@ -53,31 +61,31 @@ class Speculation:
             room: Largest number of draft tokens: the batch and the KV memory have room for no more.
             limit_s: Longest time of a tick with drafts, in seconds.
         """
-        n_decode, room = batch.n_decode, min(room, self._max_tokens)
-        while room > 0 and self._times.seconds(n_decode + room) > limit_s:
-            room -= 1
-        if room <= 0:
-            return batch
         proposals = [proposal for part in batch.decode if (proposal := self._propose(part.slot)) is not None]
         if not proposals:
             return batch
-        drafts = self._choose(proposals, n_decode, room)
+        n_decode = batch.n_decode
+        plain_s, token_s = self._times.plain_s(n_decode), self._times.draft_token_s
+        if plain_s is None:
+            return batch  # this tick measures it
+        if token_s is None:
+            room, token_s = min(room, FIRST_TOKENS), 0.0
+        room = int(min(room, self._max_tokens, _n_within(limit_s - plain_s, token_s)))
+        drafts = self._choose(proposals, room, n_decode, plain_s, token_s)
         decode = tuple(DecodeToken(part.slot, drafts.get(part.slot, NO_DRAFT)) for part in batch.decode)
         return Batch(decode, batch.prefill)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""
         if batch and not batch.n_prefill:
-            self._times.record(batch.n_tokens, seconds)
+            self._times.record(batch.n_decode, batch.n_drafted, seconds)
 
     def record_draft(self, drafting: Drafting, draft: Draft, n_accepted: int) -> None:
         """Learn what became of a draft that was verified."""
         n_drafted = len(draft)
         drafting.n_drafted += n_drafted
         drafting.n_accepted += n_accepted
-        record = self._record_of(drafting, draft.grade)
-        record.acceptance.record(n_drafted, n_accepted)
-        record.retries.record(n_accepted)
+        self._acceptance_of(drafting, draft.grade).record(n_drafted, n_accepted)
         self._acceptance[draft.grade].record(n_drafted, n_accepted)
 
     def _propose(self, slot: Slot) -> _Proposal | None:
@@ -93,28 +101,44 @@ class Speculation:
         n_before_end = sum(1 for _ in takewhile(lambda token: token not in self._end_tokens, draft.tokens))
         if not n_before_end:
             return None
-        return _Proposal(slot, draft.first(n_before_end), self._record_of(drafting, draft.grade))
+        probability = self._acceptance_of(drafting, draft.grade).probability
+        return _Proposal(slot, drafting, draft.first(n_before_end), probability)
 
-    def _choose(self, proposals: Sequence[_Proposal], n_decode: int, room: int) -> dict[Slot, Draft]:
+    def _choose(
+        self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, token_s: float
+    ) -> dict[Slot, Draft]:
         """Return the parts of the proposed drafts to verify."""
-        candidates = [Candidate(len(one.draft), one.record.acceptance.probability) for one in proposals]
-        lengths = choose_lengths(candidates, n_decode, self._times.seconds, room)
-        n_left = room - sum(lengths)
-        chosen = {}
-        for (slot, draft, record), length in zip(proposals, lengths, strict=True):
-            if length:
-                chosen[slot] = draft.first(length)
-            elif n_left >= RETRY_TOKENS and record.retries.is_due():
-                chosen[slot] = draft.first(RETRY_TOKENS)
-                n_left -= RETRY_TOKENS
+        candidates = [Candidate(len(one.draft), one.probability) for one in proposals]
+        lengths = choose_lengths(candidates, n_decode, plain_s, token_s, room)
+        chosen = {one.slot: one.draft.first(length) for one, length in zip(proposals, lengths, strict=True) if length}
+        if not chosen and room >= RETRY_TOKENS and can_gain(n_decode, plain_s, token_s):
+            return self._retry(proposals)
         return chosen
 
-    def _record_of(self, drafting: Drafting, grade: int) -> GradeRecord:
-        """Return what became of the drafts of a job and a grade. A new record begins with the worker's estimate."""
-        if grade not in drafting.grades:
+    def _retry(self, proposals: Sequence[_Proposal]) -> dict[Slot, Draft]:
+        """Return a draft that promises nothing, if it is time for one: of the job with the fewest draft tokens."""
+        for grade in {one.draft.grade for one in proposals}:
+            self._n_passed[grade] = self._n_passed.get(grade, 0) + 1
+            if self._n_passed[grade] >= RETRY_AFTER:
+                self._n_passed[grade] = 0
+                of_grade = [one for one in proposals if one.draft.grade == grade]
+                least = min(of_grade, key=lambda one: one.drafting.n_drafted)
+                return {least.slot: least.draft.first(RETRY_TOKENS)}
+        return {}
+
+    def _acceptance_of(self, drafting: Drafting, grade: int) -> Acceptance:
+        """Return the acceptance of the drafts of a job and a grade, which begins with the worker's estimate."""
+        if grade not in drafting.acceptance:
             overall = self._acceptance.setdefault(grade, Acceptance(FIRST_PROBABILITY, WORKER_DECAY))
-            drafting.grades[grade] = GradeRecord(Acceptance(overall.probability))
-        return drafting.grades[grade]
+            drafting.acceptance[grade] = Acceptance(overall.probability)
+        return drafting.acceptance[grade]
 
     def __repr__(self) -> str:
         return f"<Speculation {self._acceptance!r} {self._times!r}>"
+
+
+def _n_within(seconds: float, token_s: float) -> float:
+    """Return how many draft tokens take at most `seconds`."""
+    if seconds < 0:
+        return 0
+    return seconds // token_s if token_s else inf

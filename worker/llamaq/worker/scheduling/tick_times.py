@@ -115,7 +115,7 @@ class TickTimeModel:
                 ((tick.seconds - self._decode_s_or_0(tick.n_decode)) / tick.n_prefill, weight * tick.n_prefill)
             )
             weight *= DECAY
-        return max(_weighted_median(times), SHORTEST_TOKEN_S)
+        return max(weighted_median(times), SHORTEST_TOKEN_S)
 
     @property
     def safety_factor(self) -> float:
@@ -139,7 +139,7 @@ class TickTimeModel:
         )
 
 
-def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
+def weighted_median(values: Sequence[tuple[float, float]]) -> float:
     """Return the value at which half of the weight is reached. `values` are pairs of a value and its weight."""
     half = sum(weight for _, weight in values) / 2
     for value, weight in sorted(values):
