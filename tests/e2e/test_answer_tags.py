@@ -64,7 +64,10 @@ def streamed(answer: httpx.Response) -> list[Any]:
 async def test_only_the_token_is_a_tag_over_http(tagger: ServedQueue, lark: str, n_calls: int) -> None:
     chat: Any = {"model": tagger.queue, "messages": HELLO, "tools": TOOLS, "lark": lark}
     own: Any = {"name": "weather", "parameters": SCHEMA}
-    response: Any = {"model": tagger.queue, "input": "Hello", "tools": [{"type": "function", **own}], "lark": lark}
+    response: Any = {
+        "model": tagger.queue, "input": "Hello", "tools": [{"type": "function", **own}], "lark": lark,
+        "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
     message: Any = {
         "model": tagger.queue, "messages": HELLO, "tools": [{"name": "weather", "input_schema": SCHEMA}], "lark": lark,
         "max_tokens": 400,
