@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 
 REPEATING: JobOptions = {"temperature": 0, "logit_bias": {300: 100.0}, "max_tokens": 60}
 """The model generates token 300 again and again."""
+WITH_LOGPROBS: JobOptions = {**REPEATING, "logprobs": 1}
+WITHOUT_DRAFTS: JobOptions = {**WITH_LOGPROBS, "draft_max": 0}
 
 
 def test_a_text_that_repeats_itself_is_drafted_unless_the_job_refuses(narrow_client: Client, wait_for: Await) -> None:
-    drafted = narrow_client.generate("Begin", logprobs=1, **REPEATING)
-    plain = narrow_client.generate("Begin", logprobs=1, draft_max=0, **REPEATING)
+    drafted = narrow_client.generate("Begin", **WITH_LOGPROBS)
+    plain = narrow_client.generate("Begin", **WITHOUT_DRAFTS)
     assert drafted.tokens == plain.tokens == (300,) * 60
     assert drafted.stats.drafted_tokens >= drafted.stats.accepted_tokens > 0
     assert plain.stats.drafted_tokens == plain.stats.accepted_tokens == 0

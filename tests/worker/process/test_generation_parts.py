@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,8 @@ from llamaq.worker.process.generation_parts import (
 from llamaq.worker.settings import WorkerSettings, load_settings
 
 
-def settings_of(model: Path, **values: object) -> WorkerSettings:
-    sizes = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "warmup": False}
+def settings_of(model: Path, **values: Any) -> WorkerSettings:
+    sizes: dict[str, Any] = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "warmup": False}
     return load_settings(model=str(model), **sizes, **values)
 
 
