@@ -168,7 +168,7 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="`base64`: 32-bit floating-point numbers, little-endian."
     )
-    dimensions: int | None = Field(None, ge=1, description="How many numbers of each embedding are returned.")
+    dimensions: int | None = Field(None, ge=1, description="Number of values of each embedding that are returned.")
     embd_normalize: Literal[-1, 0, 1, 2] = Field(
         2,
         description="2: to the Euclidean length 1. 1: to the sum 1 of absolute values. 0: to the range of 16 bits. "

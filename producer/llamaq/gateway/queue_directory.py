@@ -25,7 +25,7 @@ from llamaq.producer.queries.queue_snapshots import read_workers
 FRESH_S = 2.0
 """A request waits for a read of the workers if the last one is older."""
 REFRESH_S = 1.0
-"""Interval at which the workers are read in the background while requests come."""
+"""Interval at which the workers are read in the background while requests arrive."""
 USED_S = 60.0
 """The workers are read in the background until no request has come for this time."""
 FORGOTTEN_S = 7 * 24 * 3600.0
@@ -54,7 +54,7 @@ class QueueDirectory:
         """When a request has asked for the workers."""
         self._reading: asyncio.Task[None] | None = None
         self._refreshing = BackgroundTasks()
-        """The task that reads again and again. None runs while no requests come."""
+        """The task that reads the workers repeatedly. There is no task while no requests arrive."""
 
     def __repr__(self) -> str:
         return f"<QueueDirectory { {name: len(workers) for name, workers in self._served.items()} }>"
@@ -86,7 +86,7 @@ class QueueDirectory:
         return self._served
 
     async def _refresh(self) -> None:
-        """Read the workers at intervals, until no request comes any more or Redis cannot be read."""
+        """Read the workers at intervals, until requests stop arriving or Redis cannot be read."""
         with suppress(LlamaqError, RedisError, OSError):  # the next request reads too, and raises the error
             while time.monotonic() - self._asked_s < USED_S:
                 await asyncio.sleep(REFRESH_S)

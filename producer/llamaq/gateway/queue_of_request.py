@@ -61,8 +61,8 @@ async def queue_for(request: Request, model: str | None, *, is_kept: bool = Fals
 async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> AsyncClient:
     """Return the client of the queue that a request means by its `model`, for jobs of a kind.
 
-    If the request names no queue and the default queue runs jobs of another kind, the first other queue that runs jobs
-    of this kind is used.
+    A request without a queue uses the default queue. If that queue runs jobs of another kind, the first other queue
+    that runs jobs of this kind is used.
 
     Raises:
         RequestRefused: As in `queue_for`.

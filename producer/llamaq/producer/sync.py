@@ -470,8 +470,8 @@ class Client(BlockingClient):
     def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Return the dead letters of the queue, newest first.
 
-        A dead letter is a job that crashed several workers in a row, failed after its last retry or is damaged, or a
-        stream entry that is not a job.
+        A dead letter is a job that crashed several workers in a row, failed after its last retry, or is damaged. It can
+        also be a stream entry that is not a job.
         """
         return self._call(lambda client: client.dead_letters())
 

@@ -1,8 +1,8 @@
 """The tags that models write around reasoning and calls of tools.
 
-In many vocabularies a tag is a token of its own. There, only this token is the tag: a text that spells the tag with
-other tokens is text, for example because the answer explains the format or quotes it. In other vocabularies, the text
-is the tag.
+In many vocabularies a tag is a token of its own. With such a model, only this token is the tag. An answer may also
+write the text of the tag with other tokens, for example to explain or quote the format. Then it is ordinary text. In
+other vocabularies, the text is the tag.
 """
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"

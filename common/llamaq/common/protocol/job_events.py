@@ -95,7 +95,7 @@ class Retried(WireModel):
 
 
 class PromptProgress(WireModel):
-    """How many tokens are ready before the job generates its next one.
+    """The number of tokens that are computed so far, before the job generates its next token.
 
     An attempt publishes it before it computes the first chunk of the prompt, and after each chunk. It is not stored.
     """

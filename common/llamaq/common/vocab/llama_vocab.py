@@ -213,8 +213,8 @@ class Vocab:
         """Return the tokens of a chat.
 
         A special token's text inside the content of a message, or inside the arguments of a call, stays text. The
-        result equals the tokens of the whole rendered chat, with two exceptions: there is such a text, or a content and
-        the text next to it together form the text of a special token.
+        result equals the tokens of the whole rendered chat in all cases but two: a content has the text of a special
+        token, or a content and the text next to it together form such a text.
 
         Args:
             messages: The messages, from the oldest to the newest.

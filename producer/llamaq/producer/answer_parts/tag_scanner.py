@@ -51,7 +51,7 @@ class TagScanner:
     def _find_text(self, tags: Sequence[str]) -> tuple[int, str]:
         """Return the place of the first tag that is found by its text, and the tag.
 
-        The tag is '' if there is none. The place is then that of the beginning of a tag, or the end of the text.
+        If there is no tag, the tag is ''. Then the place is where a possible tag begins, or the end of the text.
         """
         tags = [tag for tag in tags if tag not in self._token_tags]
         found = re.search("|".join(map(re.escape, tags)), self._held) if tags else None

@@ -113,8 +113,8 @@ async def _pages(
 ) -> AsyncGenerator[list[JobSummary], None]:
     """Yield the matching jobs of one priority in pages. Jobs submitted after `now_ms` are left out.
 
-    First come the jobs of the job stream, by the time of their entries: the time of the submit, or the time at which a
-    job for later was due. Then come the jobs that are not due, in any order.
+    First come the jobs of the job stream, by the time of their entries. This is the time of the submit, or the time at
+    which a delayed job was due. Then come the jobs that are not due, in any order.
     """
     stream = connection.keys.jobs(queue, partition, priority)
     first = "-"

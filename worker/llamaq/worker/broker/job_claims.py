@@ -263,9 +263,9 @@ class JobClaims:
         """Return the claimed job, with the output of its earlier attempts.
 
         Returns:
-            None when the job does not exist, has ended, was cancelled, has reached a deadline, no longer waits in
-            `from_attempt`, was begun by another model, or is unusable. The entry of a missing or unusable job is moved
-            to the dead letters.
+            None when the job was not claimed: it does not exist, has ended, was cancelled, has reached a deadline, no
+            longer waits in `from_attempt`, was begun by another model, or is unusable. The entry of a missing or
+            unusable job is moved to the dead letters.
 
         Raises:
             RedisError: Redis is unreachable, or refuses writes.

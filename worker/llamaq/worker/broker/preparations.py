@@ -50,8 +50,8 @@ class Preparation:
 class Preparations:
     """Prepares jobs, each as soon as a thread is free, in the order in which they were added.
 
-    A job costs no task and no callback of its own: a thread takes one job after the other, and the I/O thread gets all
-    jobs that are ready when it wakes up.
+    There is no task and no callback for each job: a thread prepares one job after the other. When the I/O thread wakes
+    up, it gets all jobs that are ready.
 
     Threads: the I/O thread calls all methods, and `on_ready` runs on it. The threads of the executor run the preparer.
     """

@@ -45,7 +45,7 @@ class EmbeddingScheduler:
             batch_tokens: Largest number of tokens in a batch. No text may be longer.
             max_texts: Largest number of texts in a batch.
             worker: The id of this worker, for the stats.
-            bulk_share: The part of the slot time that bulk jobs get while interactive jobs want all of it.
+            bulk_share: The part of the slot time that bulk jobs get while interactive jobs could use all slots.
             clock: Returns the time in seconds. Must be monotonic.
         """
         self._slots: list[EmbeddingJob | None] = [None] * n_slots

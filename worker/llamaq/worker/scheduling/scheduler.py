@@ -154,7 +154,7 @@ class Scheduler:
     def shed(self, n_jobs: int) -> list[Job]:
         """Remove waiting bulk jobs, starting with the last, until this worker has at most `n_jobs` jobs.
 
-        Some jobs are not removed, because each removal costs a new attempt: jobs that have had a slot here, because
+        Each removal costs a new attempt. Therefore these jobs are not removed: jobs that have had a slot here, because
         their cells are cached here; jobs in their first `SHED_AFTER_S` seconds; and the jobs that the bulk share needs.
 
         Returns:

@@ -144,8 +144,8 @@ class BlockStore:
     def mark_file_lost(self, block: Block) -> None:
         """Remove the files of the block and its descendants, because the block's file is missing or invalid.
 
-        A block of this subtree stays stored only if its data is in host memory, and if the data of each block on the
-        path from `block` to it is in host memory too. All other blocks of the subtree are removed.
+        A block of this subtree stays stored only if its data is in host memory. The data of each block on the path from
+        `block` to it must be in host memory too. All other blocks of the subtree are removed.
         """
         if block not in self:
             return
