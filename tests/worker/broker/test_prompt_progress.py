@@ -10,9 +10,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.worker.broker.test_outbox import Worker, working
 
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import PromptProgress
 from llamaq.producer import AsyncJob
+from llamaq.worker.broker import outbox as outbox_module
 from llamaq.worker.broker.job_output_buffer import MAX_UNSENT_PROGRESS
 from llamaq.worker.core.job import Job, PromptAdvanced
 
@@ -52,6 +54,21 @@ async def test_progress_is_published_before_the_tokens_and_is_not_stored(redis_u
 
         assert await published(at.client.redis, job, run()) == ["8", "16", "20", "tokens"]
         assert [event.type for event in await at.events(job)] == ["started", "tokens"]
+
+
+async def test_progress_is_published_at_once_although_the_job_has_no_new_tokens(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with working(redis_url, queue) as at, at.client.redis.pubsub() as pubsub:
+        job, running = await at.begin()
+        await pubsub.subscribe(job._keys.channel)
+        await pubsub.get_message(timeout=5)
+        monkeypatch.setattr(outbox_module, "POLL_S", 3600.0)
+        task = asyncio.create_task(at.outbox.run())
+        await advance(at, running, 8)
+        message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=30)
+        await cancel_tasks(task)
+        assert codec.is_prompt_progress(message["data"])
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -140,7 +140,7 @@ class JobProgress:
 
     def has_news(self, now_s: float) -> bool:
         """Return whether the next flush has something to write for the job."""
-        if self.must_requeue or self.stored_slot != (self.has_started, self.has_slot):
+        if self.must_requeue or self.unsent_progress or self.stored_slot != (self.has_started, self.has_slot):
             return True
         return len(self.tokens) > self.n_stored and self._is_due(now_s)
 
