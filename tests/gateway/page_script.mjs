@@ -140,6 +140,21 @@ test("a lost connection and a dead server delay an answer, and no character is l
   assert.ok(server.notes.includes("The server does not answer. Trying again in 2 s"));
 });
 
+test("a long prompt shows how much of it is read", async () => {
+  const progress = (processed) => ({
+    type: "response.in_progress", sequence_number: 0, response: CREATED.response,
+    prompt_progress: {total: 3000, cache: 10, processed, time_ms: 5},
+  });
+  const server = new Server(streaming(
+    [CREATED, progress(10), progress(1999), progress(3000), delta("a", 1), progress(500), ended("completed", 2)]
+  ));
+  assert.equal((await server.read()).text, "a");
+  assert.deepEqual(server.notes.slice(1, 4), [
+    "Reading the conversation: 0 %", "Reading the conversation: 66 %", "Reading the conversation…",
+  ]);
+  assert.equal(server.notes.at(-1), "");
+});
+
 test("a request whose reply was lost is repeated with the same key", async () => {
   const server = new Server(new TypeError("Failed to fetch"), streaming([CREATED, delta("a", 4), ended("cancelled", 5)]));
   assert.equal((await server.read()).response.status, "cancelled");

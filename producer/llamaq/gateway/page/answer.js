@@ -33,6 +33,10 @@ class Answer {
       if (!this.text && !this.reasoning) this.note = describeWait(event.text);
       return;
     }
+    if (event.prompt_progress) {
+      if (!this.text && !this.reasoning) this.note = describeProgress(event.prompt_progress);
+      return;
+    }
     const isNew = event.sequence_number === undefined || event.sequence_number > this.lastNumber;
     if (!isNew) return;
     this.lastNumber = event.sequence_number ?? this.lastNumber;
@@ -51,6 +55,11 @@ function describeWait(comment) {
   const n = Number(queued[1]);
   if (n === 0) return "Waiting for a free slot: this request is next";
   return `Waiting for a free slot: ${n} ${n === 1 ? "request is" : "requests are"} ahead`;
+}
+
+// Says how much of the prompt is computed.
+function describeProgress({processed, total}) {
+  return processed < total ? `Reading the conversation: ${Math.floor((100 * processed) / total)} %` : "Reading the conversation…";
 }
 
 // Says how an answer ended. The empty text: as it should.

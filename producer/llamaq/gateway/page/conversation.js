@@ -38,7 +38,7 @@ class Conversation {
     this.model = model;
     const sent = this.messages.slice(this.first).filter((message) => message.text);
     const input = sent.map(({role, text}) => ({role, content: text}));
-    this.running = {id: null, key: randomKey(), body: {model, input, stream: true, background: true}};
+    this.running = {id: null, key: randomKey(), body: {model, input, stream: true, background: true, return_progress: true}};
     this.save();
   }
 
