@@ -72,7 +72,8 @@ class Candidates:
 
     def by_token(self) -> Candidates:
         """Return the candidates in ascending order of ids."""
-        if self.tokens is None:
+        # A check takes much less time than sorting: without top-k, the candidates can be nearly the whole vocabulary.
+        if self.tokens is None or bool((self.tokens[1:] > self.tokens[:-1]).all()):
             return self
         order = self.tokens.argsort()
         return Candidates(self.logits[order], self.tokens[order])
