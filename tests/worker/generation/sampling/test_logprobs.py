@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.support.llama_samplers import random_logits
 
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
@@ -16,6 +17,13 @@ def test_the_logarithms_are_those_of_the_softmax() -> None:
     assert found.logprob == pytest.approx(EXPECTED[2], abs=1e-4)
     assert {token for token, _ in found.top} == {1, 3, 0}
     assert [value for _, value in found.top] == pytest.approx([EXPECTED[1], EXPECTED[3], EXPECTED[0]], abs=1e-4)
+
+
+def test_the_alternatives_in_a_large_vocabulary_are_the_largest_logits_with_the_smaller_ids_first() -> None:
+    logits = np.round(random_logits(20_011, 1))
+    expected = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    for n_top in (1, 5, 300):
+        assert [token for token, _ in token_logprobs(logits, 0, n_top).top] == expected[:n_top]
 
 
 def test_no_alternatives_and_all_alternatives() -> None:
@@ -34,6 +42,12 @@ def test_sampling_parameters_do_not_change_them() -> None:
     sampler = LogitSampler(params, seed=1, logit_bias={1: -50.0, 3: -50.0}, masked_tokens=[0], n_logprobs=2)
     assert sampler.sample(LOGITS.copy(), [1, 1, 2], 1) == 4
     assert sampler.logprobs == token_logprobs(LOGITS, 4, 2)
+
+
+def test_sampled_jobs_get_those_of_the_model_too() -> None:
+    sampler = LogitSampler(SamplingDefaults(), seed=1, masked_tokens=[1], n_logprobs=2)
+    token = sampler.sample(LOGITS.copy(), [1], 1)
+    assert sampler.logprobs == token_logprobs(LOGITS, token, 2)
 
 
 def test_a_job_that_does_not_ask_gets_none() -> None:

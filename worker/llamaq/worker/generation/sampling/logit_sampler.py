@@ -85,10 +85,11 @@ class LogitSampler:
         """The step after which no token is masked."""
         self._filters = [step.apply for step in join_top_p_min_p(chain[starts_with_top_k:], params)]
         is_changed = self._bias.size or self._penalties
-        is_plain = grammar is None and reasoning is None and n_logprobs is None
-        self._takes_best = self._is_greedy and is_plain and not is_changed
-        self._top_k_draw = top_k_draw(chain, params) if is_plain and self._feedback is None else None
-        """Does the rest of `sample` after the penalties, if there is nothing else to do."""
+        is_bound = grammar is not None or reasoning is not None
+        self._takes_best = self._is_greedy and not is_changed and not is_bound and n_logprobs is None
+        is_plain = not is_bound and self._feedback is None and not has_drawn_logprobs
+        self._top_k_draw = top_k_draw(chain, params) if is_plain else None
+        """Draws the token after the penalties, if no other samplers than its own are needed."""
         self.checks_logits = self._top_k_draw is not None
         self._never_best = frozenset(self._masked.tolist())
 
@@ -98,13 +99,13 @@ class LogitSampler:
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
-        if self._top_k_draw is not None:
-            return self._sample_top_k(self._top_k_draw, logits, history, n_prompt)
-        if self._n_logprobs is None or self._has_drawn_logprobs:
-            return self._sample(logits, history, n_prompt)
-        computed = logits.copy()
-        token = self._sample(logits, history, n_prompt)
-        self.logprobs = token_logprobs(computed, token, self._n_logprobs)
+        computed = None if self._n_logprobs is None or self._has_drawn_logprobs else logits.copy()
+        if self._top_k_draw is None:
+            token = self._sample(logits, history, n_prompt)
+        else:
+            token = self._sample_top_k(self._top_k_draw, logits, history, n_prompt)
+        if computed is not None:
+            self.logprobs = token_logprobs(computed, token, self._n_logprobs or 0)
         return token
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.generation.sampling.candidates import Candidates
+from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
@@ -19,10 +20,9 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> T
         token: The drawn token.
         n_top: Number of most probable tokens. The drawn token need not be one of them.
     """
-    largest = np.float32(logits.max())
-    log_total = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
-    best = np.argpartition(-logits, n_top - 1)[:n_top] if n_top else np.zeros(0, np.intp)
-    best = best[np.argsort(-logits[best], kind="stable")]
+    found, largest = top_k_superset(logits, max(1, n_top))
+    log_total = largest + float(np.log(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
+    best = found[np.argsort(-logits[found], kind="stable")][:n_top]
     top = tuple((int(index), _rounded(float(logits[index]) - log_total)) for index in best)
     return TokenLogprobs(_rounded(float(logits[token]) - log_total), top)
 
