@@ -64,6 +64,16 @@ def test_concurrent_jobs_are_all_streamed_to_their_ends() -> None:
             assert_spread(worker["ttft_ms"])
 
 
+def test_speculation_is_measured_on_texts_that_repeat_themselves_and_on_others() -> None:
+    figures = run_quickly("speculation")
+    for by_number in figures["texts"].values():
+        one = by_number["1"]
+        assert one["off"]["tokens"] == one["ngram"]["tokens"] == figures["tokens_out"]
+        assert one["off"]["drafted_tokens"] == 0
+    assert figures["texts"]["edit"]["1"]["ngram"]["accepted_tokens"] > 0
+    assert figures["targets"]["edit_1"]["target"] == 1.5
+
+
 def test_every_strategy_runs_the_same_jobs() -> None:
     figures = run_quickly("strategies")
     for mix in ("interactive", "bulk"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 from tests.soak.chaos import JobShape, KillPlan, draw_job, seeded_random
@@ -21,8 +22,11 @@ SETTINGS: dict[str, Any] = {
     "n_parallel": 4,
     "n_ctx": 4096,
     "chunk_size": 32,
+    "speculation": "ngram",
     "max_crashes": 1000,  # the soak kills the workers, so no job may become a dead letter
 }
+TWO_TOKENS = {300: 100.0, 301: 100.0}
+"""The bias of the only tokens of a job."""
 WIDTH, MIN_OPEN_JOBS = 40, 12
 """Largest and smallest number of open jobs while kills remain."""
 DISTANCE_WORDS = 90
@@ -39,7 +43,7 @@ async def kills(
     async with Environment(settings=SETTINGS) as environment:
         environment.use_random_model()
         plan = KillPlan(seeded_random(seed, "kills"), n_kills)
-        await _under_kills(environment, plan, checker, lambda: draw_job(rng), n_jobs, n_workers, report)
+        await _under_kills(environment, plan, checker, lambda: draw_shape(rng), n_jobs, n_workers, report)
     return Outcome("kills", checker.judge(), figures_of(plan, checker, started_s), time.monotonic() - started_s)
 
 
@@ -65,6 +69,12 @@ async def recall(
     right = sum(undisturbed[probe.prompt] == probe.answer for probe in probes)
     figures = figures_of(plan, checker, started_s) | {"right answers undisturbed": f"{right} of {len(probes)}"}
     return Outcome("recall", checker.judge(), figures, time.monotonic() - started_s)
+
+
+def draw_shape(rng: Random) -> JobShape:
+    """Return a random job. Half of the jobs write two tokens only, so that their texts repeat, and tokens are drafted."""
+    shape = draw_job(rng)
+    return replace(shape, options={**shape.options, "logit_bias": TWO_TOKENS}) if rng.random() < 0.5 else shape
 
 
 def shape_of(probe: Probe) -> JobShape:
