@@ -72,7 +72,7 @@ async def recall(
 
 
 def draw_shape(rng: Random) -> JobShape:
-    """Return a random job. Half of the jobs write two tokens only, so that their texts repeat, and tokens are drafted."""
+    """Return a random job. Half of the jobs write only two tokens, so that their texts repeat and are drafted."""
     shape = draw_job(rng)
     return replace(shape, options={**shape.options, "logit_bias": TWO_TOKENS}) if rng.random() < 0.5 else shape
 

@@ -21,7 +21,7 @@ def common_end(history: Sequence[int], position: int) -> int:
 def test_a_draft_is_what_followed_the_longest_of_the_newest_occurrences(
     text: list[int], n_max: int, n_prompt: int
 ) -> None:
-    drafter = NgramDrafter(text[:n_prompt], len(text))
+    drafter = NgramDrafter(text[:n_prompt])
     draft = drafter.propose(text, n_max)
     lengths = {at: common_end(text, at) for at in range(len(text) - 1)}
     occurrences = [at for at, length in lengths.items() if length >= N_GRAM][::-1][:MAX_OCCURRENCES]
@@ -41,14 +41,14 @@ def test_a_draft_is_what_followed_the_longest_of_the_newest_occurrences(
 
 @given(text=texts)
 def test_tokens_that_arrive_one_by_one_are_found_like_those_of_the_prompt(text: list[int]) -> None:
-    grown = NgramDrafter([], 0)
+    grown = NgramDrafter([])
     for n in range(1, len(text) + 1):
-        assert grown.propose(text[:n], 4) == NgramDrafter(text[:n], 100).propose(text[:n], 4)
+        assert grown.propose(text[:n], 4) == NgramDrafter(text[:n]).propose(text[:n], 4)
 
 
 def test_a_repeated_text_is_drafted_with_the_highest_grade_and_a_new_one_not_at_all() -> None:
     text = list(range(1000, 1100))
-    drafter = NgramDrafter(text, 200)
+    drafter = NgramDrafter(text)
     assert drafter.propose(text, 8) == NO_DRAFT
     draft = drafter.propose([*text, 7, *text[:30]], 8)
     assert (draft.tokens, draft.grade) == (tuple(text[30:38]), len(GRADE_MATCHES))

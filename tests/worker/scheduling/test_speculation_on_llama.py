@@ -122,7 +122,7 @@ class Rig:
             has_drawn_logprobs="post_sampling_probs" in options,
         )
         job.detokenizer = StreamDetokenizer(vocab.piece, tuple(options.get("stop", ())))
-        job.drafting = Drafting(NgramDrafter(prompt, MAX_TOKENS), 12) if self._drafts else None
+        job.drafting = Drafting(NgramDrafter(prompt), 12) if self._drafts else None
         return job
 
     def make_jobs(self) -> dict[str, Job]:

@@ -26,8 +26,6 @@ from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, SequenceBreakers
 
-USUAL_OUTPUT_TOKENS = 1024
-"""The expected length of an output without `max_tokens`."""
 SYSTEM_PREFIX_CACHE_SIZE = 32
 """Number of system messages whose tokens are cached."""
 TAG_MARK = b"\xff"
@@ -129,10 +127,7 @@ class JobPreparer:
     def _drafting(self, request: JobRequest, history: Sequence[int]) -> Drafting | None:
         """Return the speculation of a job. None: the worker or the job has none."""
         n_max = self._draft_max if request.draft_max is None else min(request.draft_max, self._draft_max)
-        if n_max == 0:
-            return None
-        n_room = max(0, self._context_limit - len(history))
-        return Drafting(NgramDrafter(history, min(request.max_tokens or USUAL_OUTPUT_TOKENS, n_room)), n_max)
+        return Drafting(NgramDrafter(history), n_max) if n_max else None
 
     def _tokenize(self, request: JobRequest) -> list[int]:
         if request.tokens is not None:

@@ -1,8 +1,8 @@
 """Drafts from the job's own text (prompt lookup): what followed the last tokens when they occurred before.
 
-Edited code, extracted facts and answers that quote their prompt repeat long parts of it. The occurrences are found
-with hash chains, as in LZ77 compression: a table has the last position of each hash of `N_GRAM` tokens, and each
-position has the one before it with the same hash. So a new token takes the same short time in texts of any length.
+Edited code, extracted facts and answers that quote their prompt repeat long parts of it. The occurrences are found as
+in LZ77 compression: a dict has the last position of each n-gram, and each position has the one before it with the
+same n-gram. So a new token takes the same short time in texts of any length.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from llamaq.worker.core.token_draft import NO_DRAFT, Draft
 
 N_GRAM = 3
 """Number of last tokens that must have occurred before."""
-MAX_OCCURRENCES = 8
+MAX_OCCURRENCES = 4
 """Number of newest occurrences that are compared."""
 GRADE_MATCHES = (4, 8, 16)
 """A draft has grade 1, 2 or 3 if at least this many tokens before it are equal. Comparing ends with the last number."""
-MAX_TABLE_BITS = 20
-_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
-"""Odd numbers, by which the tokens are multiplied in a hash."""
 
 
 class NgramDrafter:
@@ -28,16 +25,13 @@ class NgramDrafter:
 
     Args:
         history: The prompt, and the tokens that earlier attempts generated.
-        n_expected: Number of tokens that the job may generate. Only the size of the table depends on it.
     """
 
-    def __init__(self, history: Sequence[int], n_expected: int) -> None:
-        n_bits = min((len(history) + n_expected).bit_length() + 1, MAX_TABLE_BITS)
-        self._mask = (1 << n_bits) - 1
-        self._last = array("i", [-1]) * (1 << n_bits)
-        """Maps a hash to the last position at which an n-gram with this hash ends, -1 if there is none."""
+    def __init__(self, history: Sequence[int]) -> None:
+        self._last: dict[int, int] = {}
+        """Maps an n-gram, as one number, to the last position at which it ends."""
         self._before: array[int] = array("i")
-        """Maps a position to the last one before it at which an n-gram with the same hash ends, or to -1."""
+        """Maps a position to the last one before it at which the same n-gram ends, or to -1."""
         self._read(history)
 
     def propose(self, history: Sequence[int], n_max: int) -> Draft:
@@ -47,9 +41,9 @@ class NgramDrafter:
         """
         self._read(history)
         end = len(history) - 1
-        best, n_best, position = -1, N_GRAM - 1, self._before[end] if end >= 0 else -1
+        best, n_best, position = -1, 0, self._before[end] if end >= 0 else -1
         for _ in range(MAX_OCCURRENCES):
-            if position < 0 or n_best >= GRADE_MATCHES[-1]:
+            if position < 0 or n_best == GRADE_MATCHES[-1]:
                 break
             n_equal = _count_equal(history, position, end)
             if n_equal > n_best:
@@ -60,17 +54,15 @@ class NgramDrafter:
         return Draft(_following(history, best, n_max), sum(n_best >= least for least in GRADE_MATCHES))
 
     def _read(self, history: Sequence[int]) -> None:
-        """Add the n-grams of the tokens that are new."""
-        last, before, mask = self._last, self._before, self._mask
-        first, second, third = _FACTORS
+        """Add the n-grams that end with a new token."""
+        last, before = self._last, self._before
         for position in range(len(before), len(history)):
             if position < N_GRAM - 1:
                 before.append(-1)
                 continue
-            hashed = history[position] * first + history[position - 1] * second + history[position - 2] * third
-            hashed = (hashed ^ hashed >> 15) & mask
-            before.append(last[hashed])
-            last[hashed] = position
+            ngram = history[position] | history[position - 1] << 32 | history[position - 2] << 64
+            before.append(last.get(ngram, -1))
+            last[ngram] = position
 
     def __repr__(self) -> str:
         return f"<NgramDrafter {len(self._before)} tokens>"
@@ -79,7 +71,7 @@ class NgramDrafter:
 def _count_equal(history: Sequence[int], position: int, end: int) -> int:
     """Return how many tokens up to `position` equal those up to `end`. Counting ends with the last grade."""
     limit = min(GRADE_MATCHES[-1], position + 1)
-    n_equal = 0
+    n_equal = N_GRAM
     while n_equal < limit and history[position - n_equal] == history[end - n_equal]:
         n_equal += 1
     return n_equal

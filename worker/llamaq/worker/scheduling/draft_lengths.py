@@ -52,5 +52,5 @@ def choose_lengths(
 
 
 def can_gain(n_decode: int, plain_s: float, draft_token_s: float) -> bool:
-    """Return whether a draft token that is certainly accepted raises the tokens per second."""
-    return n_decode * draft_token_s < plain_s
+    """Return whether a draft token that is certainly accepted does not lower the tokens per second."""
+    return n_decode * draft_token_s <= plain_s

@@ -61,9 +61,6 @@ class Speculation:
             room: Largest number of draft tokens: the batch and the KV memory have room for no more.
             limit_s: Longest time of a tick with drafts, in seconds.
         """
-        proposals = [proposal for part in batch.decode if (proposal := self._propose(part.slot)) is not None]
-        if not proposals:
-            return batch
         n_decode = batch.n_decode
         plain_s, token_s = self._times.plain_s(n_decode), self._times.draft_token_s
         if plain_s is None:
@@ -71,6 +68,11 @@ class Speculation:
         if token_s is None:
             room, token_s = min(room, FIRST_TOKENS), 0.0
         room = int(min(room, self._max_tokens, _n_within(limit_s - plain_s, token_s)))
+        if room <= 0 or not can_gain(n_decode, plain_s, token_s):
+            return batch
+        proposals = [proposal for part in batch.decode if (proposal := self._propose(part.slot)) is not None]
+        if not proposals:
+            return batch
         drafts = self._choose(proposals, room, n_decode, plain_s, token_s)
         decode = tuple(DecodeToken(part.slot, drafts.get(part.slot, NO_DRAFT)) for part in batch.decode)
         return Batch(decode, batch.prefill)
@@ -98,6 +100,8 @@ class Speculation:
         if n_max < 1:
             return None
         draft = drafting.drafter.propose(run.tokens, n_max)
+        if not draft.tokens:
+            return None
         n_before_end = sum(1 for _ in takewhile(lambda token: token not in self._end_tokens, draft.tokens))
         if not n_before_end:
             return None
@@ -111,11 +115,9 @@ class Speculation:
         candidates = [Candidate(len(one.draft), one.probability) for one in proposals]
         lengths = choose_lengths(candidates, n_decode, plain_s, token_s, room)
         chosen = {one.slot: one.draft.first(length) for one, length in zip(proposals, lengths, strict=True) if length}
-        if not chosen and room >= RETRY_TOKENS and can_gain(n_decode, plain_s, token_s):
-            return self._retry(proposals)
-        return chosen
+        return chosen or self._retry(proposals, room)
 
-    def _retry(self, proposals: Sequence[_Proposal]) -> dict[Slot, Draft]:
+    def _retry(self, proposals: Sequence[_Proposal], room: int) -> dict[Slot, Draft]:
         """Return a draft that promises nothing, if it is time for one: of the job with the fewest draft tokens."""
         for grade in {one.draft.grade for one in proposals}:
             self._n_passed[grade] = self._n_passed.get(grade, 0) + 1
@@ -123,7 +125,7 @@ class Speculation:
                 self._n_passed[grade] = 0
                 of_grade = [one for one in proposals if one.draft.grade == grade]
                 least = min(of_grade, key=lambda one: one.drafting.n_drafted)
-                return {least.slot: least.draft.first(RETRY_TOKENS)}
+                return {least.slot: least.draft.first(min(RETRY_TOKENS, room))}
         return {}
 
     def _acceptance_of(self, drafting: Drafting, grade: int) -> Acceptance:
