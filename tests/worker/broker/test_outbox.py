@@ -261,7 +261,7 @@ async def test_a_job_is_requeued_only_after_tokens_lost_in_a_failover_are_stored
         assert (await job.status()).state is JobState.QUEUED
 
 
-async def test_between_two_polls_a_flush_contains_only_the_jobs_with_news(
+async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_with_news(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[str] = []
@@ -277,14 +277,14 @@ async def test_between_two_polls_a_flush_contains_only_the_jobs_with_news(
         silent, _ = await at.begin()
         job, running = await at.begin()
         monkeypatch.setattr(Scripts, "flush", recorded)
-        monkeypatch.setattr(outbox_module, "POLL_S", 3600.0)
+        monkeypatch.setattr(outbox_module, "WHOLE_EVERY_S", 3600.0)
         task = asyncio.create_task(at.outbox.run())
         for number in range(5):
             await at.put(running, number)
             await until(at.stored, job, list(range(number + 1)))
         await cancel_tasks(task)
         assert flushed.count(job.id) >= 5
-        assert flushed.count(silent.id) == 0, "the last poll was less than POLL_S ago"
+        assert flushed.count(silent.id) == 0, "the last flush of all jobs was less than WHOLE_EVERY_S ago"
         await at.outbox.flush()
         assert flushed.count(silent.id) == 1
 

@@ -36,7 +36,9 @@ from llamaq.worker.engine_loop.telemetry import EndedJob
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Seconds between two flushes of jobs without news. Such a flush detects cancelled jobs and lost leases."""
+"""Longest time between two flushes in seconds. A flush of all jobs detects cancelled jobs and lost leases."""
+WHOLE_EVERY_S = 0.02
+"""A flush has all jobs if the last such flush is older, in seconds. Otherwise it has only the jobs with news."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 REPORTED_BY_OTHERS = (ErrorCode.POISON, ErrorCode.DAMAGED)
 """The worker that makes a dead letter of a job reports its end."""
@@ -66,7 +68,7 @@ class _Partition:
     """Set when a job has ended since the last flush began."""
     renewed_s: float = 0.0
     """When the leases were renewed."""
-    polled_s: float = 0.0
+    whole_s: float = 0.0
     """When all jobs were flushed, also those without news."""
     has_outage: bool = False
     """Whether the last flush failed."""
@@ -289,19 +291,18 @@ class Outbox:
                 await self._partition_added.wait()
 
     async def _run_partition(self, number: int) -> None:
-        """Flush one partition after every message, and all of its jobs every `POLL_S`."""
+        """Flush one partition after every message, and every `POLL_S` while it has registered jobs."""
         partition = self._partitions[number]
         while True:
-            poll_in_s = max(0.0, partition.polled_s + POLL_S - time.monotonic())
             with suppress(TimeoutError):
-                async with asyncio.timeout(poll_in_s if self._jobs_of(number) else None):
+                async with asyncio.timeout(POLL_S if self._jobs_of(number) else None):
                     await partition.flush_needed.wait()
             partition.flush_needed.clear()
             partition.job_ended.clear()
             started_s = time.monotonic()
-            is_poll = partition.has_outage or started_s - partition.polled_s >= POLL_S
+            is_whole = partition.has_outage or started_s - partition.whole_s >= WHOLE_EVERY_S
             try:
-                await self._flush_partition(number, only_news=not is_poll)
+                await self._flush_partition(number, only_news=not is_whole)
             except RedisError as exc:
                 partition.has_outage = True
                 self._outage_log.record_failure(exc)
@@ -351,7 +352,7 @@ class Outbox:
         if renew:
             partition.renewed_s = now_s
         if is_whole:
-            partition.polled_s = now_s
+            partition.whole_s = now_s
 
     async def _flush_running(
         self, jobs: list[JobProgress], increments: list[Increment], now_s: float, *, renew: bool
