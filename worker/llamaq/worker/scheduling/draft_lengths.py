@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEAST_GAIN = 1.05
-"""Drafts must promise this many times the tokens per second of a tick without drafts: the predictions have errors."""
+LEAST_GAIN = 1.2
+"""Drafts must promise this many times the tokens per second of a tick without drafts. The predictions have errors, and
+the work that tokens cause on other threads is not part of the tick that yields them."""
 
 
 class Candidate(NamedTuple):
@@ -52,5 +53,5 @@ def choose_lengths(
 
 
 def can_gain(n_decode: int, plain_s: float, draft_token_s: float) -> bool:
-    """Return whether a draft token that is certainly accepted does not lower the tokens per second."""
-    return n_decode * draft_token_s <= plain_s
+    """Return whether drafts that are certainly accepted can gain enough."""
+    return LEAST_GAIN * n_decode * draft_token_s <= plain_s
