@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 """Longest time between two flushes in seconds. A flush of all jobs detects cancelled jobs and lost leases."""
-WHOLE_EVERY_S = 0.02
+WHOLE_EVERY_S = 0.005
 """A flush has all jobs if the last such flush is older, in seconds. Otherwise it has only the jobs with news."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 REPORTED_BY_OTHERS = (ErrorCode.POISON, ErrorCode.DAMAGED)
