@@ -15,7 +15,7 @@ from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.gateway.generation import limited
 from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import NativeOptions, final_object, generation_settings, slot_object
-from llamaq.gateway.routes.native import by_token
+from llamaq.gateway.routes.llama_server_completion import by_token
 from llamaq.producer import Chunk
 from llamaq.producer.openai_format.response_body import timings_object
 

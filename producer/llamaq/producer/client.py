@@ -9,7 +9,7 @@ from typing import Self, Unpack
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.common.settings import client_settings
-from llamaq.producer import batch, submission
+from llamaq.producer import submission, submit_many
 from llamaq.producer.auto_cancelled_stream import AsyncStream
 from llamaq.producer.calls.calls_base import Messages
 from llamaq.producer.calls.dead_letter_calls import DeadLetterCalls
@@ -290,7 +290,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
                 their ids.
             ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
         """
-        return await batch.submit_many(self.connection, jobs, durable)
+        return await submit_many.submit_many(self.connection, jobs, durable)
 
     def job(self, job_id: str) -> AsyncJob:
         """Return the handle of a submitted job. Another process may have submitted the job, to any queue.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from llamaq.common.errors import InvalidRequest, NotDurable
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.redis.replicas import wait_for_replicas
+from llamaq.common.redis.wait_for_replicas import wait_for_replicas
 from llamaq.producer.queue_connection import QueueConnection
 
 REPLICA_WAIT_S = 2.0

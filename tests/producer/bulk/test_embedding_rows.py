@@ -7,8 +7,8 @@ from array import array
 
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
-from llamaq.producer.bulk.answer import answer_line
 from llamaq.producer.bulk.input_row import read_row
+from llamaq.producer.bulk.output_lines import answer_line
 from llamaq.producer.bulk.run_description import RunParameters
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llamaq.producer import AsyncClient, FinishReason, JobState
-from llamaq.producer.streaming import due_job_watch
+from llamaq.producer.streaming import deadline_and_delay_watch
 from llamaq.producer.streaming.job_state import RUNNING_GRACE_MS, read_state
 from llamaq.producer.testing import FakeWorker
 
@@ -48,8 +48,8 @@ async def test_a_job_that_has_started_outlives_its_queue_timeout(redis_url: str,
 async def test_a_client_tries_again_when_redis_ends_a_job_later_than_expected(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(due_job_watch, "RETRY_S", 0.05)
-    monkeypatch.setattr(due_job_watch, "LATE_S", -0.5)  # like a clock of this host that is ahead
+    monkeypatch.setattr(deadline_and_delay_watch, "RETRY_S", 0.05)
+    monkeypatch.setattr(deadline_and_delay_watch, "LATE_S", -0.5)  # like a clock of this host that is ahead
     async with AsyncClient(redis_url, queue) as client:
         result = await client.generate("hello", queue_timeout_s=0.6, timeout=20)
         assert result.finish_reason is FinishReason.DEADLINE

@@ -21,7 +21,7 @@ from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS, TickLoop
 from llamaq.worker.scheduling.scheduler import SHED_AFTER_S
 from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
 from llamaq.worker.testing.fake_job import make_job
-from llamaq.worker.testing.ticks import ManualClock, make_memory, make_scheduler
+from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler
 
 N_SLOTS = 2
 HANG_S = 60.0

@@ -10,7 +10,7 @@ from llamaq.gateway.batches.redis_row_store import StoredRows
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.files.record import OUTPUT_PURPOSE, FileRecord
 from llamaq.gateway.files.store import FileStore
-from llamaq.producer.bulk.answer import unfinished_line
+from llamaq.producer.bulk.output_lines import unfinished_line
 from llamaq.producer.bulk.run_description import RunParameters
 
 LINES_AT_ONCE = 500

@@ -29,9 +29,9 @@ from llamaq.common.errors import (
 )
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.bulk.answer import answer_line, error_line, error_of
 from llamaq.producer.bulk.input_row import Row, read_row, row_key
 from llamaq.producer.bulk.meter import Meter
+from llamaq.producer.bulk.output_lines import answer_line, error_line, error_of
 from llamaq.producer.bulk.result_deletion import delete_results
 from llamaq.producer.bulk.row_store_interface import RowStore
 from llamaq.producer.bulk.run_description import BulkProgress, BulkState, RunParameters

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from llamaq.common.errors import BulkRunRefused, InvalidRequest, MissingExtra
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.bulk.finished_rows import FinishedRows
+from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.option_synonyms import SYNONYMS
 
 READ_BYTES = 1024 * 1024

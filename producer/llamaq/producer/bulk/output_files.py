@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import BulkRunRefused
-from llamaq.producer.bulk.answer import row_number_of
 from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
-from llamaq.producer.bulk.finished_rows import FinishedRows
+from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.bulk.input_file import (
     READ_ERRORS,
     Fingerprint,
@@ -24,6 +23,7 @@ from llamaq.producer.bulk.input_file import (
     read_records,
     take_fingerprint,
 )
+from llamaq.producer.bulk.output_lines import row_number_of
 from llamaq.producer.bulk.run_description import BulkRun
 from llamaq.producer.bulk.table_writer import write_table
 

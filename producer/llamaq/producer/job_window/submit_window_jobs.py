@@ -11,11 +11,11 @@ from redis.exceptions import RedisError
 from llamaq.common.errors import InvalidRequest, InvalidSettings, LlamaqError, QueueDraining, QueueFull, RedisFull
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import Submission
-from llamaq.producer.batch import submit_each
 from llamaq.producer.job_window.window_job import WindowJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.retried_reads import may_pass
 from llamaq.producer.submission import encode, new_job_id, with_default_tenant
+from llamaq.producer.submit_many import submit_each
 
 T = TypeVar("T")
 

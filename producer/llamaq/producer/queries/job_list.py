@@ -17,7 +17,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_status import JobSummary
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.redis.server_time import server_time_ms
-from llamaq.producer.queries.handle_due_jobs import handle_due
+from llamaq.producer.queries.handle_deadlines_and_delays import handle_due
 from llamaq.producer.queue_connection import QueueConnection
 
 PAGE = 100

@@ -36,7 +36,7 @@ from llamaq.common.protocol.script_types import ExpireCode
 from llamaq.common.redis.connect import is_cluster, make_connection, node_of
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_job_key_error
-from llamaq.producer.streaming.due_job_watch import DeadlineWatch
+from llamaq.producer.streaming.deadline_and_delay_watch import DeadlineWatch
 from llamaq.producer.streaming.job_listener_base import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
 from llamaq.producer.streaming.poll_schedule import LookSchedule

@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.worker.offload.background_thread import BackgroundThread
+from llamaq.worker.offload.single_thread_executor import BackgroundThread
 
 PAGE_BYTES = 4096
 SLAB_BYTES = 64 * 2**20

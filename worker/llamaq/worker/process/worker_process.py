@@ -27,7 +27,6 @@ from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.plugins import load_hooks, load_strategy
-from llamaq.worker.process.dead_worker import make_worker_id, release_dead_neighbours
 from llamaq.worker.process.embedding_parts import EmbeddingParts
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.generation_parts import GenerationParts
@@ -37,6 +36,7 @@ from llamaq.worker.process.model_fingerprint import fingerprint_model
 from llamaq.worker.process.model_parts_interface import ModelParts
 from llamaq.worker.process.own_metrics import bind_metrics_server
 from llamaq.worker.process.process_identity import identify_this_process
+from llamaq.worker.process.requeue_jobs_of_dead_worker import make_worker_id, release_dead_neighbours
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
 from llamaq.worker.testing.fake_job import ByteVocab, GreedySampler, make_job
 from llamaq.worker.testing.fake_memory import FakeMemory
-from llamaq.worker.testing.ticks import ManualClock, make_memory, make_scheduler, run_tick, run_to_end
+from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler, run_tick, run_to_end
 
 __all__ = [
     "ByteVocab",

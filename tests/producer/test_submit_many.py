@@ -19,7 +19,7 @@ from llamaq.producer import (
     QueueFull,
     RedisFull,
 )
-from llamaq.producer import batch as batch_module
+from llamaq.producer import submit_many as batch_module
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
