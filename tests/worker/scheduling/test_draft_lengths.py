@@ -37,7 +37,7 @@ def test_drafts_grow_with_their_acceptance_and_end_where_tokens_cost_more_than_t
     lengths = [choose_lengths([Candidate(16, p)], 1, 1.0, 0.4, 64)[0] for p in (0.1, 0.3, 0.5, 0.7, 0.9, 0.999)]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[1], lengths[-1]) == (0, 0, 16)
-    assert choose_lengths([Candidate(16, 0.1)], 1, 1.0, 0.001, 64)[0] > 0, "on a GPU further tokens cost little"
+    assert choose_lengths([Candidate(16, 0.3)], 1, 1.0, 0.001, 64)[0] > 0, "on a GPU further tokens cost little"
 
 
 def test_the_more_reliable_drafts_get_the_room() -> None:
