@@ -16,7 +16,9 @@ from llamaq.producer import Client, QueueDepth
 
 
 def watch(client: Client, interval_s: float, *, as_json: bool, n_lines: int | None = None) -> None:
-    """Print a line for each reading of the depth, until Ctrl-C. An outage of Redis after the first line is a notice.
+    """Print a line for each reading of the depth, until Ctrl-C.
+
+    If Redis fails after the first line, a notice is printed, and the next reading follows.
 
     Args:
         client: The client of the queue.

@@ -1,5 +1,6 @@
-"""The hint after an unknown option: if the option exists in another program, the option of this command with its
-meaning.
+"""Adds a hint to the error for an unknown option.
+
+If the option exists in another program, the hint names the option of this command to use instead.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from llamaq.producer.option_synonyms import HINTS, SYNONYMS
 
 
 def add_hint(error: Exception) -> None:
-    """Complete the error for an unknown option of a command with job options. Other errors stay as they are.
+    """Add a hint to the error, if it is about an unknown option that other programs have. Other errors do not change.
 
-    typer has the class of the error in a private module, so its attributes tell what it is.
+    The class of the error is in a private module of typer. Therefore the error is recognized by its attributes.
     """
     written, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if written is None or context is None:

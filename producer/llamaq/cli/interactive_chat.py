@@ -17,9 +17,8 @@ class Conversation:
     """Reads messages from the terminal and prints the answers. Each request has the whole conversation.
 
     Ctrl-C during an answer ends the answer. Ctrl-C at the prompt ends the conversation. When the conversation is longer
-    than the
-    context of the model, its oldest exchanges are dropped. The system message is kept. An exchange is a message of the
-    user and its answer.
+    than the context of the model, its oldest exchanges are dropped. The system message is kept. An exchange is a
+    message of the user and its answer.
     """
 
     def __init__(self, answers: Answers, messages: Messages, options: Options) -> None:

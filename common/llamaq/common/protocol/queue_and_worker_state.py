@@ -18,7 +18,8 @@ class TenantDepth(WireModel):
     """The numbers of a tenant's jobs in a queue."""
 
     tenant: str = Field(
-        description="Name of the tenant. Empty: the jobs without a tenant that were submitted while a tenant waited."
+        description="Name of the tenant. Empty: the jobs without a tenant. Only those are counted that were submitted while "
+        "some tenant waited."
     )
     waiting: int = Field(description="Number of jobs that no worker has claimed.")
     claimed: int = Field(description="Number of jobs that workers have claimed: they run, or are next.")
@@ -52,7 +53,9 @@ class QueueSummary(WireModel):
         description="Seconds that the oldest waiting job has waited: since its submit, or since it was due. None: no "
         "job waits."
     )
-    partitions: int = Field(description="Number of partitions, by the highest partition that has a job stream.")
+    partitions: int = Field(
+        description="Number of partitions: the highest partition number with a job stream, plus one."
+    )
     tenants: int = Field(0, description="Number of tenants that have jobs, at most 1,000.")
 
 

@@ -15,8 +15,8 @@ from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 
 ID_PREFIX = "resp_"
 LONGEST_JOB_S = 7 * 24 * 3600
-"""How much longer a record is stored than the result of its job. A record expires a fixed time after the submit, a
-result after the end of the job. So this is the longest time that a job may wait and run."""
+"""How much longer a record is stored than the result of its job. A record expires a fixed time after the submit, but a
+result expires a fixed time after the end of its job. A job may therefore wait and run for at most this time."""
 
 
 class ResponseRecord(WireModel):

@@ -46,7 +46,7 @@ def generate(
 
     Args:
         prompt: The text to continue. Special tokens in it are parsed.
-        insert: The ids of other RQ jobs, by the texts in the prompt that their results replace.
+        insert: Maps a text in the prompt to the id of another RQ job. The result of that job replaces the text.
         redis_url: URL of llamaq's Redis. None: the setting of the RQ worker. RQ stores the arguments in its Redis, so a
             password is better in the setting.
         queue: The llamaq queue. None: the setting of the RQ worker.
@@ -75,7 +75,7 @@ def chat(
 
     Args:
         messages: The messages, oldest first.
-        insert: The ids of other RQ jobs, by the texts in the messages that their results replace.
+        insert: Maps a text in the messages to the id of another RQ job. The result of that job replaces the text.
         redis_url: URL of llamaq's Redis, as for `generate`.
         queue: The llamaq queue. None: the setting of the RQ worker.
         **options: Job options; `JobParams` documents each of them.

@@ -5,8 +5,8 @@ Messages come over one connection, or one for each node of a cluster.
 Redis may lose pub/sub messages without notice. Everything that is published, except the progress of a prompt, is also
 stored in the job's event stream or hash. So a listener rereads Redis whenever a message may be lost:
 
-- after each confirmation of its subscription: the first one, and one after each reconnect. PINGs detect a connection
-  that no longer works within 15 s;
+- after each confirmation of its subscription: the first one, and one after each reconnect. PINGs detect within 15 s
+  that a connection no longer works;
 - when a later message shows a gap;
 - when no message arrived for some time, and the job's hash then shows that the job has made progress. The time is 1 s
   for a job that sends tokens, and 5 s for other jobs. It doubles with each poll without news, up to 30 s.
@@ -74,7 +74,7 @@ class Subscriber:
         self._polls: dict[str | None, asyncio.Task[None]] = {}
         self._checking: asyncio.Task[None] | None = None
         self._ending = BackgroundTasks()
-        """Cancellations of reads of listeners, and of connections that are no longer needed."""
+        """Tasks that cancel the reads of removed listeners, and tasks that close connections without channels."""
         self._deadlines = DeadlineWatch(redis, expire, self._poll_soon)
         self._outage = OutageLog(log, "subscriber")
 
@@ -188,7 +188,8 @@ class Subscriber:
 
     def _poll_due_jobs(self) -> None:
         due = self._looks.pop_due(asyncio.get_running_loop().time())
-        if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one job per partition is polled
+        if is_cluster(self._redis):
+            # One job of each partition is polled too: the reply shows when its keys have moved to another node.
             due += [self._listeners[next(iter(channels))][0] for channels in self._partitions.values()]
         for listener in due:
             self._poll_soon(listener)

@@ -46,7 +46,7 @@ class EmbeddingParts:
                 "--pooling (LLAMAQ_POOLING): rank needs a model for reranking; this model has no classification head"
             )
         if self.engine.pooling is Pooling.NONE:
-            log.warning("embeddings.not_pooled: each token gets an embedding; --pooling mean or last gives one a text")
+            log.warning("embeddings.not_pooled: each token gets an embedding; --pooling mean or last gives one for each text")
         self.scheduler = EmbeddingScheduler(
             n_slots=settings.n_parallel,
             batch_tokens=self.engine.context.n_batch,
@@ -104,9 +104,8 @@ def load_embedding_engine(model: Model, settings: WorkerSettings, batch_tokens: 
     Raises:
         EngineError: The context cannot be created.
     """
-    n_texts = (
-        settings.n_parallel if model.is_recurrent else MAX_TEXTS
-    )  # each sequence of such a model has a whole state
+    # In a recurrent model, each sequence takes memory for a whole state.
+    n_texts = settings.n_parallel if model.is_recurrent else MAX_TEXTS
     options = context_options(
         settings,
         n_ctx=batch_tokens,

@@ -126,7 +126,7 @@ class _Reader:
         items = self._alternatives()[-1]
         if not items:
             raise self._error("a repetition of nothing")
-        # A second repetition repeats the repeated item as a whole.
+        # In `a*{2}`, the second repetition applies to `a*` as a whole.
         items[-1] = _Item(group=[[items[-1]]], repeat=repeat)
 
     def _read_punctuation(self, symbol: str) -> None:
@@ -235,7 +235,10 @@ def _items(body: _Alternatives) -> Iterator[_Item]:
 
 
 def _reducible(references: dict[str, set[str]]) -> set[str]:
-    """Return the names from which no chain of references leads to a cycle: Kahn's algorithm, against the references."""
+    """Return the names from which no chain of references leads to a cycle.
+
+    This is Kahn's algorithm on the reversed references.
+    """
     n_open = {name: len(others) for name, others in references.items()}
     referring: dict[str, list[str]] = {name: [] for name in references}
     for name, others in references.items():
