@@ -1,6 +1,6 @@
 """Adds a hint to the error for an unknown option.
 
-If the option exists in another program, the hint names the option of this command to use instead.
+If the option exists in another program, the hint says what to use in this command instead.
 """
 
 from __future__ import annotations

@@ -191,8 +191,9 @@ class JobParams(TemplateParams, SamplingParams):
         None,
         ge=0,
         le=MAX_DRAFT_TOKENS,
-        description="Speculation: largest number of tokens that are drafted and verified at once. 0: none. The output "
-        "does not depend on it. If not set, or larger than the worker's `draft_max`: the worker's.",
+        description="Speculation: largest number of tokens that are drafted and verified at once. 0: no tokens are "
+        "drafted. The output does not depend on it. If not set, or larger than the setting `draft_max` of the worker, "
+        "that setting applies.",
     )
     slot: int | None = Field(
         None, ge=0, le=255, description="Index of the only slot that may run the job. If not set, the worker chooses."

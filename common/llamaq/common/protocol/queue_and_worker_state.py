@@ -18,8 +18,8 @@ class TenantDepth(WireModel):
     """The numbers of a tenant's jobs in a queue."""
 
     tenant: str = Field(
-        description="Name of the tenant. Empty: the jobs without a tenant. Only those are counted that were submitted while "
-        "some tenant waited."
+        description="Name of the tenant. Empty: the jobs without a tenant. Only those are counted that were submitted "
+        "while some tenant waited."
     )
     waiting: int = Field(description="Number of jobs that no worker has claimed.")
     claimed: int = Field(description="Number of jobs that workers have claimed: they run, or are next.")

@@ -42,7 +42,8 @@ class DeadlineWatch:
 
         Args:
             redis: Connections to Redis.
-            expire: Ends a job at its deadline, or gives it its entry when it is due. Returns what it has done.
+            expire: Ends a job at its deadline, or adds a delayed job to its job stream when the job is due. Returns
+                which of the two it did: `ended` or `given`, otherwise `none`.
             read_again: Lets the state of a job be read soon, and passed to `update`.
         """
         self._redis = redis

@@ -57,7 +57,8 @@ class Subscriber:
 
         Args:
             redis: Connections to Redis.
-            expire: Ends a job at its deadline, or gives it its entry when it is due. Returns what it has done.
+            expire: Ends a job at its deadline, or adds a delayed job to its job stream when the job is due. Returns
+                which of the two it did: `ended` or `given`, otherwise `none`.
         """
         self._redis = redis
         self._listeners: dict[bytes, list[JobListener]] = {}

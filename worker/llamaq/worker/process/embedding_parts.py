@@ -46,7 +46,10 @@ class EmbeddingParts:
                 "--pooling (LLAMAQ_POOLING): rank needs a model for reranking; this model has no classification head"
             )
         if self.engine.pooling is Pooling.NONE:
-            log.warning("embeddings.not_pooled: each token gets an embedding; --pooling mean or last gives one for each text")
+            log.warning(
+                "embeddings.not_pooled: each token gets an embedding; --pooling mean or last gives one embedding "
+                "for each text"
+            )
         self.scheduler = EmbeddingScheduler(
             n_slots=settings.n_parallel,
             batch_tokens=self.engine.context.n_batch,
