@@ -54,7 +54,7 @@ def _quota_of(group: Path) -> float | None:
 
 
 def _core_of(cpu: int) -> str:
-    """Return the hardware threads of a core as text, which identifies the core."""
+    """Return a text that identifies the core of a hardware thread: the list of all hardware threads of the core."""
     try:
         return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:

@@ -93,9 +93,9 @@ class CacheSettings(BaseModel):
         None,
         ge=0,
         le=MAX_SEQUENCES,
-        description="Maximum number of cached sequences on the device. If not set: three for each slot with a "
-        "recurrent model, 32 with a sliding window, 64 with other models. If `kv_unified` is off, it is 0 unless the "
-        "model is recurrent.",
+        description="Maximum number of cached sequences on the device. If not set: three for each slot if the "
+        "model is recurrent, otherwise 32 if it has a sliding window, otherwise 64. If `kv_unified` is off, it is 0 "
+        "unless the model is recurrent.",
     )
     held_cells: int | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""The stored data of a response besides its job: the conversation, and the fields of the request that it shows."""
+"""What is stored of a response besides its job: the conversation, and the request fields that the response shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ResponseRecord(WireModel):
     owner: str | None = Field(None, description="Name of the API key of the request. Only the same key may read it.")
     is_background: bool = Field(False, description="Whether the request was answered before the job ended.")
     messages: list[dict[str, Any]] = Field(description="The conversation before the answer, without instructions.")
-    n_new: int = Field(description="Number of the last messages that came with this request.")
+    n_new: int = Field(description="Number of messages at the end of `messages` that came with this request.")
     form: AnswerForm = Field(CONTENT_ALONE, description="How the answer is split into reasoning, content and calls.")
     has_logprobs: bool = Field(False, description="Whether the response shows the probabilities of its tokens.")
     shown: dict[str, JsonValue] = Field(description="Fields of the request that the response shows again.")

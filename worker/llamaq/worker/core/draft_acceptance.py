@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 PRIOR_WEIGHT = 2.0
-"""The first estimate counts as many outcomes as this."""
+"""The first estimate has the weight of this number of recorded outcomes."""
 DECAY = 0.85
-"""Weight of a draft in the estimate of its job, compared with the next newer draft of the same grade."""
+"""Each later draft of the same grade multiplies the weight of an earlier draft in its job's estimate by this factor.
+The grade says how much the drafter relies on a draft."""
 
 
 class Acceptance:
@@ -13,7 +14,7 @@ class Acceptance:
 
     Args:
         probability: The first estimate.
-        decay: Weight of a draft in the estimate, compared with the next newer draft.
+        decay: Each later draft multiplies the weight of an earlier draft in the estimate by this factor.
     """
 
     def __init__(self, probability: float, decay: float = DECAY) -> None:

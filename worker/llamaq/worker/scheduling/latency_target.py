@@ -23,8 +23,8 @@ class LatencyTarget(BuiltInStrategy):
 
     At most 5 % of the gaps between two tokens of a stream should be longer than the target. The strategy measures
     ticks, and computes from these times how many prompt tokens fit into the next tick. While no stream runs, prompts
-    get the whole budget. If streams alone take more than 80 % of the target, prompts still get a quarter of the time of
-    the streams. Then the target is missed, but no prompt waits forever.
+    get the whole budget. If streams alone take more than 80 % of the target, prompts still get additional time: a
+    quarter of the time that the streams need. Then the target is missed, but no prompt waits forever.
 
     Args:
         target_itl_ms: The target in milliseconds (`--target-itl-ms`).
