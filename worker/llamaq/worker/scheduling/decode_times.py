@@ -22,7 +22,7 @@ class DecodeTimes:
     def __init__(self) -> None:
         self._n_ticks = 0
         self._plain: dict[int, deque[tuple[int, float]]] = {}
-        """Maps numbers of decode tokens to the newest ticks with so many and no drafts: number of the tick, seconds."""
+        """Maps a number of decode tokens to the newest ticks with this number and no drafts: number of the tick, seconds."""
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=N_DRAFT_TICKS)
         """The newest ticks with drafts: number of the tick, draft tokens, seconds of each draft token."""
 
@@ -38,7 +38,7 @@ class DecodeTimes:
             self._drafted.append((self._n_ticks, n_drafted, (seconds - plain_s) / n_drafted))
 
     def plain_s(self, n_decode: int) -> float | None:
-        """Return the seconds of a tick with so many decode tokens and no drafts. None: not known."""
+        """Return the seconds of a tick with this number of decode tokens and no drafts. None: not known."""
         times = [seconds for at, seconds in self._plain.get(n_decode, ()) if self._is_new(at)]
         return statistics.median(times) if times else None
 
