@@ -22,7 +22,7 @@ class DecodeTimes:
     def __init__(self) -> None:
         self._n_ticks = 0
         self._plain: dict[int, deque[tuple[int, float]]] = {}
-        """Maps a number of decode tokens to the newest ticks with this number and no drafts: number of the tick, seconds."""
+        """Maps a number of decode tokens to the newest ticks with this number and no drafts: tick number, seconds."""
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=N_DRAFT_TICKS)
         """The newest ticks with drafts: number of the tick, draft tokens, seconds of each draft token."""
 
