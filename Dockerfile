@@ -32,7 +32,8 @@ COPY pyproject.toml LICENSE README.md /src/
 COPY common /src/common
 COPY producer /src/producer
 COPY worker /src/worker
-RUN /opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker
+# The hook compiles the modules that run in each tick: worker/pyproject.toml.
+RUN HATCH_BUILD_HOOKS_ENABLE=true /opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker
 
 FROM ${RUNTIME_IMAGE}
 ENV DEBIAN_FRONTEND=noninteractive

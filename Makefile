@@ -79,6 +79,33 @@ test-rq: $(VENV)/dev.stamp ## the tests of bulk runs and generations in RQ jobs,
 	PYTHONPATH=$(CURDIR)/build/rq-$(OLDEST_RQ) $(BIN)/pytest -q tests/producer/rq $(PYTEST_ARGS)
 	$(BIN)/pytest -q tests/producer/rq $(PYTEST_ARGS)
 
+# The modules that run in each tick, compiled to C: worker/pyproject.toml lists them. A checkout stays interpreted, because
+# Python prefers a compiled module to its source, also to a newer one. PYTHONPATH=build/compiled/python selects the
+# compiled worker; COMPILED=1 does so for the benchmarks. The hook compiles beside the sources, so it gets a copy.
+COMPILED_DIR := build/compiled
+COMPILED_PYTHON := $(COMPILED_DIR)/python
+COMPILED_SOURCES := worker/pyproject.toml worker/mypyc.ini $(shell find common worker -name '*.py')
+COMPILED ?=
+SELECT_COMPILED := $(if $(COMPILED),export PYTHONPATH="$(CURDIR)/$(COMPILED_PYTHON)")
+
+.PHONY: compiled test-compiled
+compiled: $(COMPILED_PYTHON)/installed.txt ## compile the worker's ticks with mypyc (2 minutes): build/compiled has the wheel
+
+$(COMPILED_PYTHON)/installed.txt: $(COMPILED_SOURCES) | $(VENV)/dev.stamp
+	@echo "==> the modules of a tick, compiled with mypyc, into $(COMPILED_DIR): two minutes"
+	rm -rf $(COMPILED_DIR)
+	mkdir -p $(COMPILED_DIR)/source
+	cp -r common worker $(COMPILED_DIR)/source
+	HATCH_BUILD_HOOKS_ENABLE=true $(BIN)/pip wheel --quiet --no-deps --wheel-dir $(COMPILED_DIR) $(COMPILED_DIR)/source/worker
+	rm -rf $(COMPILED_DIR)/source
+	$(BIN)/pip install --quiet --no-deps --target $(COMPILED_PYTHON) $(COMPILED_DIR)/*.whl
+	touch $@
+
+# Tests with the mark `interpreted` replace a part of a compiled module, which its C code would not notice.
+test-compiled: $(COMPILED_PYTHON)/installed.txt ## the tests of the worker, of the queue and of failures, with the compiled worker
+	@export PYTHONPATH=$(CURDIR)/$(COMPILED_PYTHON)
+	$(BIN)/pytest $(PYTEST_PARALLEL) $(TEST_PROCESSES) -m 'not interpreted' tests/worker tests/e2e tests/lifecycle $(PYTEST_ARGS)
+
 # Every Python process that a test starts is measured too, unless it is killed with SIGKILL.
 coverage: $(VENV)/dev.stamp ## branch coverage of all tests: the total, and the files with the least
 	@rm -f .coverage .coverage.*
@@ -103,7 +130,7 @@ types: $(VENV)/dev.stamp ## mypy, strict
 CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
 QUEUE_BENCHES := queue_latency queue_throughput
 PEER_BENCHES := overhead itl_under_prefill $(CACHE_BENCHES) bulk serve_overhead
-BENCHES := bulk single_generate overhead itl_under_prefill speculation $(QUEUE_BENCHES) strategies tokenize_overhead long_prompt client_cost json_schema_coverage json_schema_masks worker_memory serve_overhead open_streams $(CACHE_BENCHES)
+BENCHES := bulk single_generate overhead itl_under_prefill speculation draft_model $(QUEUE_BENCHES) strategies tokenize_overhead long_prompt client_cost json_schema_coverage json_schema_masks worker_memory serve_overhead open_streams $(CACHE_BENCHES)
 BENCH_ARGS ?=
 PEER := xllamacpp==2026.10.11549
 PLOTTER := matplotlib==3.11.2
@@ -113,14 +140,16 @@ PEER_DIR := $(LLAMAQ_PEER_CACHE)/$(subst ==,-,$(PEER))
 PEER_STAMP := $(PEER_DIR)/$(subst ==,-,$(PLOTTER)).txt
 
 .PHONY: bench bench-quick bench-peers
-bench: $(VENV)/dev.stamp ## every benchmark; each ends with one line of JSON
-	@for name in $(BENCHES); do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
+bench: $(VENV)/dev.stamp $(if $(COMPILED),compiled) ## every benchmark; each ends with one line of JSON
+	@$(SELECT_COMPILED)
+	for name in $(BENCHES); do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
 
 bench-quick: $(VENV)/dev.stamp ## the same as a smoke run
 	@for name in $(BENCHES); do echo "==> bench/$$name.py --quick"; $(BIN)/python "bench/$$name.py" --quick; done
 
-bench-peers: $(VENV)/dev.stamp $(PEER_STAMP) ## the benchmarks that compare with others; writes bench/results/
-	@export LLAMAQ_BENCH_PEER="$(PEER_DIR)/bin/python"
+bench-peers: $(VENV)/dev.stamp $(PEER_STAMP) $(if $(COMPILED),compiled) ## the benchmarks that compare with others; writes bench/results/
+	@$(SELECT_COMPILED)
+	export LLAMAQ_BENCH_PEER="$(PEER_DIR)/bin/python"
 	mkdir -p $(RESULTS)
 	for name in $(PEER_BENCHES) $(QUEUE_BENCHES); do
 		echo "==> bench/$$name.py"

@@ -35,6 +35,7 @@ from llamaq.worker.cpu_cores import usable_cores
 from llamaq.worker.engine.model_files import demo_model_path
 from llamaq.worker.local.embedded_redis import EmbeddedRedis, find_server
 from llamaq.worker.local.stop_signals import interrupt_on_sigterm
+from llamaq.worker.process.compiled_modules import has_compiled_ticks
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
 
@@ -186,7 +187,7 @@ def path_with_this_folder() -> str:
 
 
 def facts() -> Figures:
-    """Return date, hardware, versions and commit."""
+    """Return date, hardware, versions, commit, and whether the worker's ticks are compiled."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {
@@ -201,6 +202,7 @@ def facts() -> Figures:
             "redis-server": _first_match(r"v=(\S+)", _output_of([str(find_server()), "--version"])),
             **{name: version(name) for name in ("llamaq", "llama-cpp-python", "redis", "numpy")},
         },
+        "compiled": has_compiled_ticks(),
         "commit": _output_of(["git", "rev-parse", "HEAD"]) or None,
         "changed_since_commit": bool(_output_of(["git", "status", "--porcelain"])),
     }

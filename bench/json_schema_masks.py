@@ -94,9 +94,8 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
 def measure(plan: Plan) -> Figures:
     """Return the times."""
     n_schemas, n_tokens = (QUICK_N_SCHEMAS, QUICK_N_TOKENS) if plan.quick else (N_SCHEMAS, N_TOKENS)
-    blob = extract_vocab(plan.model)
-    vocab = Vocab.from_blob(blob)
-    sandbox = GrammarSandbox(blob)
+    vocab = Vocab.from_blob(extract_vocab(plan.model))
+    sandbox = GrammarSandbox(vocab)
     try:
         costs = Costs(vocab, sandbox, plan.seed)
         sandbox.compile(JobParams(regex="a"))  # starts the process

@@ -59,10 +59,14 @@ def ensure(name: str, directory: Path = CACHE) -> Path:
     """Return the file of a model. It is written if it does not exist. Raises ValueError for an unknown name."""
     if name not in SHAPES:
         raise ValueError(f"no model is named {name!r}; the names are {', '.join(SHAPES)}")
-    spec = SHAPES[name]
-    fingerprint = hashlib.sha256(f"{REVISION} {spec!r}".encode()).hexdigest()[:8]
+    return ensure_spec(name, SHAPES[name], directory)
+
+
+def ensure_spec(name: str, spec: ModelSpec, directory: Path = CACHE, *, seed: int = 0) -> Path:
+    """Return the file of a model with this specification. It is written if it does not exist."""
+    fingerprint = hashlib.sha256(f"{REVISION} {seed} {spec!r}".encode()).hexdigest()[:8]
     path = directory / f"{name}-{fingerprint}.gguf"
-    return path if path.exists() else write_model(path, spec)
+    return path if path.exists() else write_model(path, spec, seed=seed)
 
 
 def main(

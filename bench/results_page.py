@@ -86,7 +86,8 @@ def describe(results: Mapping[str, Result]) -> str:
         hardware = result["hardware"]
         machine = f"{hardware['cores']} cores of {hardware['cpu']}, load {hardware['load_before']} before the run"
         commit = f"commit {str(result['commit'])[:10]}{', with changes' if result['changed_since_commit'] else ''}"
-        about = f"{result['date']}, model `{result['model']}`, {result['rounds']} rounds, {machine}, {commit}"
+        ticks = "compiled ticks" if result["compiled"] else "interpreted ticks"
+        about = f"{result['date']}, model `{result['model']}`, {result['rounds']} rounds, {ticks}, {machine}, {commit}"
         parts += [f"## {name}", about + ".", *_tables(name, result["figures"])]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

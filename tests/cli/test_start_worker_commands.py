@@ -41,6 +41,7 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
         "GPUs and memory",
         "Positions beyond the context that the model was trained on",
         "Slots and batches",
+        "Speculation",
         "The prefix cache",
         "Leases, heartbeats and shutdown",
         "Defaults of jobs",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pytest
     from tests.e2e.conftest import Await, StartWorker
 
-BULK_TOKENS = 250
+BULK_TOKENS = 600
 
 
 def test_an_interactive_job_does_not_wait_for_bulk_jobs(

@@ -18,6 +18,7 @@ from tests.support.redis_servers import ClusterServers, wait_until
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobId, Keys
+from llamaq.common.protocol.script_types import Claimant
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient, Client, Job
 from llamaq.worker.broker.intake import BLOCK_S
@@ -256,7 +257,7 @@ async def test_a_read_claims_at_most_the_requested_number_of_jobs_by_priority_ov
     nodes: ClusterServers, queue: str
 ) -> None:
     redis, keys = connect(nodes.url, name="test"), Keys()
-    streams = JobStreams(redis, keys, queue=queue, partitions=PARTITIONS, lease_s=60)
+    streams = JobStreams(redis, keys, queue=queue, partitions=PARTITIONS, claimant=Claimant("w1", 60_000))
     await streams.open()
     async with AsyncClient(nodes.url, queue, partitions=PARTITIONS) as client:
         await asyncio.gather(*(client.submit(PROMPT, priority="bulk" if n % 4 else "interactive") for n in range(60)))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def up(environment: Environment, free_port: int) -> Command:
     """A running `llamaq up` on a free port, whose worker is ready."""
     started = environment.start("up", "--port", str(free_port), "--queue", environment.queue, "--no-http")
-    started.await_output("worker.ready")
+    started.await_output(r"worker\.ready id=\S+ queue=\S+ slots=\d+ compiled=(True|False)")
     return started
 
 

@@ -14,6 +14,7 @@ from redis.exceptions import BusyLoadingError, NoPermissionError
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.producer import AsyncClient, JobFailed, JobState, NoWorker, QueueDepth, ResultTimeout, auto_cancelled_jobs
+from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.queries.job_records import read_result
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -182,3 +183,31 @@ async def test_a_job_with_an_idempotency_key_is_never_cancelled_by_its_caller(re
         await attempt.answer(["a"])
         assert (await second).text == "a"
         assert (await client.job(attempt.claim.job_id).status()).state is JobState.FINISHED
+
+
+async def test_a_submit_creates_no_task(redis_url: str, queue: str) -> None:
+    tasks: list[object] = []
+
+    def record(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        tasks.append(work)
+        return asyncio.Task(work, loop=loop, **options)
+
+    async with AsyncClient(redis_url, queue) as client:
+        await client.submit("the first call opens a connection")
+        asyncio.get_running_loop().set_task_factory(record)
+        try:
+            await client.submit("hello")
+        finally:
+            asyncio.get_running_loop().set_task_factory(None)
+    assert not tasks
+
+
+async def test_a_timeout_within_a_bounded_call_is_not_the_end_of_the_call() -> None:
+    async def fail() -> None:
+        raise TimeoutError("of a connection")
+
+    limit = CallTimeout(60.0)
+    with pytest.raises(TimeoutError, match="of a connection"):
+        await limit.bound(fail(), "job", "has not finished")
+    with pytest.raises(ResultTimeout, match="has not finished within 0 s"):
+        await CallTimeout(0.0).bound(asyncio.sleep(60), "job", "has not finished")

@@ -33,15 +33,15 @@ def round_trips(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     The client reads all replies before the next write.
     """
     written: list[bytes] = []
-    send: Any = AbstractConnection.send_packed_command
+    send: Any = AbstractConnection._send_packed_command
 
-    async def count(connection: AbstractConnection, command: Any, *args: Any, **options: Any) -> Any:
-        data = command if isinstance(command, bytes) else b"".join(command)
+    async def count(connection: AbstractConnection, command: list[bytes]) -> None:
+        data = b"".join(command)
         if b"PING" not in data[:20]:
             written.append(data[:80])
-        return await send(connection, command, *args, **options)
+        await send(connection, command)
 
-    monkeypatch.setattr(AbstractConnection, "send_packed_command", count)
+    monkeypatch.setattr(AbstractConnection, "_send_packed_command", count)
     return written
 
 

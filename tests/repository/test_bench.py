@@ -29,7 +29,7 @@ def run_quickly(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["benchmark"] == name
     assert result["quick"] is True
-    assert {"date", "hardware", "versions", "commit", "seed", "n_threads", "figures"} <= result.keys()
+    assert {"date", "hardware", "versions", "compiled", "commit", "seed", "n_threads", "figures"} <= result.keys()
     assert result["versions"]["llama-cpp-python"]
     assert result["hardware"]["cores"] >= 1
     figures: dict[str, Any] = result["figures"]
@@ -72,6 +72,16 @@ def test_speculation_is_measured_on_texts_that_repeat_themselves_and_on_others()
         assert one["off"]["drafted_tokens"] == 0
     assert figures["texts"]["edit"]["1"]["ngram"]["accepted_tokens"] > 0
     assert figures["targets"]["edit_1"]["target"] == 1.5
+
+
+def test_a_draft_model_that_is_always_right_is_measured() -> None:
+    figures = run_quickly("draft_model")
+    one = figures["drafts"]["right, 1"]
+    assert one["off"]["tokens"] == one["on"]["tokens"] == figures["tokens_out"]
+    assert one["off"]["drafted_tokens"] == 0
+    assert one["on"]["drafted_tokens"] == one["on"]["accepted_tokens"]
+    assert one["same_outputs"] == 1
+    assert figures["targets"]["right, 1"]["target"] == 1.2
 
 
 def test_every_strategy_runs_the_same_jobs() -> None:
@@ -171,11 +181,13 @@ def test_jobs_a_second_are_measured_beside_rq_and_a_plain_stream() -> None:
 def test_the_page_of_results_has_the_targets_and_a_table_for_each_plot() -> None:
     hardware = {"cpu": "a cpu", "cores": 2, "load_before": 0.1}
     facts = {"date": "today", "model": "tiny", "rounds": 5, "commit": "0" * 40, "changed_since_commit": False}
+    facts["compiled"] = True
     spread = {"p50": 1.0, "p95": 2.0, "p99": 3.0, "max": 4.0}
     one = {"gap_ms": spread, "ttft_long_ms": 9.5}
     systems = {"latency-target": one, "llama-server": one}
     figures = {"systems": systems, "targets": {"gap_p95_ms": {"value": 2.0, "target": 1.5, "is_met": False}}}
     page = results_page().describe({"itl_under_prefill": {"hardware": hardware, "figures": figures, **facts}})
+    assert "5 rounds, compiled ticks, 2 cores" in page
     assert "| gap_p95_ms | 2 | 1.5 | **no** |" in page
     assert "| latency-target | 1 | 2 |" in page
     assert "(ttft_under_streams.svg)" in page

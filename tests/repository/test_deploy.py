@@ -231,9 +231,8 @@ def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[st
 
 
 def test_the_image_and_make_install_both_distributions_of_this_checkout(dockerfile: list[list[str]]) -> None:
-    assert "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker" in arguments(
-        dockerfile, "RUN"
-    )
+    install = "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker"
+    assert f"HATCH_BUILD_HOOKS_ENABLE=true {install}" in arguments(dockerfile, "RUN")
     recipes = (ROOT / "Makefile").read_text()
     assert "pip install --quiet -e '.[worker]' -e ./worker" in recipes
     assert "pip install --quiet -e '.[worker,dev]' -e ./worker" in recipes

@@ -208,6 +208,16 @@ def test_both_distributions_have_one_version_and_one_license() -> None:
     assert (ROOT / "LICENSE").read_text() == (WORKER / "LICENSE").read_text()
 
 
+def test_the_compiled_modules_and_the_exceptions_of_the_build_hook_exist() -> None:
+    build = tomllib.loads((WORKER / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    hook = build["targets"]["wheel"]["hooks"]["mypyc"]
+    assert not hook["enable-by-default"]
+    for pattern in hook["include"]:
+        assert list(WORKER.glob(pattern)), pattern
+    for path in hook["exclude"]:
+        assert path == "__init__.py" or (WORKER / path).is_file(), path
+
+
 def test_a_plain_install_requires_nothing_heavy_and_the_extra_requires_the_worker(
     wheel: Path, worker_wheel: Path
 ) -> None:

@@ -55,7 +55,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Redis whose default queue has a worker with the demo model."""
     folder = tmp_path_factory.mktemp("served")
     with EmbeddedRedis() as redis, (folder / "log").open("wb") as log:
-        supervisor = Supervisor([WorkerSettings(redis_url=redis.url, n_threads=1)], log)
+        # The demo model generates many tokens in the default interval, and these texts are short.
+        supervisor = Supervisor([WorkerSettings(redis_url=redis.url, n_threads=1, stream_interval_ms=0)], log)
         supervisor.start()
         try:
             await_worker(redis.url, "default")

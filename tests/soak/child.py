@@ -15,14 +15,13 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.script_types import Attempt, Increment
-from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine_loop.tick_loop import TickLoop
@@ -92,9 +91,10 @@ def after_async(owner: type, name: str, callback: Callable[..., object]) -> None
 def add_io_points(faults: Faults) -> None:
     """Add the points of the I/O thread: Redis has executed a command, but the worker has not processed the reply."""
 
-    def claimed(claims: Sequence[object], *_: object) -> None:
-        if claims:
+    def claimed(replies: Sequence[ClaimReply], *_: object) -> None:
+        if replies:
             faults.reach("admit.claimed")
+        claimed_jobs([reply.outcome for reply in replies])
 
     def reclaimed(claims: Sequence[object], *_: object) -> None:
         if claims:
@@ -116,9 +116,9 @@ def add_io_points(faults: Faults) -> None:
 
     after_async(JobClaims, "read", claimed)
     after_async(JobClaims, "reclaim", reclaimed)
-    after_async(Scripts, "claim_jobs", claimed_jobs)
-    after_async(Scripts, "flush", flushed)
-    after_async(Scripts, "finish_jobs", finished)
+    after_async(AttemptScripts, "claim_jobs", claimed_jobs)
+    after_async(AttemptScripts, "flush", flushed)
+    after_async(AttemptScripts, "finish_jobs", finished)
     original = TickLoop.admit
 
     @wraps(original)
@@ -158,7 +158,7 @@ def add_engine_points(faults: Faults) -> None:
         time.sleep(faults.tick_s)
         results = original(self, batch, *args, **kwargs)
         faults.reach(*(f"{phase}.after" for phase in phases))
-        return [replace(result, sampled=(), error=FAILURE) if fails(result) else result for result in results]
+        return [result._replace(sampled=(), error=FAILURE) if fails(result) else result for result in results]
 
     Engine.run = run  # type: ignore[method-assign]
 

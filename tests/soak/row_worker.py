@@ -27,9 +27,9 @@ async def serve(url: str, queue: str) -> None:
             claims: list[Claim] = []
             with suppress(ResponseError):  # Redis is full
                 claims = [
-                    Claim(fields[b"id"].decode(), stream, entry_id.decode())
+                    Claim(entry.fields[b"id"].decode(), stream, entry.entry_id.decode())
                     for _, entries in await worker.scripts.read([stream], JOBS_AT_ONCE, LEASE_MS)
-                    for entry_id, fields in entries
+                    for entry in entries
                 ]
             await asyncio.gather(*(_answer(worker, claim) for claim in claims))
             if not claims:

@@ -31,8 +31,7 @@ class CallTimeout:
         return max(0.0, self.end_s - asyncio.get_running_loop().time())
 
     async def bound(self, work: Coroutine[Any, Any, T], job_id: str, problem: str) -> T:
-        """Return the result of `work`. When the time is over, cancel `work` and raise at once, even if `work` does not
-        stop.
+        """Return the result of `work`. When the time is over, cancel `work`.
 
         Args:
             work: It sends commands to Redis, which may not answer.
@@ -42,16 +41,13 @@ class CallTimeout:
         Raises:
             ResultTimeout: The end came first.
         """
-        task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task], timeout=self.remaining_s)
-        finally:
-            if not task.done():
-                task.cancel()
-                task.add_done_callback(drop_error)
-        if task.cancelled() or not task.done():
-            raise self.error(job_id, problem)
-        return task.result()
+            async with asyncio.timeout_at(self.end_s) as limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self.error(job_id, problem) from None
 
     def error(self, job_id: str, problem: str, cause: Exception | None = None) -> ResultTimeout:
         """Return the error of this call after its end."""

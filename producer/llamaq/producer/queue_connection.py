@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.connect import connect
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.streaming.subscriber import Subscriber
@@ -20,7 +20,7 @@ class LoopConnections:
     """The connections of one client to Redis within one event loop."""
 
     redis: Redis
-    scripts: Scripts
+    scripts: JobScripts
     subscriber: Subscriber
     workers: WorkerWatch
 
@@ -29,7 +29,7 @@ class LoopConnections:
         """Return connections with these settings. Redis is contacted by the first call that needs it."""
         redis = connect(settings.redis_url, name="llamaq-client")
         workers = WorkerWatch(redis, keys, require_worker=settings.require_worker)
-        scripts = Scripts(redis, keys)
+        scripts = JobScripts(redis, keys)
         return cls(redis, scripts, Subscriber(redis, scripts.expire), workers)
 
 
@@ -57,7 +57,7 @@ class QueueConnection:
         return self._of_running_loop().redis
 
     @property
-    def scripts(self) -> Scripts:
+    def scripts(self) -> JobScripts:
         """The Lua scripts."""
         return self._of_running_loop().scripts
 

@@ -26,13 +26,13 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, RecentJob, Worker, WorkerCard
-from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment, TerminalWrite
 from llamaq.common.redis.connect import connect
 from llamaq.producer.queries.job_records import read_output
@@ -59,7 +59,7 @@ class FakeWorker:
         self.queue = queue
         self.keys = Keys(key_prefix)
         self.redis = connect(url, name="llamaq-fake-worker")
-        self.scripts = Scripts(self.redis, self.keys)
+        self.scripts = AttemptScripts(self.redis, self.keys)
         self._streams = [self.keys.jobs(queue, 0, priority) for priority in Priority]
 
     async def __aenter__(self) -> Self:
@@ -127,7 +127,7 @@ class FakeWorker:
         """Read the next entry of the queue, interactive jobs first. Returns None if no job waits."""
         for stream in self._streams:
             for _, entries in await self.scripts.read([stream], 1, LEASE_MS):
-                for entry_id, fields in entries:
+                for entry_id, fields, _ in entries:
                     return Claim(fields[b"id"].decode(), stream, entry_id.decode())
         return None
 

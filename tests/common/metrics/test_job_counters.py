@@ -20,6 +20,7 @@ from llamaq.common.metrics.metric_definitions import Family, Histogram, Samples
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.script_types import TerminalWrite
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
@@ -112,7 +113,7 @@ async def test_a_job_that_ends_without_a_worker_is_counted(redis_url: str, queue
             await job.cancel()
         else:
             await asyncio.sleep(0.01)  # until the deadline has passed on the clock of Redis
-            assert [await worker.scripts.expire(job.id) for _ in range(2)] == ["ended", "none"]
+            assert [await JobScripts(worker.redis, worker.keys).expire(job.id) for _ in range(2)] == ["ended", "none"]
         samples = await samples_of(worker)
     assert count_of(samples, f.JOBS_ENDED, "interactive", "finished", how) == 1
     assert count_of(samples, f.QUEUE_WAIT, "interactive") == 1

@@ -240,3 +240,11 @@ def test_unknown_fields_are_ignored_in_events_and_refused_in_requests() -> None:
     assert codec.decode_event(newer) == Failed(code="internal", message="m")
     with pytest.raises(InvalidRequest, match="hint"):
         codec.decode_request(msgpack.packb({"prompt": "x", "hint": "new"}), LIMIT)
+
+
+@pytest.mark.parametrize("n_chars", [0, 1, codec.SHORT_BYTES - 100, codec.SHORT_BYTES + 100, 100_000])
+def test_short_and_long_outputs_are_compressed_and_read_again(n_chars: int) -> None:
+    text = ("abcdefgh" * n_chars)[:n_chars]
+    data = codec.encode_output(text, [1, 2, 3])
+    assert codec.decode_output(data).text == text
+    assert len(data) < 60 + n_chars / 8

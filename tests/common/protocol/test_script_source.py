@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-from llamaq.common.protocol.script_calls import SHARED, source
+from llamaq.common.protocol.script_source import SHARED, source
 
 FOLDER = files("llamaq.common.protocol") / "scripts"
 SCRIPTS = sorted(path.name.removesuffix(".lua") for path in FOLDER.iterdir() if not path.name.startswith("_"))

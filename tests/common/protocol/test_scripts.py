@@ -19,8 +19,9 @@ from tests.support.fake_redis import replace_redis
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP, JobId
-from llamaq.common.protocol.script_types import Attempt, Claim, SubmitRefused, Submitted, TerminalWrite
+from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, SubmitRefused, Submitted, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, IdempotencyConflict
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
@@ -61,7 +62,7 @@ async def test_the_same_submit_sent_twice_puts_one_job_into_the_queue(redis_url:
         payload = codec.encode_request(request, 1024)
         job_id = JobId.new(queue)
         for _ in range(2):
-            outcome = await worker.scripts.submit(job_id, request, payload, result_ttl_s=60)
+            outcome = await JobScripts(worker.redis, worker.keys).submit(job_id, request, payload, result_ttl_s=60)
             assert outcome == Submitted(str(job_id), existing=False)
         assert await worker.redis.xlen(worker.keys.of_job(str(job_id)).interactive) == 1
 
@@ -122,7 +123,9 @@ async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(red
         async def submit(number: int) -> object:
             request = codec.build_request({"prompt": "x", "priority": ("bulk", "interactive")[number % 2]})
             payload = codec.encode_request(request, 1024)
-            return await worker.scripts.submit(JobId.new(queue), request, payload, result_ttl_s=60)
+            return await JobScripts(worker.redis, worker.keys).submit(
+                JobId.new(queue), request, payload, result_ttl_s=60
+            )
 
         outcomes = await asyncio.gather(*(submit(number) for number in range(40)))
         assert sum(isinstance(outcome, Submitted) for outcome in outcomes) == 5
@@ -234,7 +237,7 @@ async def test_of_several_jobs_that_are_claimed_together_a_damaged_one_affects_n
         claims = [claim for claim in [await worker.claim() for _ in jobs] if claim is not None]
         await worker.redis.set(worker.keys.of_job(jobs[1].id).job, "not a hash")
         await jobs[2].cancel()
-        outcomes = await worker.scripts.claim_jobs([(claim, None) for claim in claims], "w", LEASE_MS)
+        outcomes = await worker.scripts.claim_jobs([(claim, None) for claim in claims], Claimant("w", LEASE_MS))
         assert isinstance(outcomes[1], ResponseError)
         assert outcomes[2] == "done"
         assert [outcome.number for outcome in outcomes if isinstance(outcome, Attempt)] == [1, 1]
@@ -246,10 +249,10 @@ async def test_a_call_claims_no_more_jobs_than_it_can_return_requests_of(redis_u
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         jobs = [await client.submit("x" * size) for size in (10, 2**20, 10)]
         claims = [claim for claim in [await worker.claim() for _ in jobs] if claim is not None]
-        outcomes = await worker.scripts.claim_jobs([(claim, None) for claim in claims], "w", LEASE_MS)
+        outcomes = await worker.scripts.claim_jobs([(claim, None) for claim in claims], Claimant("w", LEASE_MS))
         assert [type(outcome) for outcome in outcomes] == [Attempt, Attempt]
         assert (await jobs[2].status()).attempt == 0, "the third job is claimed by another call"
-        (last,) = await worker.scripts.claim_jobs([(claims[2], None)], "w", LEASE_MS)
+        (last,) = await worker.scripts.claim_jobs([(claims[2], None)], Claimant("w", LEASE_MS))
         assert isinstance(last, Attempt)
 
 
@@ -429,8 +432,8 @@ async def test_the_request_of_a_finished_job_is_deleted_and_seed_and_metadata_st
 async def test_cancelling_a_waiting_job_ends_it_and_deletes_its_entry(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello", priority="bulk")
-        assert await worker.scripts.cancel(job.id) == "cancelled"
-        assert await worker.scripts.cancel(job.id) == "done"
+        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "cancelled"
+        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "done"
         assert (await job.status()).finish_reason is FinishReason.CANCELLED
         assert (await client.queue_depth()).waiting == 0
 
@@ -440,7 +443,7 @@ async def test_cancelling_a_claimed_job_before_its_start_ends_it(redis_url: str,
         job = await client.submit("hello")
         claim = await worker.claim()
         assert claim is not None
-        assert await worker.scripts.cancel(job.id) == "cancelled"
+        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "cancelled"
         assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "done"
         assert (await client.queue_depth()).running == 0
 
@@ -448,12 +451,12 @@ async def test_cancelling_a_claimed_job_before_its_start_ends_it(redis_url: str,
 async def test_the_flush_of_a_cancelled_job_returns_cancel(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
-        assert await worker.scripts.cancel(job.id) == "requested"
-        assert await worker.scripts.cancel(job.id) == "requested"
+        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "requested"
+        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "requested"
         assert (await attempt.emit([1], "a")).code == "cancel"
         assert (await job.status()).cancel_requested
         await attempt.finish(FinishReason.CANCELLED)
-        assert await worker.scripts.cancel(job.id) == "done"
+        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "done"
 
 
 @pytest.mark.slow
@@ -467,7 +470,7 @@ async def test_a_cancelled_job_whose_worker_lost_its_lease_ends_at_once(
         await worker.scripts.flush(worker.name, [attempt.increment()], 1, renew=True)  # the lease expires after 1 ms
         while not (await client.queue_depth()).waiting:  # noqa: ASYNC110 -- Redis tells nothing when a lease expires
             await asyncio.sleep(0.05)
-        assert await worker.scripts.cancel(job.id, only_waiting=only_waiting) == "cancelled"
+        assert await JobScripts(worker.redis, worker.keys).cancel(job.id, only_waiting=only_waiting) == "cancelled"
         result = await job.result()
         assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
         assert (await attempt.emit([2], "b")).code == "lost"
@@ -486,7 +489,7 @@ async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_st
 
 async def test_cancelling_a_missing_job_returns_gone(redis_url: str, queue: str) -> None:
     async with FakeWorker(redis_url, queue) as worker:
-        assert await worker.scripts.cancel(str(JobId.new(queue))) == "gone"
+        assert await JobScripts(worker.redis, worker.keys).cancel(str(JobId.new(queue))) == "gone"
 
 
 # requeue
@@ -503,7 +506,7 @@ async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, q
         assert await worker.scripts.requeue(claim, 1 if was_claimed else None, "fake") is True
         assert (await job.status()).state is JobState.QUEUED
         reclaimed = await worker.scripts.reclaim(claim.stream, 10, LEASE_MS, trusted_until_ms=0)
-        assert [(entry, found[b"id"]) for entry, found in reclaimed] == [(claim.entry_id.encode(), job.id.encode())]
+        assert [(entry, found[b"id"]) for entry, found, _ in reclaimed] == [(claim.entry_id.encode(), job.id.encode())]
         again = await worker.scripts.claim_job(claim, "other", LEASE_MS)
         assert isinstance(again, Attempt)
         assert again.number == (3 if was_claimed else 1)

@@ -71,8 +71,8 @@ async def test_tenants_take_turns_and_the_jobs_of_each_stay_in_their_order(redis
         jobs = await submit(client, *"aaaabbc")
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
         ((_, entries),) = await worker.scripts.read([stream], 10, LEASE_MS)
-        assert [fields[b"tenant"].decode() for _, fields in entries] == list("abcabaa")
-        order = [fields[b"id"].decode() for _, fields in entries]
+        assert [fields[b"tenant"].decode() for _, fields, _ in entries] == list("abcabaa")
+        order = [fields[b"id"].decode() for _, fields, _ in entries]
         assert [job.id for job in jobs if job.id in order[0:1] + order[3:4] + order[5:]] == [
             order[place] for place in (0, 3, 5, 6)
         ]
@@ -217,7 +217,7 @@ async def test_lost_turns_are_repaired(redis_server: EmbeddedRedis, queue: str, 
         while claim := await worker.claim():
             claimed.add(claim.job_id)
         found = await worker.scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=2**52)
-        claimed |= {fields[b"id"].decode() for _, fields in found}
+        claimed |= {fields[b"id"].decode() for _, fields, _ in found}
         assert claimed == {job.id for job in jobs}
         for job in jobs:
             assert await job.cancel()

@@ -16,12 +16,44 @@ from tests.support.redis_servers import HOST, IN_MEMORY, Server, free_ports
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.errors import InvalidSettings
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
-from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_types import Increment
 from llamaq.common.redis.connect import RETRY_S, connect, make_connection
 from llamaq.common.redis.retry import retry_until_deadline
+
+
+async def test_a_command_is_sent_without_another_task(redis_url: str) -> None:
+    redis = connect(redis_url, name="test")
+    await redis.ping()
+    tasks: list[object] = []
+
+    def record(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        tasks.append(work)
+        return asyncio.Task(work, loop=loop, **options)
+
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(record)
+    try:
+        assert await redis.ping()
+    finally:
+        loop.set_task_factory(None)
+    assert not tasks
+    await redis.aclose()
+
+
+async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connection() -> None:
+    with silent_listener() as port:
+        redis = connect(f"redis://{HOST}:{port}/?socket_timeout=0.1&health_check_interval=0", name="test")
+        connection: Any = make_connection(redis, "")
+        connection.redis_connect_func = lambda _: None  # redis-py's own function awaits a reply
+        await connection.connect()
+        with pytest.raises(RedisTimeoutError, match="could not be sent in time"):
+            await connection.send_command("SET", "key", b"x" * 50_000_000)
+        assert not connection.is_connected
+        await redis.aclose()
 
 
 async def test_a_cancellation_is_never_swallowed(redis_url: str) -> None:
@@ -59,7 +91,7 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
     server = Server(tmp_path, free_ports(1)[0], IN_MEMORY)
     server.start()
     redis = connect(f"redis://{HOST}:{server.port}/0", name="test-demoted")
-    scripts = Scripts(redis, Keys())
+    scripts = AttemptScripts(redis, Keys())
     increment = Increment(str(JobId.new("q")), 1, "stream", "0-1", 0, 1, b"event")
     try:
         hash_fields: dict[Any, Any] = {"status": "running", "attempt": 1, "generated": 0, "worker": "me"}
@@ -74,7 +106,7 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
         with pytest.raises(RedisConnectionError, match="refuses to write"):
             await scripts.flush("me", [increment], 1000, renew=False)
         with pytest.raises(RedisConnectionError, match="refuses to write"):
-            await scripts.submit(JobId.new("q"), JobRequest(prompt="x"), b"", result_ttl_s=1)
+            await JobScripts(redis, Keys()).submit(JobId.new("q"), JobRequest(prompt="x"), b"", result_ttl_s=1)
         await redis.replicaof("NO", "ONE")
         assert (await scripts.flush("me", [increment], 1000, renew=False))[0].stored == 1
     finally:
@@ -195,8 +227,9 @@ async def test_a_connection_that_is_closed_while_a_command_is_sent_raises_a_conn
     redis = connect(redis_url, name="test")
     connection = make_connection(redis, "")
     await connection.connect()  # type: ignore[no-untyped-call]
+    connection.check_health = lambda: asyncio.sleep(0)  # type: ignore[method-assign]  # a check that waits
     sending = asyncio.create_task(connection.send_command("PING"))
-    await asyncio.sleep(0)  # redis-py now waits to send in a second task
+    await asyncio.sleep(0)
     await connection.disconnect(nowait=True)
     with pytest.raises(RedisConnectionError, match="closed during a command"):
         await sending

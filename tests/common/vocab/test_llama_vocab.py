@@ -27,7 +27,7 @@ def chat(*contents: str) -> list[Message]:
 
 
 def special_texts_of(vocab: Vocab, tokens: list[int]) -> list[str]:
-    return [vocab._token_text(token) for token in tokens if not vocab.piece(token)]
+    return [vocab.token_text(token) for token in tokens if not vocab.piece(token)]
 
 
 def template_vocab(tmp_path: Path, template: str | None) -> Vocab:
@@ -59,14 +59,14 @@ def test_a_text_with_a_lone_surrogate_is_encoded(vocab: Vocab) -> None:
 
 
 def test_every_end_token_is_known_and_has_no_text(chat_vocab: Vocab) -> None:
-    assert {chat_vocab._token_text(token) for token in chat_vocab.end_tokens} == {"<|endoftext|>", "<|im_end|>"}
+    assert {chat_vocab.token_text(token) for token in chat_vocab.end_tokens} == {"<|endoftext|>", "<|im_end|>"}
     assert all(chat_vocab.piece(token) == b"" for token in chat_vocab.end_tokens)
 
 
 def test_a_control_token_has_its_text_on_request_only(chat_vocab: Vocab) -> None:
     end = min(chat_vocab.end_tokens)
     assert chat_vocab.piece(end) == b""
-    assert chat_vocab.piece_with_special(end) == chat_vocab._token_text(end).encode()
+    assert chat_vocab.piece_with_special(end) == chat_vocab.token_text(end).encode()
     letter = chat_vocab.encode("a")[-1]
     assert chat_vocab.piece_with_special(letter) == chat_vocab.piece(letter) == b"a"
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
 from llamaq.producer.answer_parts.answer_grammar import answer_grammar
-from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 
@@ -28,8 +26,8 @@ STOP = '{"name": "stop", "arguments": {}}'
 
 
 @pytest.fixture(scope="module")
-def sandbox(chat_model: Path) -> Iterator[GrammarSandbox]:
-    sandbox = GrammarSandbox(extract_vocab(chat_model))
+def sandbox(chat_vocab: Vocab) -> Iterator[GrammarSandbox]:
+    sandbox = GrammarSandbox(chat_vocab)
     yield sandbox
     sandbox.close()
 

@@ -10,10 +10,9 @@ import pytest
 from tests.worker.broker.test_suspects import until, working
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Claim
 from llamaq.producer import AsyncClient
 from llamaq.worker.broker import intake
-from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 
 CAPACITY = 3
 
@@ -45,7 +44,7 @@ async def test_a_worker_full_of_bulk_jobs_waits_for_interactive_jobs_without_pol
 
     async def counted_read(
         claims: JobClaims, count: int, priorities: Sequence[Priority] = tuple(Priority)
-    ) -> list[Claim]:
+    ) -> list[ClaimReply]:
         reads.append(priorities)
         return await read(claims, count, priorities)
 

@@ -1,33 +1,44 @@
-"""A worker claims the jobs for its free slots in one call of Redis, and ends jobs in one call."""
+"""A worker reads entries and claims their jobs in one call of Redis, and ends jobs in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.worker.broker.test_suspects import until, working
+from redis.exceptions import ResponseError
+from tests.worker.broker.test_suspects import until, until_true, working
 
-from llamaq.common.protocol.script_calls import MAX_JOBS_IN_CALL, Scripts
+from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, AttemptScripts
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.script_types import Attempt, Claimant
+from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
+from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.worker.broker.job_streams import JobStreams
 
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """The number of jobs in each call of `claim_jobs` and `finish_jobs`."""
-    sizes: dict[str, list[int]] = {"claim_jobs": [], "finish_jobs": []}
+    """The number of jobs in each call of `read`, `claim_jobs` and `finish_jobs`. Calls for no job are left out."""
+    sizes: dict[str, list[int]] = {"read": [], "claim_jobs": [], "finish_jobs": []}
 
-    def count(name: str, place: int) -> Callable[..., Any]:
-        original = getattr(Scripts, name)
+    def count(name: str, size: Callable[[Sequence[Any], Any], int]) -> None:
+        original = getattr(AttemptScripts, name)
 
         async def counted(*args: Any, **kwargs: Any) -> Any:
-            sizes[name].append(len(args[place]))
-            return await original(*args, **kwargs)
+            reply = await original(*args, **kwargs)
+            if n_jobs := size(args, reply):
+                sizes[name].append(n_jobs)
+            return reply
 
-        return counted
+        monkeypatch.setattr(AttemptScripts, name, counted)
 
-    monkeypatch.setattr(Scripts, "claim_jobs", count("claim_jobs", 1))
-    monkeypatch.setattr(Scripts, "finish_jobs", count("finish_jobs", 2))
+    count("read", lambda _, reply: sum(one.outcome is not None for _, entries in reply for one in entries))
+    count("claim_jobs", lambda args, _: len(args[1]))
+    count("finish_jobs", lambda args, _: len(args[2]))
     return sizes
 
 
@@ -37,7 +48,8 @@ async def test_jobs_are_claimed_and_ended_together(redis_url: str, queue: str, s
         jobs = await client.submit_many([{"prompt": "hello"} for _ in range(n_jobs)])
         async with working(redis_url, queue, capacity=n_jobs) as worker:
             await until(lambda: len(worker.admitted) == n_jobs)
-            assert sizes["claim_jobs"] == [n_jobs, 10], "a call takes at most MAX_JOBS_IN_CALL of them"
+            assert sizes["read"] == [MAX_JOBS_IN_CALL, 10], "a call takes at most MAX_JOBS_IN_CALL of them"
+            assert sizes["claim_jobs"] == [], "the call that reads the entries claims the jobs too"
             for job in jobs:
                 worker.end(job)
             for job in jobs:
@@ -45,3 +57,69 @@ async def test_jobs_are_claimed_and_ended_together(redis_url: str, queue: str, s
     assert sum(sizes["finish_jobs"]) == n_jobs
     assert max(sizes["finish_jobs"]) <= MAX_JOBS_IN_CALL
     assert len(sizes["finish_jobs"]) < n_jobs / 4
+
+
+async def test_jobs_are_claimed_beside_large_requests_and_entries_that_name_no_job(
+    redis_url: str, queue: str, sizes: dict[str, list[int]]
+) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
+        prompts = ("x" * 2**20, "second", "third")
+        jobs = []
+        for prompt in prompts:
+            await client.redis.xadd(stream, {"id": f"{queue}.0.not-a-job"})
+            jobs.append(await client.submit(prompt))
+        async with working(redis_url, queue) as worker:
+            await until(lambda: len(worker.admitted) == len(jobs))
+            assert (sizes["read"], sizes["claim_jobs"]) == ([1], [1, 1]), "the request of the first job is large"
+            await until_true(lambda: client.redis.xlen(client.keys.dead(queue, 0)))
+        assert await client.redis.xlen(client.keys.dead(queue, 0)) == len(prompts)
+
+
+async def test_a_job_that_is_claimed_while_the_worker_stops_is_requeued_at_once_and_counts_no_crash(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_claimed, may_reply = asyncio.Event(), asyncio.Event()
+    read = AttemptScripts.read
+
+    async def read_late(scripts: AttemptScripts, *args: Any, **kwargs: Any) -> Any:
+        if reply := await read(scripts, *args, **kwargs):
+            has_claimed.set()
+            await may_reply.wait()
+        return reply
+
+    monkeypatch.setattr(AttemptScripts, "read", read_late)
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
+        job = await client.submit("hello")
+        async with working(redis_url, queue) as worker:
+            await has_claimed.wait()
+            assert worker.outbox.n_jobs == 0
+            asyncio.get_running_loop().call_later(0.01, may_reply.set)
+        stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
+        ((_, fields, _),) = await other.scripts.reclaim(stream, 10, LEASE_MS, trusted_until_ms=0)
+        assert fields[b"id"].decode() == job.id
+        assert (await job.status()).crashes == 0
+
+
+async def test_the_jobs_of_one_priority_are_started_although_the_read_of_the_next_one_fails(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = AttemptScripts.read
+
+    async def read_interactive(scripts: AttemptScripts, streams: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        if streams[0].endswith(Priority.BULK):
+            raise ResponseError("broken on purpose")
+        return await read(scripts, streams, *args, **kwargs)
+
+    monkeypatch.setattr(AttemptScripts, "read", read_interactive)
+    redis = connect(redis_url, name="test")
+    streams = JobStreams(redis, Keys(), queue=queue, partitions=2, claimant=Claimant("w1", LEASE_MS))
+    await streams.open()
+    async with AsyncClient(redis_url, queue, partitions=2) as client:
+        jobs = [await client.submit("hello", idempotency_key=str(number)) for number in range(4)]
+        found = [one for _, entries in await streams.read(8) for one in entries]
+        assert {one.fields[b"id"].decode() for one in found} == {job.id for job in jobs}
+        assert all(isinstance(one.outcome, Attempt) for one in found)
+        with pytest.raises(ResponseError, match="broken on purpose"):
+            await streams.read(8)
+    await redis.aclose()

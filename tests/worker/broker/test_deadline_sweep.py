@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -55,11 +56,11 @@ async def test_a_job_that_waits_too_long_ends_without_a_start(
 async def test_a_client_can_end_a_job_that_waits_too_long_without_any_worker(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("late", queue_timeout_s=0.05)
-        while await worker.scripts.expire(job.id) != "ended":  # noqa: ASYNC110  # the clock of Redis decides
+        while await JobScripts(worker.redis, worker.keys).expire(job.id) != "ended":  # noqa: ASYNC110  # the clock of Redis decides
             await asyncio.sleep(0.01)
         assert (await job.result(timeout=5)).finish_reason is FinishReason.DEADLINE
-        assert await worker.scripts.expire(job.id) == "none"
-        assert await worker.scripts.expire(str(JobId.new(queue))) == "none"
+        assert await JobScripts(worker.redis, worker.keys).expire(job.id) == "none"
+        assert await JobScripts(worker.redis, worker.keys).expire(str(JobId.new(queue))) == "none"
 
 
 async def test_queue_timeout_s_does_not_end_a_job_that_had_a_slot(redis_url: str, queue: str) -> None:
@@ -69,7 +70,7 @@ async def test_queue_timeout_s_does_not_end_a_job_that_had_a_slot(redis_url: str
         assert await deadlines(client) == {}
         await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
         await asyncio.sleep(0.06)
-        assert await worker.scripts.expire(job.id) == "none"
+        assert await JobScripts(worker.redis, worker.keys).expire(job.id) == "none"
         assert (await job.status()).state is JobState.QUEUED
 
 

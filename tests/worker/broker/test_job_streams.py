@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.script_types import Claimant
 from llamaq.common.redis.connect import connect
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.broker.job_streams import JobStreams
@@ -23,7 +24,7 @@ INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
 @asynccontextmanager
 async def opened(redis_url: str, queue: str, partitions: int) -> AsyncIterator[tuple[Redis, JobStreams]]:
     redis = connect(redis_url, name="test-streams")
-    streams = JobStreams(redis, Keys(), queue=queue, partitions=partitions, lease_s=60)
+    streams = JobStreams(redis, Keys(), queue=queue, partitions=partitions, claimant=Claimant("w1", 60_000))
     await streams.open()
     try:
         yield redis, streams
@@ -87,13 +88,14 @@ async def test_an_expired_entry_is_found_behind_many_with_a_valid_lease(
     async with opened(redis_url, queue, partitions) as (redis, streams):
         await add(redis, queue, 0, INTERACTIVE, 40)
         stream = Keys().jobs(queue, 0, INTERACTIVE)
-        scripts = Scripts(redis, Keys())
+        scripts = AttemptScripts(redis, Keys())
         streams.observe_time(0, await server_time_ms(redis), 0)
         await scripts.read([stream], 39, 60_000)
-        ((_, [(entry, _)]),) = await scripts.read([stream], 39, 1)  # the lease of this entry expires at once
+        ((_, [taken]),) = await scripts.read([stream], 39, 1)  # the lease of this entry expires at once
         while not (found := await streams.reclaim(1)):
             pass
-        assert found == [(stream, [(entry, {b"id": b"0-39"})])]
+        assert found == [(stream, [taken])]
+        assert taken.fields[b"id"] == b"0-39"
         assert await streams.reclaim(1) == []
 
 
@@ -123,13 +125,13 @@ async def test_both_priorities_of_one_partition_are_read_in_one_call(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[list[str]] = []
-    read = Scripts.read
+    read = AttemptScripts.read
 
-    async def recorded(scripts: Scripts, streams: Sequence[str], *args: Any, **more: Any) -> Any:
+    async def recorded(scripts: AttemptScripts, streams: Sequence[str], *args: Any, **more: Any) -> Any:
         calls.append([stream.rpartition(":")[2] for stream in streams])
         return await read(scripts, streams, *args, **more)
 
-    monkeypatch.setattr(Scripts, "read", recorded)
+    monkeypatch.setattr(AttemptScripts, "read", recorded)
     async with opened(redis_url, queue, 1) as (redis, streams):
         await add(redis, queue, 0, INTERACTIVE, 3)
         await add(redis, queue, 0, BULK, 3)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
-from llamaq.common.protocol import script_calls
+from llamaq.common.protocol import attempt_script_calls
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import Claim, StreamEntries
@@ -19,7 +19,7 @@ from llamaq.worker.broker import intake as intake_module
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time that a job stays with its first worker, and the time between two searches."""
-    monkeypatch.setattr(script_calls, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(attempt_script_calls, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
 
 
@@ -144,5 +144,5 @@ async def test_the_lease_of_the_holder_counts_and_not_that_of_the_taker(redis_ur
         taken: StreamEntries = []
         while not taken:
             taken = await worker.scripts.reclaim(stream, 10, 10, trusted_until_ms=FOREVER)
-        assert [fields[b"id"].decode() for _, fields in taken] == [fast.id]
+        assert [fields[b"id"].decode() for _, fields, _ in taken] == [fast.id]
         assert await worker.scripts.reclaim(stream, 10, 10, trusted_until_ms=0) == []

@@ -17,11 +17,12 @@ from redis.exceptions import ResponseError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_events import Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_types import Attempt, Claim, Increment
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
@@ -98,7 +99,7 @@ class Worker:
 
     async def put(self, job: Job, *tokens: int) -> None:
         """Put generated tokens into the mailbox. The text of each token is one letter."""
-        self.outputs.put([NewToken(job, token, chr(ord("a") + token % 26)) for token in tokens])
+        self.outputs.put([NewToken(job, token, chr(ord("a") + token % 26), 0.0) for token in tokens])
         await asyncio.sleep(0)
 
     async def end(self, job: Job, n_tokens: int) -> None:
@@ -136,7 +137,7 @@ async def working(
     async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
         engine, outputs = RecordingEngine(), OutputMailbox()
         outbox = Outbox(
-            Scripts(worker.redis, worker.keys),
+            AttemptScripts(worker.redis, worker.keys),
             worker.name,
             engine,
             outputs,
@@ -198,7 +199,7 @@ async def test_the_offsets_of_tags_are_stored_with_their_text(redis_url: str, qu
         job, first = await at.begin()
 
         async def put(running: Job, *tokens: tuple[str, int | None]) -> None:
-            at.outputs.put([NewToken(running, 1, text, tag_offset=offset) for text, offset in tokens])
+            at.outputs.put([NewToken(running, 1, text, 0.0, tag_offset=offset) for text, offset in tokens])
             await asyncio.sleep(0)
             await at.outbox.flush()
 
@@ -265,10 +266,10 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[str] = []
-    flush = Scripts.flush
+    flush = AttemptScripts.flush
 
     async def recorded(
-        scripts: Scripts, worker: str, increments: Sequence[Increment], *args: Any, **options: Any
+        scripts: AttemptScripts, worker: str, increments: Sequence[Increment], *args: Any, **options: Any
     ) -> Any:
         flushed.extend(increment.job_id for increment in increments)
         return await flush(scripts, worker, increments, *args, **options)
@@ -276,7 +277,7 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
     async with working(redis_url, queue) as at:
         silent, _ = await at.begin()
         job, running = await at.begin()
-        monkeypatch.setattr(Scripts, "flush", recorded)
+        monkeypatch.setattr(AttemptScripts, "flush", recorded)
         monkeypatch.setattr(outbox_module, "WHOLE_EVERY_S", 3600.0)
         task = asyncio.create_task(at.outbox.run())
         for number in range(5):
@@ -337,7 +338,7 @@ async def test_the_end_of_a_job_does_not_repeat_tokens_of_a_flush_whose_reply_wa
         await at.client.redis.hset(at.client.keys.of_job(job.id).job, "events_ttl_ms", 60_000)
         await at.put(running, 0, 1, 2)
         await at.outbox.flush()
-        at.outbox._jobs[job.id].n_stored = 0  # as if the connection had been cut before the reply
+        next(iter(at.outbox._jobs)).n_stored = 0  # as if the connection had been cut before the reply
         await at.put(running, 3)
         await at.end(running, 4)
         await at.outbox.flush()
@@ -478,7 +479,9 @@ async def test_jobs_are_requeued_while_redis_is_full(own_url: str, queue: str) -
         await at.put(running, 2)
         await at.outbox.flush()
         await at.put(running, 3)
-        at.outbox._jobs.pop(dead.id)  # its worker has died
+        at.outbox._jobs.remove(
+            next(one for one in at.outbox._jobs if one.lease.job_id == dead.id)
+        )  # its worker has died
         async with full(at.client.redis):
             at.outputs.put([JobWithdrawn(withdrawn)])
             await asyncio.sleep(0)
@@ -510,7 +513,7 @@ async def test_the_end_of_a_job_that_waits_in_the_worker_is_reported_once(redis_
             await job.cancel()
         else:
             await asyncio.sleep(limit_s)
-            assert await at.claimer.scripts.expire(job.id) == "ended"
+            assert await JobScripts(at.claimer.redis, at.claimer.keys).expire(job.id) == "ended"
         for _ in range(2):
             await (at.outbox.close() if how == "close" else at.outbox.flush())
         (ended,) = at.engine.finished

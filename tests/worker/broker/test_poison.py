@@ -11,10 +11,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.attempt_script_calls import DEAD_TTL_S
 from llamaq.common.protocol.job_events import Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import DEAD_TTL_S
 from llamaq.common.protocol.script_types import Claim, CrashVerdict, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker

@@ -12,10 +12,11 @@ from tests.worker.broker.test_outbox import Worker, working
 from tests.worker.broker.test_suspects import until, until_true
 from tests.worker.broker.test_suspects import working as full_worker
 
-from llamaq.common.protocol import script_calls
+from llamaq.common.protocol import attempt_script_calls
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_types import Attempt, Claim
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
@@ -47,7 +48,7 @@ async def test_a_preempted_job_waits_until_it_has_a_slot_again(redis_url: str, q
         assert await state_of(at, job) == has_slot
         started_ms = (await job.status()).started_ms
         for _ in range(2):
-            await put(at, NewToken(running, 0, "a"), SlotLost(running))
+            await put(at, NewToken(running, 0, "a", 0.0), SlotLost(running))
             assert await state_of(at, job) == (JobState.QUEUED, 1, 0, b"waiting")
             await put(at, SlotLost(running))
             assert await state_of(at, job) == (JobState.QUEUED, 1, 0, b"waiting"), "the next flush changes nothing"
@@ -70,7 +71,7 @@ async def test_an_attempt_that_had_its_slot_between_two_flushes_has_started_and_
         unused: Any = None
         running = Job(lease, request, [1], sampler=unused, detokenizer=unused)
         assert at.outbox.set_prepared(running, [])
-        await put(at, SlotAcquired(running), NewToken(running, 7, "h"), SlotLost(running))
+        await put(at, SlotAcquired(running), NewToken(running, 7, "h", 0.0), SlotLost(running))
         assert await state_of(at, job) == (JobState.QUEUED, 1, 0, b"waiting")
         assert [event.type for event in await at.events(job)] == ["started", "tokens"]
         await put(at, ended(running, FinishReason.LENGTH, 1))
@@ -107,7 +108,7 @@ async def test_a_cancelled_preempted_job_keeps_its_tokens_its_withheld_text_and_
 ) -> None:
     async with working(redis_url, queue, streams=streams) as at:
         job, running = await at.begin()
-        await put(at, NewToken(running, 0, "a"), NewToken(running, 1, "b"), SlotLost(running))
+        await put(at, NewToken(running, 0, "a", 0.0), NewToken(running, 1, "b", 0.0), SlotLost(running))
         assert (await job.status()).state is JobState.QUEUED
         assert await at.client.purge() == (job.id,), "it waits, so it is purged"
         assert (await job.status()).cancel_requested
@@ -127,16 +128,17 @@ async def test_the_worker_ends_a_preempted_job_at_its_deadline_and_another_clien
     async with working(redis_url, queue) as at:
         job, running = await at.begin()
         keys = at.client.keys.of_job(job.id)
-        await put(at, NewToken(running, 0, "a"), SlotLost(running))
+        scripts = JobScripts(at.client.redis, at.client.keys)
+        await put(at, NewToken(running, 0, "a", 0.0), SlotLost(running))
         seconds, _ = await at.client.redis.time()
         passed: dict[str, int] = {"queue_deadline_ms": 1, "deadline_ms": (seconds + 1000) * 1000}
         await at.client.redis.hset(keys.job, mapping=passed)  # type: ignore[arg-type]
-        assert await at.claimer.scripts.expire(job.id) == "none", "its queue_timeout_s counts up to its first slot"
+        assert await scripts.expire(job.id) == "none", "its queue_timeout_s counts up to its first slot"
         seconds, micros = await at.client.redis.time()
         await at.client.redis.hset(keys.job, "deadline_ms", str(seconds * 1000 + micros // 1000 - 1))
-        codes = [await at.claimer.scripts.expire(job.id)]
+        codes = [await scripts.expire(job.id)]
         while codes[-1] == "none":
-            codes.append(await at.claimer.scripts.expire(job.id))
+            codes.append(await scripts.expire(job.id))
         assert codes[0] == "none", "the worker has some time to end it, with its withheld text"
         assert (await job.result()).tokens == (0,)
 
@@ -144,7 +146,7 @@ async def test_the_worker_ends_a_preempted_job_at_its_deadline_and_another_clien
 async def test_a_preempted_job_continues_in_a_worker_with_a_free_slot(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script_calls, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(attempt_script_calls, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
     async with AsyncClient(redis_url, queue) as client, full_worker(redis_url, queue, n_slots=1) as busy:
         job = await client.submit("bulk", priority="bulk")

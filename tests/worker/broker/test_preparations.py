@@ -1,4 +1,4 @@
-"""Claimed jobs are prepared on other threads, and a slow one delays no other."""
+"""Quick jobs are prepared at once, others on other threads, and a slow one delays no other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.worker.broker.test_suspects import until
@@ -16,6 +18,7 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import Attempt, Claim
+from llamaq.worker.broker import preparations as preparations_module
 from llamaq.worker.broker.job_claims import NO_OUTPUT, ClaimedJob
 from llamaq.worker.broker.preparations import N_THREADS, Preparation, Preparations
 from llamaq.worker.broker.read_order import ReadOrder
@@ -30,6 +33,9 @@ class NamedPreparer:
     def __init__(self) -> None:
         self.may_end = threading.Event()
         self.closed: list[str] = []
+
+    def is_quick(self, payload: bytes) -> bool:
+        return payload.startswith(b"quick")
 
     def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         if payload == b"slow":
@@ -66,6 +72,34 @@ async def test_jobs_are_handed_over_in_groups_while_one_of_them_is_slow() -> Non
         assert repr(preparations) == "<Preparations waiting=0 ready=0>"
         preparer.may_end.set()
         await until(lambda: list(chain.from_iterable(groups)) == [*names, "slow"])
+
+
+async def test_quick_jobs_are_handed_over_at_once_and_without_a_thread() -> None:
+    ready: list[Preparation] = []
+    executor = Mock(spec=ThreadPoolExecutor)
+    preparations = Preparations(NamedPreparer(), executor, ready.extend)
+    added = preparations_of("quick 1", "quick 2")
+    preparations.add(added)
+    assert ready == added
+    assert all(isinstance(one.outcome, PreparedJob) for one in ready)
+    executor.submit.assert_not_called()
+    interrupted = preparations_of("quick but with output")
+    interrupted[0].claimed = replace(
+        interrupted[0].claimed, attempt=replace(interrupted[0].claimed.attempt, generated=1)
+    )
+    preparations.add(interrupted)
+    assert ready == added, "the output of an interrupted job may be long"
+    executor.submit.assert_called_once()
+
+
+async def test_many_quick_jobs_do_not_hold_the_io_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparations_module, "QUICK_S", 0.0)
+    ready: list[Preparation] = []
+    with ThreadPoolExecutor(N_THREADS) as executor:
+        preparations = Preparations(NamedPreparer(), executor, ready.extend)
+        preparations.add(preparations_of("quick 1", "quick 2"))
+        assert not ready
+        await until(lambda: len(ready) == 2)
 
 
 async def test_the_error_of_a_preparation_is_its_outcome() -> None:

@@ -13,13 +13,14 @@ import pytest
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
+from llamaq.worker.broker import suspects as suspects_module
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
@@ -36,7 +37,10 @@ FOREVER = 10**15
 
 
 class BytePreparer:
-    """Prepares jobs without a model."""
+    """Prepares jobs without a model, on the threads of the executor."""
+
+    def is_quick(self, payload: bytes) -> bool:
+        return False
 
     def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         request = codec.decode_request(payload, codec.MAX_EVENT_BYTES)
@@ -60,7 +64,7 @@ class FakeEngineWorker:
     """The jobs that were passed to the engine first have slots, at most this number of jobs."""
 
     def generate(self, job: AsyncJob, token: int = 65) -> None:
-        self.outputs.put([NewToken(self.admitted[job.id], token, "A")])
+        self.outputs.put([NewToken(self.admitted[job.id], token, "A", 0.0)])
 
     def end(self, job: AsyncJob) -> None:
         self.outputs.put([JobEnded(self.admitted.pop(job.id), JobStats(), FinishReason.STOP)])
@@ -92,7 +96,8 @@ async def working(
             queue=queue, partitions=1, worker_id=name, lease_s=LEASE_S, max_crashes=2,
         )  # fmt: skip
         worker.outbox = outbox = Outbox(
-            Scripts(connection.redis, connection.keys), name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,
+            AttemptScripts(connection.redis, connection.keys),
+            name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,
             checkpoints=Checkpoints(1, 1.0), retry_delay=RetryDelay(0.01, 0.02), is_alive=lambda: True,
             on_finished=_ignore,
         )  # fmt: skip
@@ -152,7 +157,7 @@ async def submit_suspect_to_busy_worker(client: AsyncClient, other: FakeWorker, 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time for which a suspect waits for running jobs, and the time between two reclaims."""
-    monkeypatch.setattr(intake_module, "MAX_SUSPECT_WAIT_S", 0.2)
+    monkeypatch.setattr(suspects_module, "MAX_SUSPECT_WAIT_S", 0.2)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.1)
 
 
@@ -197,7 +202,7 @@ async def test_running_jobs_are_requeued_when_a_suspect_has_waited_for_them(
 async def test_the_lease_of_a_waiting_suspect_is_renewed(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake_module, "MAX_SUSPECT_WAIT_S", 60.0)
+    monkeypatch.setattr(suspects_module, "MAX_SUSPECT_WAIT_S", 60.0)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.1)
     async with (
         AsyncClient(redis_url, queue) as client,

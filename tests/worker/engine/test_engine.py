@@ -269,6 +269,7 @@ def test_a_token_outside_the_vocabulary_fails_only_its_own_job(engine: Engine, t
     assert_equal_output(slots[0], generate_alone(engine, prompt(40, seed=1), 5))
 
 
+@pytest.mark.interpreted  # it sets an attribute of the engine
 def test_only_the_job_that_llama_cpp_cannot_decode_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(n, seed=n) for n in (60, 50, 90)]
     slots = [prefill_slot(index, tokens) for index, tokens in enumerate(prompts)]

@@ -31,7 +31,7 @@ class Receiver:
 
 async def test_messages_that_were_put_before_the_receiver_is_attached_are_delivered_first() -> None:
     mailbox, receiver, job = OutputMailbox(), Receiver(), make_job("x")
-    early: list[Message] = [NewToken(job, 1, "a"), NewToken(job, 2, "b")]
+    early: list[Message] = [NewToken(job, 1, "a", 0.0), NewToken(job, 2, "b", 0.0)]
     mailbox.put(early)
     assert repr(mailbox) == "<OutputMailbox 1 undelivered>"
     mailbox.attach(receiver.receive)
@@ -46,7 +46,7 @@ async def test_outputs_and_withdrawn_jobs_of_another_thread_arrive_in_order_on_t
     withdrawn = JobWithdrawn(make_job("y"))
     sent: list[Message] = []
     for number in range(500):
-        sent += [NewToken(job, number, ""), withdrawn]
+        sent += [NewToken(job, number, "", 0.0), withdrawn]
 
     def put_all() -> None:
         for place in range(0, len(sent), 2):

@@ -23,6 +23,8 @@ from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
 from llamaq.worker.testing.fake_job import make_job
 from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler
 
+pytestmark = pytest.mark.interpreted  # the recording classes inherit from compiled ones
+
 N_SLOTS = 2
 HANG_S = 60.0
 POLL_S = 0.001
@@ -73,6 +75,7 @@ class Loop:
         capacity: int | None = None,
         engine: type[SlowEngine] = SlowEngine,
         mailbox: type[RecordingMailbox] = RecordingMailbox,
+        stream_interval_s: float = 0.0,
     ) -> None:
         self.effects: list[object] = []
         self.clock = ManualClock()
@@ -80,7 +83,13 @@ class Loop:
         self.scheduler = make_scheduler(self.engine, make_memory(self.engine, n_slots=N_SLOTS), clock=self.clock)
         self.shared = SharedState(RecordingTelemetry(self.effects), mailbox(self.effects))
         self.ticks = TickLoop(
-            self.scheduler, self.engine, self.shared, hang_s=HANG_S, capacity=capacity, clock=self.clock
+            self.scheduler,
+            self.engine,
+            self.shared,
+            hang_s=HANG_S,
+            stream_interval_s=stream_interval_s,
+            capacity=capacity,
+            clock=self.clock,
         )
 
     def start(self, job: Job) -> None:
@@ -127,6 +136,44 @@ def test_the_measurements_of_a_tick_are_recorded_before_its_outputs_are_put_into
     assert kinds == [*first, "TickStats", "NewToken", "TickStats", "NewToken", "JobEnded"]
     assert loop.shared.telemetry.n_ticks == 3
     assert repr(loop.ticks) == "<TickLoop ticks=3 <Scheduler 0/2 slots, 0 waiting>>"
+
+
+class PublicationsMailbox(RecordingMailbox):
+    """Adds the number of new tokens of each publication to the effects, and the other messages."""
+
+    def put(self, messages: Sequence[Message]) -> None:
+        if messages:
+            self._effects.append(sum(isinstance(one, NewToken) for one in messages))
+        self._effects += [one for one in messages if not isinstance(one, NewToken)]
+
+
+def publications(stream_interval_s: float, batch_s: float, jobs: Sequence[Job]) -> list[object]:
+    """Return how many tokens are published together, and the names of the other messages."""
+    loop = Loop(mailbox=PublicationsMailbox, stream_interval_s=stream_interval_s)
+    loop.engine.batch_s = batch_s
+    for job in jobs:
+        loop.start(job)
+    loop.run_until_empty()
+    effects = [effect for effect in loop.effects if not isinstance(effect, TickStats)]
+    return [effect if isinstance(effect, int) else type(effect).__name__ for effect in effects]
+
+
+def test_tokens_of_short_ticks_are_published_together_and_first_tokens_and_ends_at_once() -> None:
+    together = publications(0.0045, 0.001, [make_job(max_tokens=10)])
+    assert together == [1, "SlotAcquired", 4, 4, 1, "JobEnded"]
+
+
+def test_the_tokens_of_a_tick_that_takes_longer_than_the_interval_are_published_at_once() -> None:
+    at_once = publications(0.0045, 0.005, [make_job(max_tokens=4)])
+    assert at_once == [1, "SlotAcquired", 1, 1, 1, "JobEnded"]
+    assert publications(0.0, 0.001, [make_job(max_tokens=4)]) == at_once
+
+
+def test_tokens_do_not_wait_for_a_tick_with_a_prompt() -> None:
+    long_prompt = make_job("x" * 40, max_tokens=1)
+    in_turns = publications(1.0, 0.001, [make_job("x", max_tokens=20), long_prompt])  # chunks of 16 tokens
+    assert in_turns[:3] == [1, "SlotAcquired", "SlotAcquired"]
+    assert in_turns[3:5] == [1, 2], "while the prompt is computed, each tick is published"
 
 
 def test_the_outputs_of_a_tick_are_published_while_the_next_batch_is_computed() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,22 +18,17 @@ from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.generation.grammar import sandbox as sandbox_module
 from llamaq.worker.generation.grammar.gbnf_to_lark import MAX_NESTING, gbnf_to_lark
+from llamaq.worker.generation.grammar.grammar_vocabulary import CopiedVocabulary, pack_vocabulary
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
-from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
+from llamaq.worker.generation.grammar.token_constraint import SLICES, ConstraintTokenizer, TokenConstraint, _Tokens
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 
 
 @pytest.fixture(scope="module")
-def blob(demo_model: Path) -> bytes:
-    return extract_vocab(demo_model)
-
-
-@pytest.fixture(scope="module")
-def sandbox(blob: bytes) -> Iterator[GrammarSandbox]:
-    sandbox = GrammarSandbox(blob, timeout_s=3)
+def sandbox(vocab: Vocab) -> Iterator[GrammarSandbox]:
+    sandbox = GrammarSandbox(vocab, timeout_s=3)
     yield sandbox
     sandbox.close()
 
@@ -423,8 +419,8 @@ HOSTILE: tuple[dict[str, Any], ...] = (
 """llguidance needs minutes for each of these, whatever its limits are. So grammars are compiled in another process."""
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(blob: bytes) -> None:
-    sandbox = GrammarSandbox(blob, timeout_s=0.5)
+def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(vocab: Vocab) -> None:
+    sandbox = GrammarSandbox(vocab, timeout_s=0.5)
     for constraint in HOSTILE:
         for _ in range(2):
             with pytest.raises(JobRejected, match=r"more than 0\.5 s"):
@@ -434,12 +430,19 @@ def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(blob: byte
     sandbox.close()
 
 
-def test_a_grammar_is_compiled_although_the_machine_gives_the_process_no_time(blob: bytes) -> None:
-    sandbox = GrammarSandbox(blob, timeout_s=0.3)
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process, and wait until all its threads stand still."""
+    process.send_signal(signal.SIGSTOP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+
+def test_a_grammar_is_compiled_although_the_machine_gives_the_process_no_time(vocab: Vocab) -> None:
+    sandbox = GrammarSandbox(vocab, timeout_s=0.3)
     sandbox.compile(JobParams(regex="b"))
     assert sandbox._process is not None
     child = sandbox._process._popen
-    child.send_signal(signal.SIGSTOP)
+    stop(child)
     resume = threading.Timer(0.5, child.send_signal, [signal.SIGCONT])
     resume.start()
     try:
@@ -450,13 +453,13 @@ def test_a_grammar_is_compiled_although_the_machine_gives_the_process_no_time(bl
 
 
 def test_a_process_that_does_not_answer_is_replaced_and_its_grammar_tried_again(
-    blob: bytes, monkeypatch: pytest.MonkeyPatch
+    vocab: Vocab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llamaq.worker.generation.grammar.sandbox.LONGEST_WAIT_FACTOR", 1)
-    sandbox = GrammarSandbox(blob, timeout_s=0.3)
+    sandbox = GrammarSandbox(vocab, timeout_s=0.3)
     sandbox.compile(JobParams(regex="b"))
     assert sandbox._process is not None
-    sandbox._process._popen.send_signal(signal.SIGSTOP)
+    stop(sandbox._process._popen)
     with pytest.raises(JobRejected, match="too busy"):
         sandbox.compile(JobParams(regex="a"))
     monkeypatch.undo()
@@ -479,8 +482,8 @@ def test_a_grammar_that_exceeds_the_limits_of_a_step_rejects_the_job(vocab: Voca
             generate(vocab, ConstraintTokenizer(vocab).compile(compiled), SamplingDefaults())
 
 
-def test_a_grammar_process_that_died_is_replaced(blob: bytes) -> None:
-    sandbox = GrammarSandbox(blob)
+def test_a_grammar_process_that_died_is_replaced(vocab: Vocab) -> None:
+    sandbox = GrammarSandbox(vocab)
     sandbox.compile(JobParams(grammar='root ::= "a"'))
     process = sandbox._process
     assert process is not None
@@ -493,30 +496,31 @@ def test_a_grammar_process_that_died_is_replaced(blob: bytes) -> None:
 
 
 @pytest.mark.starts_processes
-def test_a_process_that_cannot_start_is_an_engine_error() -> None:
-    sandbox = GrammarSandbox(b"no vocabulary")
+def test_a_process_that_cannot_start_is_an_engine_error(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "pack_vocabulary", lambda _: b"no vocabulary")
+    sandbox = GrammarSandbox(vocab)
     with pytest.raises(EngineError, match="does not start"):
         sandbox.compile(JobParams(grammar='root ::= "a"'))
     sandbox.close()
 
 
-def test_the_process_starts_before_the_first_grammar(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_starts_before_the_first_grammar(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "START_DELAY_S", 0.01)
-    sandbox = GrammarSandbox(blob)
+    sandbox = GrammarSandbox(vocab)
     wait_until(lambda: sandbox._process is not None, "the process starts")
     sandbox.close()
 
 
-def test_a_sandbox_that_is_closed_early_starts_no_process() -> None:
-    sandbox = GrammarSandbox(b"no vocabulary")
+def test_a_sandbox_that_is_closed_early_starts_no_process(vocab: Vocab) -> None:
+    sandbox = GrammarSandbox(vocab)
     assert sandbox._process is None
     sandbox.close()
     sandbox._start_early()
     assert sandbox._process is None
 
 
-def test_the_process_ends_when_its_socket_is_closed(blob: bytes) -> None:
-    process = sandbox_module._SandboxProcess(blob, 3)
+def test_the_process_ends_when_its_socket_is_closed(vocab: Vocab) -> None:
+    process = sandbox_module._SandboxProcess(vocab, 3)
     process.await_start()
     process._socket.close()
     assert process._popen.wait(timeout=10) == 0
@@ -527,3 +531,27 @@ def test_the_oldest_results_are_removed_from_the_cache(sandbox: GrammarSandbox) 
         with pytest.raises(JobRejected):
             sandbox.compile(JobParams(grammar=f'other{n} ::= "x"'))
     assert len(sandbox._results) == sandbox_module.MAX_CACHED_RESULTS
+
+
+def test_the_vocabulary_is_not_copied_for_llguidance(vocab: Vocab) -> None:
+    assert _Tokens(vocab).tokens is vocab.pieces
+
+
+def test_the_kinds_of_tokens_are_kinds_that_llguidance_knows() -> None:
+    assert set(SLICES) < set(llguidance.LLTokenizer.general_slices())
+
+
+def test_the_process_gets_the_part_of_the_vocabulary_that_grammars_need(tag_vocab: Vocab) -> None:
+    copied = CopiedVocabulary.unpack(pack_vocabulary(tag_vocab))
+    assert list(copied.pieces) == list(tag_vocab.pieces)
+    assert copied.pieces.hidden == tag_vocab.pieces.hidden
+    names = ("end_tokens", "eos", "bos")
+    assert [getattr(copied, name) for name in names] == [getattr(tag_vocab, name) for name in names]
+
+
+def test_the_process_has_no_llama_cpp_in_its_memory(sandbox: GrammarSandbox) -> None:
+    sandbox.compile(JobParams(regex="a"))
+    assert sandbox._process is not None
+    maps = Path(f"/proc/{sandbox._process._popen.pid}/maps").read_text()
+    assert "llguidance" in maps
+    assert "libllama" not in maps

@@ -9,7 +9,7 @@ import pytest
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import TokenSpan
-from llamaq.common.protocol.job_request import JobRequest, Priority
+from llamaq.common.protocol.job_request import CONSTRAINTS, JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.job import Job, Lease
@@ -32,6 +32,35 @@ def prepare(
     job = preparer.prepare(payload, lease, published, JobTimes(0.0)).job
     assert isinstance(job, Job)
     return job
+
+
+def test_short_requests_without_a_grammar_are_quick_to_prepare(vocab: Vocab) -> None:
+    def is_quick(request: JobRequest, **defaults: object) -> bool:
+        settings = WorkerSettings().job_defaults.model_copy(update=defaults)
+        preparer = JobPreparer(vocab, Mock(spec=GrammarSandbox), settings, context_limit=512, max_request_bytes=10_000)
+        return preparer.is_quick(codec.encode_request(request, 10_000))
+
+    plain = JobRequest(prompt="x", seed=1)
+    assert is_quick(plain)
+    assert not is_quick(JobRequest(prompt="x" * 1100))
+    assert not is_quick(plain, grammar='root ::= "a"')
+    assert not is_quick(plain, dry_multiplier=0.5)
+    constraints = {"grammar": "g", "json_schema": {}, "regex": "r", "choice": ("c",), "lark": "l"}
+    assert set(constraints) == set(CONSTRAINTS)
+    slow = constraints | {"dry_multiplier": 0.5, "chat_template_kwargs": {"n": 10**9}}
+    for name, value in slow.items():
+        assert not is_quick(plain.model_copy(update={name: value})), name
+
+
+def test_a_request_without_sampling_parameters_takes_the_defaults_without_a_copy() -> None:
+    defaults = WorkerSettings().job_defaults
+    plain, cold = JobRequest(prompt="x", seed=1, top_k=None), JobRequest(prompt="x", seed=1, temperature=0.0)
+    assert defaults.resolve(plain) is defaults
+    assert defaults.complete(plain) is plain
+    assert defaults.resolve(cold).temperature == 0.0
+    assert (
+        defaults.model_copy(update={"seed": 5}).complete(plain.model_copy(update={"has_random_seed": True})).seed == 5
+    )
 
 
 def test_a_job_has_the_priority_of_its_stream(vocab: Vocab) -> None:

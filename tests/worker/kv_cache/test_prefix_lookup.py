@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, JobEnded
 from llamaq.worker.kv_cache.cached_prefix_index import DeviceMatch, RadixPrefixCache
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
+
+pytestmark = pytest.mark.interpreted  # CountingCache inherits from a compiled class
 
 
 class CountingCache(RadixPrefixCache):

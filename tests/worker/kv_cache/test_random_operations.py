@@ -159,6 +159,7 @@ class RandomWorker:
         self.histories = [*self.histories[-30:], [*end.job.prompt, *generated]]
 
 
+@pytest.mark.interpreted  # CheckingCache inherits from a compiled class
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kv_unified", [True, False])
 @pytest.mark.parametrize("can_cut", [True, False])

@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 
-from llamaq.common.errors import InvalidSettings
+from llamaq.common.errors import InvalidSettings, ModelError
+from llamaq.tools.random_gguf import PLAIN, write_model
+from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model
 from llamaq.worker.process.generation_parts import (
     MAX_DRAFT_TOKENS_OF_TICK,
     load_engine,
     make_speculation,
     n_draft_tokens,
 )
+from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
 from llamaq.worker.settings import WorkerSettings, load_settings
 
 
@@ -40,6 +43,54 @@ def test_the_context_has_logits_for_the_slots_and_the_drafts_of_a_tick() -> None
     assert n_draft_tokens(WorkerSettings()) == 0
     assert n_draft_tokens(WorkerSettings(speculation="ngram", n_parallel=2, draft_max=5)) == 10
     assert n_draft_tokens(WorkerSettings(speculation="ngram", n_parallel=32)) == MAX_DRAFT_TOKENS_OF_TICK
+
+
+def test_a_draft_model_follows_the_slots_and_the_cells_of_the_worker(
+    any_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = write_model(tmp_path / "target.gguf", PLAIN)
+    settings = settings_of(target, speculation="model", model_draft=str(any_model), n_threads_draft=1)
+    engine = load_engine(target, settings)
+    kind = any_model.stem
+    if kind in {"recurrent", "hybrid"}:
+        with pytest.raises(InvalidSettings, match=r"--model-draft .* recurrent layers.* --speculation ngram"):
+            load_draft_model(any_model, settings, engine)
+    else:
+        draft_model = load_draft_model(any_model, settings, engine)
+        assert draft_model.context.n_ctx == engine.context.n_ctx
+        assert draft_model.sequences.n_sequences >= settings.n_parallel
+        assert draft_model.context.n_batch == 64
+        assert isinstance(make_speculation(settings, engine, draft_model), DraftModelSpeculation)
+        draft_model.close()
+    assert find_draft_model(settings_of(target)) is None
+    engine.close()
+
+
+def test_a_draft_model_of_another_family_is_refused(demo_model: Path, chat_model: Path) -> None:
+    settings = settings_of(demo_model, speculation="model", model_draft=str(chat_model))
+    engine = load_engine(demo_model, settings)
+    with pytest.raises(ModelError, match=r"--model-draft: .*--speculation ngram"):
+        load_draft_model(chat_model, settings, engine)
+    with pytest.raises(ModelError, match="--model-draft: there is no file"):
+        find_draft_model(settings_of(demo_model, speculation="model", model_draft="none.gguf"))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculation": "model"}, r"--speculation .*--model-draft"),
+        ({"model_draft": "small.gguf"}, r"--model-draft .*--speculation model"),
+        ({"model_draft": "small.gguf", "speculation": "ngram"}, r"--model-draft .*--speculation is ngram"),
+        (
+            {"model_draft": "s.gguf", "speculation": "model", "cache_type_v_draft": "q8_0", "flash_attn": "off"},
+            "--cache-type-v-draft",
+        ),
+    ],
+)
+def test_settings_of_the_draft_model_that_do_not_fit_together_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        load_settings(**values)
 
 
 def test_a_worker_for_embeddings_refuses_speculation() -> None:

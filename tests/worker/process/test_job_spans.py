@@ -14,10 +14,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobStats
-from llamaq.common.protocol.queue_and_worker_state import WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import TickStats, WorkerCard
 from llamaq.worker.broker.wall_clock_timeline import timeline_of
 from llamaq.worker.core.job_times import JobTimes
-from llamaq.worker.engine_loop.telemetry import REQUEST_DONE, TICK, EndedJob, JobTimeline, Telemetry
+from llamaq.worker.engine_loop.telemetry import EndedJob, JobTimeline, Telemetry
 from llamaq.worker.process.job_spans import JobSpans, span_hooks
 
 CARD = WorkerCard(
@@ -107,9 +107,11 @@ def test_a_job_whose_times_are_not_known_has_no_span() -> None:
     assert spans_of(EndedJob(ENDED.job_id, STATS, None, "damaged", {})) == {}
 
 
-def test_ticks_make_no_spans() -> None:
-    spans = JobSpans(TracerProvider().get_tracer("test"), CARD)
-    spans(TICK, {})
+def test_job_hooks_get_no_ticks() -> None:
+    got: list[object] = []
+    tick = TickStats(batch_size=1, decode_tokens=1, prefill_tokens=0, active_slots=1, queue_depth=0, eval_ms=1.0)
+    Telemetry(job_hooks=[got.append]).record_tick(tick)
+    assert got == []
 
 
 def test_the_timeline_has_the_times_of_the_job_on_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,18 +135,18 @@ def test_without_opentelemetry_there_is_no_hook(monkeypatch: pytest.MonkeyPatch)
     assert found
 
 
-def test_the_hook_of_jobs_is_called_for_jobs_only() -> None:
-    names: list[str] = []
-    Telemetry(job_hooks=[lambda name, _: names.append(name)]).record_job(ENDED)
-    assert names == [REQUEST_DONE]
+def test_the_hook_of_jobs_gets_each_ended_job() -> None:
+    jobs: list[EndedJob] = []
+    Telemetry(job_hooks=[jobs.append]).record_job(ENDED)
+    assert jobs == [ENDED]
 
 
 def test_no_span_is_made_until_an_sdk_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(JobSpans, "__call__", lambda _self, name, _measured: made.append(name))
+    made: list[EndedJob] = []
+    monkeypatch.setattr(JobSpans, "__call__", lambda _self, ended: made.append(ended))
     (hook,) = span_hooks(CARD)
-    hook(REQUEST_DONE, {})
+    hook(ENDED)
     assert made == []
     monkeypatch.setattr(trace, "get_tracer_provider", TracerProvider)
-    hook(REQUEST_DONE, {})
-    assert made == [REQUEST_DONE]
+    hook(ENDED)
+    assert made == [ENDED]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.draft_plan import DraftPart, DraftPlan
 from llamaq.worker.core.slot import Slot, SlotState
 from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.kv_cache.slot_pool import SlotPool
@@ -173,6 +174,8 @@ def batch_of(slots: Sequence[Slot], kind: str) -> object:
             return Batch()
         case "draft":
             return Batch((DecodeToken(decoding, Draft((1, 2))),))
+        case "draft plan":
+            return Batch((DecodeToken(decoding),), draft_plan=DraftPlan((DraftPart(decoding, 0, 1, 4),)))
         case "stranger":
             return Batch((DecodeToken(slots_of(0)[0]),))
         case "no slot":
@@ -201,6 +204,7 @@ FAULTS = {
     "chunk in decode": PlanFault.CHUNK_IN_DECODE,
     "nothing": PlanFault.NOTHING,
     "draft": PlanFault.DRAFT,
+    "draft plan": PlanFault.DRAFT,
     "stranger": PlanFault.UNKNOWN_SLOT,
     "no slot": PlanFault.UNKNOWN_SLOT,
     "none": PlanFault.NOT_A_BATCH,
@@ -222,7 +226,10 @@ class Custom:
         return self.build(slots)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.interpreted if kind == "lists" else ()) for kind in FAULTS],
+)  # a compiled `Batch` refuses lists itself
 def test_a_faulty_batch_is_logged_once_and_decode_maximal_plans_the_tick(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

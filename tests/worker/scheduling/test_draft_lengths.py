@@ -33,6 +33,24 @@ def test_no_other_lengths_promise_more_tokens_per_second(
         assert can_gain(n_decode, 1.0, token_s)
 
 
+@given(drafts=candidates, n_more=st.integers(0, 4), token_s=st.floats(0.0, 1.0), step_s=st.floats(1e-6, 1.0))
+def test_the_steps_of_a_draft_model_count(drafts: list[Candidate], n_more: int, token_s: float, step_s: float) -> None:
+    n_decode = len(drafts) + n_more
+    chosen = tuple(choose_lengths(drafts, n_decode, 1.0, token_s, 12, step_s))
+
+    def rate_with_steps(lengths: tuple[int, ...]) -> float:
+        seconds = 1 + token_s * sum(lengths)
+        return rate(drafts, lengths, n_decode, token_s) * seconds / (seconds + step_s * max(lengths))
+
+    possible = product(*(range(draft.n_tokens + 1) for draft in drafts))
+    best = max(map(rate_with_steps, possible))
+    assert rate_with_steps(chosen) >= best / LEAST_GAIN * (1 - 1e-9)
+    if sum(chosen):
+        assert rate_with_steps(chosen) >= LEAST_GAIN * n_decode * (1 - 1e-9)
+        probability = max(draft.probability for draft in drafts)
+        assert can_gain(n_decode, 1.0, token_s, step_s, probability * (1 + 1e-9))
+
+
 def test_drafts_grow_with_their_acceptance_and_end_where_tokens_cost_more_than_they_yield() -> None:
     lengths = [choose_lengths([Candidate(16, p)], 1, 1.0, 0.4, 64)[0] for p in (0.1, 0.3, 0.5, 0.7, 0.9, 0.999)]
     assert lengths == sorted(lengths)

@@ -11,7 +11,7 @@ import pytest
 from tests.worker.scheduling.test_batch_strategies import slots_of
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.plugins import load_strategy
 from llamaq.worker.scheduling.batch_strategies import DecodeMaximal, TickTimeReader
@@ -239,7 +239,7 @@ def test_a_strategy_that_raises_on_a_time_is_logged_once_and_its_batches_are_use
 
     guarded = GuardedStrategy(Raises(), TickLimits(10, 8))
     for _ in range(2):
-        guarded.record_tick(TickTime(1, 0, 1.0))
+        guarded.record_tick(Batch((DecodeToken(Slot(0)),)), 1.0)
     assert guarded.faults == {PlanFault.RAISED: 2}
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 

@@ -6,6 +6,7 @@ Logits differ a little with the shape of a batch, so in rare cases a draw can di
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.core.token_draft import Drafting
+from llamaq.worker.engine.draft_model import DraftModel
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
@@ -28,6 +30,8 @@ from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
+from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
+from llamaq.worker.scheduling.draft_sequences import DraftSequences
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.speculation import Speculation
@@ -57,10 +61,20 @@ JOBS: dict[str, dict[str, Any]] = {
 OF_SAMPLER = SamplingDefaults.model_fields.keys()
 
 
-class Rig:
-    """A scheduler with the demo model. With `drafts`, it drafts tokens for its jobs."""
+ACCEPTED = {
+    "ngram": {"one", "few", "logprobs", "stop", "short"},
+    "model": {"greedy", "sampled"},  # the draft model does not know the few tokens that the other jobs choose from
+}
+"""Jobs whose drafts are accepted."""
 
-    def __init__(self, model: Path, *, drafts: bool) -> None:
+
+class Rig:
+    """A scheduler with the demo model. It drafts tokens for its jobs as the setting `speculation` says.
+
+    The draft model is the demo model too, so that it drafts what a greedy job generates.
+    """
+
+    def __init__(self, model: Path, speculation: str) -> None:
         options = ContextOptions(
             n_ctx=2048,
             n_batch=128,
@@ -71,14 +85,26 @@ class Rig:
             n_logits=4 + N_DRAFT_TOKENS,
         )
         self.engine = engine = Engine(Model(model, ModelOptions(n_gpu_layers=0)), options)
-        self._drafts = drafts
+        self.kind = speculation
+        end_tokens, self.draft_model = engine.vocab.end_tokens, None
+        planner: Speculation | None = Speculation(end_tokens, N_DRAFT_TOKENS) if speculation == "ngram" else None
+        if speculation == "model":
+            self.draft_model = DraftModel(
+                Model(model, ModelOptions(n_gpu_layers=0)),
+                replace(options, n_seq_max=4),
+                n_vocab=engine.vocab.n_tokens,
+                end_tokens=end_tokens,
+                clock=ManualClock(),
+            )
+            sequences = DraftSequences(4, options.n_ctx, self.draft_model.context.n_vocab, held_cells=64)
+            planner = DraftModelSpeculation(end_tokens, N_DRAFT_TOKENS, sequences, max_missing=128)
         self._constraints = ConstraintTokenizer(engine.vocab)
         pool = SlotPool(4, engine.context.n_ctx, engine.sequences.n_sequences)
         self.scheduler = Scheduler(
             KvMemory(pool, engine.sequences, RadixPrefixCache()),
             GuardedStrategy(DecodeMaximal(), TickLimits(budget=128, chunk_size=32)),
             end_tokens=engine.vocab.end_tokens,
-            speculation=Speculation(engine.vocab.end_tokens, N_DRAFT_TOKENS) if drafts else None,
+            speculation=planner,
             clock=ManualClock(),  # ticks take no time, so that every draft promises a gain
         )
         self.n_drafted = 0
@@ -94,6 +120,9 @@ class Rig:
             self.scheduler.admit()
             self.scheduler.move(0)
             batch = self.scheduler.plan()
+            if self.draft_model is not None:
+                batch = self.draft_model.add_drafts(batch)
+                assert not batch.draft_work.has_failed
             self.n_drafted += batch.n_drafted
             for output in self.scheduler.apply(batch, self.engine.run(batch) if batch else []):
                 if isinstance(output, NewToken):
@@ -103,7 +132,7 @@ class Rig:
             self.scheduler.check_integrity()
         return {name: (tokens[name], ends[name]) for name in jobs}
 
-    def make_job(self, prompt: list[int], seed: int, options: dict[str, Any]) -> Job:
+    def make_job(self, prompt: list[int], seed: int, options: dict[str, Any], resumed: tuple[int, ...] = ()) -> Job:
         vocab = self.engine.vocab
         few = [vocab.encode("a" * 2)[-1], *range(300, 300 + options.get("few", 0) - 1)] if "few" in options else []
         grammar = options.get("grammar")
@@ -112,7 +141,9 @@ class Rig:
             constraint = self._constraints.compile(
                 llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(grammar, "root"))
             )
-        job = make_job(prompt, max_tokens=options.get("max_tokens", MAX_TOKENS), stop=options.get("stop", []))
+        job = make_job(
+            prompt, max_tokens=options.get("max_tokens", MAX_TOKENS), stop=options.get("stop", []), resumed=resumed
+        )
         job.sampler = LogitSampler(
             SamplingDefaults(**{name: value for name, value in options.items() if name in OF_SAMPLER}),
             seed=seed,
@@ -122,20 +153,37 @@ class Rig:
             has_drawn_logprobs="post_sampling_probs" in options,
         )
         job.detokenizer = StreamDetokenizer(vocab.piece, tuple(options.get("stop", ())))
-        job.drafting = Drafting(NgramDrafter(prompt), 12) if self._drafts else None
+        if self.kind != "off":
+            job.drafting = Drafting(NgramDrafter(prompt) if self.kind == "ngram" else None, 12)
         return job
 
     def make_jobs(self) -> dict[str, Job]:
         prompt = self.engine.vocab.encode(STORY)
         return {name: self.make_job(prompt[: 12 + at], at, options) for at, (name, options) in enumerate(JOBS.items())}
 
+    def close(self) -> None:
+        if self.draft_model is not None:
+            self.draft_model.close()
+        self.engine.close()
+
+
+@pytest.fixture(scope="module", params=["ngram", "model"])
+def drafting(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Rig]:
+    rig = Rig(demo_model, request.param)
+    yield rig
+    rig.close()
+
 
 @pytest.fixture(scope="module")
-def rigs(demo_model: Path) -> Iterator[tuple[Rig, Rig]]:
-    drafting, plain = Rig(demo_model, drafts=True), Rig(demo_model, drafts=False)
-    yield drafting, plain
-    for rig in (drafting, plain):
-        rig.engine.close()
+def plain(demo_model: Path) -> Iterator[Rig]:
+    rig = Rig(demo_model, "off")
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def rigs(drafting: Rig, plain: Rig) -> tuple[Rig, Rig]:
+    return drafting, plain
 
 
 def first_difference(one: list[NewToken], other: list[NewToken]) -> int:
@@ -172,7 +220,7 @@ def test_every_job_has_the_output_of_a_worker_without_speculation(rigs: tuple[Ri
             assert end.stats.stop_string == expected_end.stats.stop_string
     assert n_equal >= 0.9 * n_tokens
     accepted = {name for name in JOBS if with_drafts[name][1].stats.accepted_tokens}
-    assert {"one", "few", "logprobs", "stop", "short"} <= accepted
+    assert accepted >= ACCEPTED[rigs[0].kind]
     assert with_drafts["stop"][1].stats.stop_string == "aaaaaaa"
     assert len(with_drafts["short"][0]) == 11
 
@@ -188,3 +236,13 @@ def test_the_next_turn_reuses_the_cells_of_drafted_tokens(rigs: tuple[Rig, Rig])
         outputs.append([output.token for output in tokens])
     n_compared = 20  # the next tokens are nearly equally probable
     assert outputs[0][:n_compared] == outputs[1][:n_compared]
+
+
+def test_a_job_whose_worker_died_continues_with_the_tokens_that_it_would_have_had(rigs: tuple[Rig, Rig]) -> None:
+    drafting, plain = rigs
+    prompt = plain.engine.vocab.encode(STORY)
+    for seed, options in enumerate((JOBS["greedy"], JOBS["sampled"])):
+        tokens = [one.token for one in plain.run({"whole": plain.make_job(prompt, seed, options)})["whole"][0]]
+        published = tuple(tokens[:20])
+        rest, _ = drafting.run({"rest": drafting.make_job(prompt, seed, options, published)})["rest"]
+        assert [one.token for one in rest][:20] == tokens[20:40]

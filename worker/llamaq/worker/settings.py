@@ -15,9 +15,10 @@ from pydantic_settings import TomlConfigSettingsSource as TomlSource
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.logging_setup import LogFormat
-from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS, MAX_SALT_CHARS, JobDefaults
+from llamaq.common.protocol.job_request import MAX_SALT_CHARS, JobDefaults
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings, split_commas
+from llamaq.worker.speculation_settings import SpeculationSettings
 
 # llama.cpp's LLAMA_MAX_SEQ.
 MAX_SEQUENCES = 256
@@ -42,17 +43,12 @@ class BatchSettings(BaseModel):
         "stream, in milliseconds. While prompts are computed, the strategy tries to keep 95 % of these times "
         "below it. If not set: 50.",
     )
-    speculation: Literal["off", "ngram"] = Field(
-        "off",
-        description="`ngram`: when the last tokens of a job occurred before, in its prompt or its output, draft the "
-        "tokens that followed them, and verify these in one batch. The output is the same. Drafts are made only where "
-        "measurements promise a gain. Needs a model whose KV cells can be removed one by one.",
-    )
-    draft_max: int = Field(
-        16,
-        ge=1,
-        le=MAX_DRAFT_TOKENS,
-        description="With `speculation`: largest number of tokens that are drafted and verified at once for one job.",
+    stream_interval_ms: float = Field(
+        4.0,
+        ge=0,
+        le=1000,
+        description="Tokens of short ticks are published together, at most this number of milliseconds after the last "
+        "ones. First tokens and ends are published at once. 0: the tokens of each tick are published at once.",
     )
     cell_margin: int = Field(
         64,
@@ -226,6 +222,7 @@ class WorkerSettings(
     DeviceSettings,
     RopeSettings,
     BatchSettings,
+    SpeculationSettings,
     CacheSettings,
     LifeSettings,
     JobDefaults,
@@ -263,11 +260,13 @@ class WorkerSettings(
             raise ValueError("--devices (LLAMAQ_DEVICES): a device is listed twice")
         if self.rope_scale and self.rope_freq_scale:
             raise ValueError("--rope-scale and --rope-freq-scale (its inverse) exclude each other: give one")
-        if self.flash_attn == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
-            raise ValueError(
-                f"--cache-type-v (LLAMAQ_CACHE_TYPE_V): {self.cache_type_v} needs flash attention, but --flash-attn is "
-                "off"
-            )
+        for name in ("cache_type_v", "cache_type_v_draft"):
+            cache_type = getattr(self, name)
+            if self.flash_attn == "off" and cache_type not in ("f32", "f16", "bf16"):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} (LLAMAQ_{name.upper()}): {cache_type} needs flash attention, but "
+                    "--flash-attn is off"
+                )
         return self
 
     @property

@@ -34,6 +34,9 @@ MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 # Level of zlib. Higher levels take several times as long, and make the result only about 10 % smaller.
 OUTPUT_COMPRESSION = 1
+SHORT_BYTES = 4096
+"""Up to this size, data are compressed with a window of this size."""
+SHORT_MEMORY_LEVEL = 5
 
 # Parameters that do not determine the output of a job, and the seed, which is random unless the caller sets it. Two
 # requests that differ only in these parameters count as the same request.
@@ -56,6 +59,16 @@ def _unpack(data: bytes, limit: int) -> Any:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as exc:
         raise ProtocolError(f"not msgpack: {exc or type(exc).__name__}") from exc
+
+
+def _compress(data: bytes) -> bytes:
+    """Return compressed bytes. A window of the size of short data compresses as well as the default window of 32 KiB,
+    whose memory of 256 KiB takes 60 us to allocate.
+    """
+    if len(data) > SHORT_BYTES:
+        return zlib.compress(data, OUTPUT_COMPRESSION)
+    deflater = zlib.compressobj(OUTPUT_COMPRESSION, zlib.DEFLATED, SHORT_BYTES.bit_length() - 1, SHORT_MEMORY_LEVEL)
+    return deflater.compress(data) + deflater.flush()
 
 
 def _decompress(data: bytes, limit: int) -> bytes:
@@ -296,7 +309,7 @@ def encode_output(
     """Return the encoded output of a job, as it is stored in the hash of the job: msgpack, compressed with zlib."""
     optional = {"logprobs": logprobs, "tag_offsets": tag_offsets}
     values = {"text": text, "tokens": tokens} | {name: value for name, value in optional.items() if value}
-    return zlib.compress(_pack(values), OUTPUT_COMPRESSION)
+    return _compress(_pack(values))
 
 
 def decode_output(data: bytes) -> TokenSpan:

@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.write_refusals import refuses_writes
 
 log = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ MAX_DUE = 100
 
 
 async def end_expired(
-    redis: Redis, scripts: Scripts, keys: Keys, queue: str, partition: int, job_ids: Sequence[str]
+    redis: Redis, scripts: JobScripts, keys: Keys, queue: str, partition: int, job_ids: Sequence[str]
 ) -> None:
-    """End the jobs that `Scripts.due_jobs` has found.
+    """End the jobs that `JobScripts.due_jobs` has found.
 
     Another client of Redis may have written an id or overwritten its job. An id without a valid job is removed from the
     deadlines of the partition.

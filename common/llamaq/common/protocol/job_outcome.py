@@ -117,7 +117,7 @@ class JobStats(WireModel):
     stop_string: str | None = Field(None, description="The stop string that ended the job. None: none did.")
     mode: Literal["stream", "generate", "embed"] = Field(
         "stream",
-        description="`stream` if the job published an event for the tokens of each tick; `generate` after the call "
+        description="`stream` if the job published its tokens as they were generated; `generate` after the call "
         "`generate`, `chat`, or a submit with `stream=False`; `embed` for embeddings and scores.",
     )
 

@@ -249,8 +249,8 @@ class JobParams(TemplateParams, SamplingParams):
     )
     stream: bool = Field(
         True,
-        description="Publish an event for the tokens of each tick. False: the worker stores tokens only from time to "
-        "time, and publishes only the start and the end.",
+        description="Publish an event for the tokens of each tick, or of several short ticks. False: the worker stores "
+        "tokens only from time to time, and publishes only the start and the end.",
     )
     prompt_progress: bool = Field(
         False,
@@ -286,8 +286,8 @@ class JobParams(TemplateParams, SamplingParams):
         constraints = self.constraints
         if len(constraints) > 1:
             raise ValueError(f"{' and '.join(constraints)} exclude each other: give one")
-        for name in ("grammar", "regex", "lark", "choice"):
-            if len("".join(getattr(self, name) or ()).encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        for name in set(constraints) - {"json_schema"}:
+            if len("".join(getattr(self, name)).encode(errors="replace")) > MAX_GRAMMAR_BYTES:
                 raise ValueError(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes")
         return self
 
@@ -382,6 +382,8 @@ class JobDefaults(SamplingDefaults):
         values: dict[str, Any] = {"grammar": grammar, "grammar_root": root or self.grammar_root if grammar else root}
         if self.seed is not None and request.has_random_seed:
             values["seed"] = self.seed
+        if all(getattr(request, name) == value for name, value in values.items()):
+            return request
         return request.model_copy(update=values)
 
 

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import source
+from llamaq.common.protocol.script_source import source
 
 
 async def oldest_waiting_s(redis: Redis, keys: Keys, queue: str, partitions: int) -> float | None:

@@ -167,7 +167,7 @@ class WorkerCard(WireModel):
     job_defaults: JobDefaults = Field(
         JobDefaults(), description="The sampling parameters, seed and grammar of jobs that do not set them."
     )
-    speculation: str = Field("off", description="How the worker drafts tokens: `off` or `ngram`.")
+    speculation: str = Field("off", description="How the worker drafts tokens: `off`, `ngram` or `model`.")
     n_vocab: int = Field(description="Number of tokens in the vocabulary.")
     end_tokens: tuple[int, ...] = Field((), description="The tokens that end an output, in ascending order.")
     n_parallel: int = Field(description="Number of slots.")

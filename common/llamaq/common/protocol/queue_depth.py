@@ -13,7 +13,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, TenantDepth
 from llamaq.common.protocol.queue_config import QueueMode
-from llamaq.common.protocol.script_calls import source
+from llamaq.common.protocol.script_source import source
 
 
 async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int, *, max_tenants: int = 0) -> QueueDepth:

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
-from llamaq.common.protocol.script_calls import source
+from llamaq.common.protocol.script_source import source
 
 MAX_WAITING_SEARCHED = 10_000
 """Largest number of entries of one stream that are examined to find jobs that wait for a first slot in a worker."""

@@ -212,5 +212,9 @@ class SamplingDefaults(BaseModel):
 
     def resolve(self, params: SamplingParams) -> SamplingDefaults:
         """Return these defaults, replaced by the values that the job itself sets."""
-        given = {name: getattr(params, name) for name in SamplingDefaults.model_fields}
-        return self.model_copy(update={name: value for name, value in given.items() if value is not None})
+        given = {name: getattr(params, name) for name in params.model_fields_set & _SAMPLING_FIELDS}
+        values = {name: value for name, value in given.items() if value is not None}
+        return self.model_copy(update=values) if values else self
+
+
+_SAMPLING_FIELDS = SamplingDefaults.model_fields.keys()

@@ -1,10 +1,15 @@
-"""The values that the Lua scripts get and return, as Python objects. `script_calls` sends and receives them."""
+"""The values that the Lua scripts get and return, as Python objects.
+
+`job_script_calls` and `attempt_script_calls` send and receive them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from redis.exceptions import ResponseError
 
 from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_events import Event, Failed, Finished
@@ -12,8 +17,6 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import JobId
 
-StreamEntries = list[tuple[bytes, dict[bytes, bytes]]]
-"""The id and the fields of each entry of one stream."""
 ClaimCode = Literal["gone", "done", "ended", "stale", "paused", "left"]
 """Why a job was not claimed; claim.lua explains the values."""
 FlushCode = Literal["ok", "cancel", "lost"]
@@ -119,6 +122,11 @@ class Claim:
     entry_id: str
 
     @property
+    def partition(self) -> int:
+        """The partition of the job. The job id was checked when the entry was read."""
+        return int(self.job_id.split(".")[1])
+
+    @property
     def priority(self) -> Priority:
         """The priority of the stream, which is that of the job."""
         return Priority.INTERACTIVE if self.stream.endswith(f":{Priority.INTERACTIVE}") else Priority.BULK
@@ -149,6 +157,46 @@ class Attempt:
     left_ms: float | None
     retries_left: int | None
     token_times: str = ""
+
+
+ClaimOutcome = Attempt | ClaimCode | ResponseError
+"""What Redis has answered to the claim of a job: the attempt, or why it was not claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """A worker that claims jobs.
+
+    Attributes:
+        worker: Id of the worker.
+        lease_ms: How long the worker keeps a job without a renewal, in milliseconds.
+        model: Fingerprint of the worker's model. Empty: not known.
+        restart_other_model: Whether a job that another model has begun starts again. Otherwise it is left to the
+            workers of that model.
+    """
+
+    worker: str
+    lease_ms: int
+    model: str = ""
+    restart_other_model: bool = False
+
+
+class Entry(NamedTuple):
+    """An entry of a job stream.
+
+    Attributes:
+        entry_id: Id of the entry.
+        fields: Its fields.
+        outcome: What Redis has answered to the claim of its job. None: the job was not claimed with the read.
+    """
+
+    entry_id: bytes
+    fields: dict[bytes, bytes]
+    outcome: ClaimOutcome | None = None
+
+
+StreamEntries = list[Entry]
+"""The entries of one stream."""
 
 
 @dataclass(frozen=True, slots=True)

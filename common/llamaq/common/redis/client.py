@@ -60,7 +60,7 @@ class RetryingRedis(Redis):
 
     async def send(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Send one command, without a retry."""
-        execute: Any = super().execute_command  # redis-py does not annotate it
+        execute: Any = super().execute_command if self.single_connection_client else self._execute
         try:
             return await execute(*args, **options)
         except NoScriptError:
@@ -71,6 +71,18 @@ class RetryingRedis(Redis):
         except RedisTimeoutError as exc:
             self.pool.fail_waiting(exc)
             raise
+
+    async def _execute(self, *args: Any, **options: Any) -> Any:
+        """Send one command over a connection of the pool.
+
+        redis-py's own method also prepares retries, which `call_with_retry` does, and metrics for OpenTelemetry.
+        """
+        connection: Any = await self.pool.get_connection()
+        try:
+            await connection.send_command(*args)
+            return await self.parse_response(connection, args[0], **options)
+        finally:
+            await self.pool.release(connection)
 
     def register_script(self, script: Any) -> AsyncScript:  # type: ignore[override]  # redis-py's own annotations
         """See `Redis.register_script`. `send` loads the script when a server does not have it."""

@@ -116,8 +116,9 @@ def make_connection(redis: Redis, node: str) -> AbstractConnection:
 def robust_connection(kind: type[C]) -> type[C]:
     """Return a subclass of this connection class that fixes four defects.
 
-    - Lost cancellations. redis-py sends with `asyncio.wait_for`. On Python 3.11, this function loses a cancellation or
-      timeout that arrives when the send completes (cpython issue 86296). The task would then wait forever.
+    - Lost cancellations, and a task for each command. redis-py sends with `asyncio.wait_for`. On Python 3.11, this
+      function creates a task, and loses a cancellation or timeout that arrives when the send completes (cpython issue
+      86296). The caller would then wait forever.
     - Repeated timeouts. After a timeout on one connection, every older connection reconnects before its next use,
       because the same outage may have broken it.
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
@@ -133,17 +134,13 @@ def robust_connection(kind: type[C]) -> type[C]:
             self._connected_s = asyncio.get_running_loop().time()
             await super()._connect()
 
-        async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
             if self.is_connected and self._connected_s < last_timeout_s:
                 await self.disconnect(nowait=True)
                 raise RedisConnectionError("a newer connection timed out, so this one reconnects")
-            task = asyncio.current_task()
-            before = task.cancelling() if task else 0
             with _closing_is_a_connection_error(self):
-                await super().send_packed_command(*args, **kwargs)
-            if task and task.cancelling() > before:
-                await self.disconnect(nowait=True)  # otherwise the next command would read the reply to this one
-                raise asyncio.CancelledError
+                await _prepare_to_send(self, check_health)
+                await _send(self, command)
 
         async def disconnect(self, nowait: bool = False, error: Exception | None = None, **kwargs: Any) -> None:
             # After an error, do not wait until a server that does not answer has received the rest of the data.
@@ -164,6 +161,28 @@ def robust_connection(kind: type[C]) -> type[C]:
                 raise RedisConnectionError(f"the server refuses to write: {exc}") from exc
 
     return RobustConnection
+
+
+async def _prepare_to_send(connection: Any, check_health: bool) -> None:
+    if not connection.is_connected:
+        await connection.connect_check_health(check_health=False)
+    if check_health:
+        await connection.check_health()
+
+
+async def _send(connection: Any, command: Any) -> None:
+    """Send a packed command within the timeout of the connection. After an error, the connection is closed."""
+    parts = [command.encode()] if isinstance(command, str) else command
+    try:
+        async with asyncio.timeout(connection.socket_timeout):
+            await connection._send_packed_command([parts] if isinstance(parts, bytes) else parts)
+    except BaseException as exc:
+        await connection.disconnect(nowait=True)  # otherwise the next command would read the reply to this one
+        if isinstance(exc, TimeoutError):
+            raise RedisTimeoutError("the command could not be sent in time") from None
+        if isinstance(exc, OSError):
+            raise RedisConnectionError(f"the command could not be sent: {exc}") from exc
+        raise
 
 
 @contextmanager

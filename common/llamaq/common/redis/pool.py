@@ -60,8 +60,12 @@ class BoundedPool(ConnectionPool):
                     self._waiting.remove(turn)
 
     async def release(self, connection: AbstractConnection) -> None:
-        """Take a connection back, and wake the command that has waited longest."""
-        await super().release(connection)
+        """Take a connection back, and wake the command that has waited longest.
+
+        redis-py's own method also tells listeners, which only credential providers have, and OpenTelemetry.
+        """
+        self._in_use_connections.remove(connection)
+        self._available_connections.append(connection)
         self._wake_next()
 
     def _wake_next(self) -> None:

@@ -25,9 +25,12 @@ from llamaq.common.protocol.chat import Message, TemplateOptions, arguments_as_o
 from llamaq.common.vocab.chat_template import ChatTemplate
 from llamaq.common.vocab.special_token_masking import Placeholders, Span, SpecialTokenFinder
 from llamaq.common.vocab.split_long_text import split_text
+from llamaq.common.vocab.token_pieces import TokenPieces
 
 PIECE_BYTES = 256
 """Initial size of the buffer for the bytes of a token. Few tokens are longer."""
+MAX_CACHED_PIECES = 16_384
+"""Number of tokens whose bytes are cached, in 2 MB. Most texts consist of fewer different tokens."""
 # llama.cpp matches the texts of these tokens only with `parse_special`. The texts of user-defined tokens (<think> of
 # Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -49,14 +52,16 @@ class Vocab:
 
     def __init__(self, model: Any, *, owned: bool) -> None:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self._cached_pieces: dict[int, bytes] = {}
+        self._pieces: TokenPieces | None = None
         if owned:
             weakref.finalize(self, llama_cpp.llama_model_free, model)
-        self._pieces: dict[int, bytes] = {}
         self.n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.bos = _token_or_none(llama_cpp.llama_vocab_bos(self._vocab))
         self.eos = _token_or_none(llama_cpp.llama_vocab_eos(self._vocab))
-        self._adds_eos: bool = self.eos is not None and llama_cpp.llama_vocab_get_add_eos(self._vocab)
-        self._uses_regex: bool = llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_BPE
+        self.adds_eos: bool = self.eos is not None and llama_cpp.llama_vocab_get_add_eos(self._vocab)
+        self.kind: int = llama_cpp.llama_vocab_type(self._vocab)
+        """The type of the tokenizer, a `LLAMA_VOCAB_TYPE_…` of llama.cpp."""
         self.adds_bos: bool = self.bos is not None and llama_cpp.llama_vocab_get_add_bos(self._vocab)
         self.separators = self._read_separators()
         """The special tokens that follow the query, and those that follow the document, in a prompt for reranking."""
@@ -157,9 +162,9 @@ class Vocab:
         Raises:
             ValueError: The token is not in the vocabulary.
         """
-        piece = self._pieces.get(token)
+        piece = self._cached_pieces.get(token)
         if piece is None:
-            piece = self._pieces[token] = self._read_piece(token)
+            piece = self._cache_piece(token)
         return piece
 
     def piece_with_special(self, token: int) -> bytes:
@@ -167,6 +172,13 @@ class Vocab:
         `<|tool_call|>`.
         """
         return self.piece(token) or self._read_piece(token, special=True)
+
+    @property
+    def pieces(self) -> TokenPieces:
+        """The bytes of all tokens, also of control tokens. The first access reads all tokens."""
+        if self._pieces is None:
+            self._pieces = self._read_pieces()
+        return self._pieces
 
     @cached_property
     def suppressed_tokens(self) -> frozenset[int]:
@@ -184,7 +196,7 @@ class Vocab:
     def special_tokens(self) -> SpecialTokenFinder:
         """The finder of the texts that llama.cpp turns into special tokens with `parse_special`."""
         return SpecialTokenFinder(
-            self._token_text(token)
+            self.token_text(token)
             for token in range(self.n_tokens)
             if llama_cpp.llama_vocab_get_attr(self._vocab, token) & SPECIAL_ATTRIBUTES
         )
@@ -326,9 +338,11 @@ class Vocab:
     def _tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         specials = self.special_tokens.find(text) if parse_special else []
         tokens: list[int] = []
-        for index, part in enumerate(split_text(text, specials, splits_runs=self._uses_regex)):
+        for index, part in enumerate(
+            split_text(text, specials, splits_runs=self.kind == llama_cpp.LLAMA_VOCAB_TYPE_BPE)
+        ):
             tokens += self._tokenize_part(part, add_special and index == 0, parse_special)
-            if add_special and index == 0 and self._adds_eos:
+            if add_special and index == 0 and self.adds_eos:
                 tokens.pop()  # the model must continue the text, so remove the EOS that llama.cpp added
         return tokens
 
@@ -342,6 +356,14 @@ class Vocab:
         tokens: list[int] = buffer[:n]
         return tokens
 
+    def _cache_piece(self, token: int) -> bytes:
+        """Return the bytes of one token, and add them to the cache."""
+        piece = self._read_piece(token) if self._pieces is None else self._pieces.in_output(token)
+        if len(self._cached_pieces) >= MAX_CACHED_PIECES:
+            self._cached_pieces.clear()
+        self._cached_pieces[token] = piece
+        return piece
+
     def _read_piece(self, token: int, *, special: bool = False) -> bytes:
         if not 0 <= token < self.n_tokens:
             raise ValueError(f"token {token} is not in the vocabulary of {self.n_tokens} tokens")
@@ -353,17 +375,32 @@ class Vocab:
                 return buffer.raw[:written]
             n_bytes = -written  # the size that llama.cpp needs
 
+    def _read_pieces(self) -> TokenPieces:
+        hidden: list[int] = []
+        buffer = ctypes.create_string_buffer(PIECE_BYTES)
+
+        def read(token: int) -> bytes:
+            written = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, PIECE_BYTES, 0, False)
+            if written > 0:
+                return buffer.raw[:written]
+            if written == 0:
+                hidden.append(token)
+            return self._read_piece(token, special=True)
+
+        return TokenPieces(map(read, range(self.n_tokens)), hidden)
+
     @cached_property
     def _max_token_bytes(self) -> int:
         """Length in bytes of the longest token text: an upper bound on the characters that one token encodes."""
         return max(len(llama_cpp.llama_vocab_get_text(self._vocab, token)) for token in range(self.n_tokens))
 
-    def _token_text(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
+        """Return the text of a token as the vocabulary has it, which is not the text that it stands for."""
         text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token)
         return text.decode(errors="replace")
 
     def _text_or_empty(self, token: int | None) -> str:
-        return "" if token is None else self._token_text(token)
+        return "" if token is None else self.token_text(token)
 
 
 def _texts_in(value: object) -> Iterator[str]:

@@ -123,6 +123,30 @@ def test_filters_of_a_large_vocabulary_keep_what_llama_cpp_keeps(min_keep: int) 
         assert len(set(kept) ^ set(expected)) <= len(expected) // 1000
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 8.0])
+@pytest.mark.parametrize("p", [0.01, 0.6, 0.95, 1 - 1e-9])
+def test_top_p_of_a_large_vocabulary_keeps_the_fewest_candidates_with_the_mass(spread: float, p: float) -> None:
+    logits = np.round(random_logits(20_000, seed=4, spread=spread), 2)  # with ties
+    logits[::3] = -np.inf
+    order = (-logits).argsort(kind="stable")
+    reached = np.exp(logits[order] - logits.max()).cumsum(dtype=np.float64)
+    expected = sorted(order[: reached.searchsorted(p * reached[-1] * (1 - 1e-13)) + 1].tolist())
+    assert ids(top_p_min_p(Candidates(logits), p, 0, 0)) == expected
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 8.0])
+@pytest.mark.parametrize("p", [0.01, 0.6, 0.99])
+def test_typical_p_of_a_large_vocabulary_keeps_the_fewest_candidates_with_the_mass(spread: float, p: float) -> None:
+    logits = random_logits(20_000, seed=5, spread=spread)
+    logits[:50] += 4 * np.float32(spread)
+    probabilities = softmax(logits).astype(np.float64)
+    surprise = -np.log(probabilities)
+    order = np.abs(surprise - (probabilities * surprise).sum()).argsort()
+    expected = order[: probabilities[order].cumsum().searchsorted(p, "right") + 1].tolist()
+    # A rounding error can exchange two candidates that are equally far from the entropy.
+    assert len(set(ids(typical_p(Candidates(logits), p, 0))) ^ set(expected)) <= 2 + len(expected) // 1000
+
+
 def test_masked_logits_are_no_candidates() -> None:
     logits = np.array([-np.inf, 5, 4, -20, -np.inf], np.float32)
     assert ids(top_k(Candidates(logits), 4)) == ids(Candidates(logits).without_masked()) == [1, 2, 3]

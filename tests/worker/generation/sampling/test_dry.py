@@ -77,8 +77,9 @@ def test_dry_lowers_logits_as_llama_cpp_does(
 @pytest.mark.parametrize("text", ["\n", "the", "ing of", " a", "zq"])
 def test_breakers_are_the_tokens_that_llama_cpp_finds(vocab: Vocab, finder: BreakerFinder, text: str) -> None:
     breakers, plain = finder.breakers([text]), vocab.encode_part("You")[-1]
+    singles = [token for token in range(vocab.n_tokens) if breakers.is_single(token)]
     params = SamplingDefaults(dry_multiplier=1, dry_allowed_length=1)
-    tried = {token for word in WORDS for token in vocab.encode_part(word)} | set(sorted(breakers.singles)[:5])
+    tried = {token for word in WORDS for token in vocab.encode_part(word)} | set(singles[:5])
     llama = LlamaSampler(llama_dry(vocab.pointer, 1, params.dry_base, 1, 64, [text]))
     for token in tried:
         history = [plain, token, plain, token]
@@ -112,3 +113,16 @@ def test_dry_after_a_filter_lowers_only_its_candidates() -> None:
 
 def test_texts_of_breakers_longer_than_40_bytes_are_cut(finder: BreakerFinder) -> None:
     assert finder.breakers(["the" + "é" * 40]).max_tail == finder.breakers(["the" + "é" * 18]).max_tail
+
+
+def test_the_heads_of_breakers_take_four_bytes_each(finder: BreakerFinder) -> None:
+    found = [*finder._of_text("e"), *finder._of_text("the")]
+    n_heads = sum(len(heads) for _, heads in found)
+    assert n_heads > len(found) > 1
+    assert sum(memoryview(heads).nbytes for _, heads in found) == 4 * n_heads
+
+
+def test_without_breakers_no_tail_ends_anywhere() -> None:
+    breakers = SequenceBreakers()
+    assert breakers.tail_before([5, 6], 2) is None
+    assert not breakers.is_single(5)

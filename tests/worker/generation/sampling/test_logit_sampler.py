@@ -270,6 +270,33 @@ def test_masked_tokens_are_never_drawn() -> None:
         assert {sampler.sample(logits, [0] * n, 0) for n in range(50)} <= {1, 3}
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"top_p": 0.9},
+        {"min_p": 1e-4},
+        {"top_p": 0.999, "min_p": 1e-4},
+        {"typical_p": 0.9},
+        {"top_n_sigma": 3},
+        {"dynatemp_range": 0.5},
+        {"xtc_probability": 1, "xtc_threshold": 1e-5},
+        {"mirostat": 2},
+        {"adaptive_target": 0.1},
+    ],
+    ids=str,
+)
+def test_masked_tokens_of_a_large_vocabulary_change_nothing_for_the_others(params: dict[str, Any]) -> None:
+    unmasked = random_logits(5000, seed=6, spread=2)
+    masked = set(range(1, 10_000, 2))
+    logits = np.full(10_000, 50, np.float32)
+    logits[::2] = unmasked
+    chosen = SamplingDefaults(**{**OFF, **params})
+    few, many = LogitSampler(chosen, seed=1), LogitSampler(chosen, seed=1, masked_tokens=masked)
+    expected = [2 * few.sample(unmasked.copy(), [0] * n, 0) for n in range(1, 30)]
+    assert [many.sample(logits.copy(), [0] * n, 0) for n in range(1, 30)] == expected
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_the_job_is_rejected_if_no_token_is_left(temperature: float) -> None:
     sampler = LogitSampler(SamplingDefaults(temperature=temperature), seed=1, masked_tokens=range(100))

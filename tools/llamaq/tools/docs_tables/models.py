@@ -34,6 +34,7 @@ from llamaq.producer.job_window.request_map import MappedResult
 from llamaq.producer.rq.settings import RqSettings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
+from llamaq.worker.speculation_settings import SpeculationSettings
 
 _CHAT = (Message, ToolCall, FunctionCall, TemplateParams)
 _JOB = (*_CHAT, SamplingParams, JobParams, JobRequest, JobStats, Result, MappedResult, JobStatus, EmbeddingTask)
@@ -56,7 +57,10 @@ _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
 _COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
 _CLIENT = (KeyRecord, ServeSettings, QueueSettings, ClientSettings, RqSettings, BulkRun)
 _MODEL = (ModelSettings, DeviceSettings, RopeSettings)
-_WORKER = (*_MODEL, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, JobDefaults, WorkerSettings)
+_WORKER = (
+    *(*_MODEL, BatchSettings, SpeculationSettings, CacheSettings, LifeSettings),
+    *(SamplingDefaults, JobDefaults, WorkerSettings),
+)
 
 MODELS: dict[str, type[BaseModel]] = {
     model.__name__: model for model in (*_JOB, *_EVENTS, *_SNAPSHOTS, *_DEAD_LETTERS, *_COMMANDS, *_CLIENT, *_WORKER)

@@ -65,6 +65,9 @@ class ModelSpec:
     """Architecture and sizes of a model with tied input and output embeddings.
 
     Attributes:
+        n_silent_layers: Number of last layers that add nothing: they cost time, and change no logit. A model without
+            them has the same logits, and the same weights if the seed is equal. So it is a draft model whose tokens are
+            all accepted.
         n_ctx: Training context in tokens.
         n_swa: Sliding window of `GEMMA3` in tokens; 0 for all other architectures.
         sampling: Recommended sampling parameters: keys after `general.sampling.`, and values.
@@ -77,6 +80,7 @@ class ModelSpec:
 
     architecture: Architecture
     n_layers: int = 2
+    n_silent_layers: int = 0
     n_embd: int = 64
     n_ff: int = 128
     n_heads: int = 2
@@ -96,10 +100,16 @@ class ModelSpec:
             raise ValueError(f"n_embd, n_ff and head_dim must be multiples of 32, the block of Q8_0: {self}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads: {self}")
+        if not 0 <= self.n_silent_layers < self.n_layers:
+            raise ValueError(f"at least one layer must not be silent: {self}")
         if (self.architecture is Architecture.GEMMA3) != (self.n_swa > 0):
             raise ValueError(f"n_swa must be set for {Architecture.GEMMA3.value}, and for no other: {self}")
         if self.architecture is Architecture.JAMBA and self.n_heads * self.head_dim != self.n_embd:
             raise ValueError(f"{Architecture.JAMBA.value} needs n_heads times head_dim to be n_embd: {self}")
+
+    @property
+    def n_audible_layers(self) -> int:
+        return self.n_layers - self.n_silent_layers
 
     def is_recurrent(self, layer: int) -> bool:
         """Return whether a layer is recurrent: all layers of `MAMBA`; the first, third, fifth, … of `JAMBA`."""

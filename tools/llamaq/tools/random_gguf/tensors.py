@@ -89,11 +89,11 @@ def model_tensors(spec: ModelSpec) -> Iterator[Tensor]:
         block = f"blk.{layer}"
         yield _constant(f"{block}.attn_norm.weight", spec.n_embd)
         if spec.is_recurrent(layer):
-            yield from _recurrent(block, spec)
+            yield from _recurrent(block, spec, layer)
         else:
-            yield from _attention(block, spec)
+            yield from _attention(block, spec, layer)
         if spec.architecture.has_feed_forward:
-            yield from _feed_forward(block, spec)
+            yield from _feed_forward(block, spec, layer)
 
 
 def _embedding_std(spec: ModelSpec) -> float:
@@ -108,7 +108,7 @@ def _output_norm(spec: ModelSpec) -> npt.NDArray[np.float32]:
     return norm
 
 
-def _attention(block: str, spec: ModelSpec) -> Iterator[Tensor]:
+def _attention(block: str, spec: ModelSpec, layer: int) -> Iterator[Tensor]:
     n_queries, n_keys = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     unit = 1 / sqrt(spec.n_embd)
     normed = spec.architecture.has_qk_norm
@@ -119,22 +119,22 @@ def _attention(block: str, spec: ModelSpec) -> Iterator[Tensor]:
     if normed:
         yield _constant(f"{block}.attn_q_norm.weight", spec.head_dim, sqrt(SHARPNESS))
         yield _constant(f"{block}.attn_k_norm.weight", spec.head_dim, sqrt(SHARPNESS))
-    yield _branch(f"{block}.attn_output.weight", n_queries, spec, ATTENTION_BRANCH, input_std=1.0)
+    yield _branch(f"{block}.attn_output.weight", n_queries, spec, layer, ATTENTION_BRANCH, input_std=1.0)
     if spec.architecture.has_post_norms:
-        yield _constant(f"{block}.post_attention_norm.weight", spec.n_embd, ATTENTION_BRANCH / sqrt(spec.n_layers))
+        yield _constant(f"{block}.post_attention_norm.weight", spec.n_embd, _of_layer(spec, layer, ATTENTION_BRANCH))
 
 
-def _feed_forward(block: str, spec: ModelSpec) -> Iterator[Tensor]:
+def _feed_forward(block: str, spec: ModelSpec, layer: int) -> Iterator[Tensor]:
     unit = 1 / sqrt(spec.n_embd)
     yield _constant(f"{block}.ffn_norm.weight", spec.n_embd)
     yield Matrix(f"{block}.ffn_gate.weight", (spec.n_ff, spec.n_embd), unit)
     yield Matrix(f"{block}.ffn_up.weight", (spec.n_ff, spec.n_embd), unit)
-    yield _branch(f"{block}.ffn_down.weight", spec.n_ff, spec, FEED_FORWARD_BRANCH, input_std=GATED_STD)
+    yield _branch(f"{block}.ffn_down.weight", spec.n_ff, spec, layer, FEED_FORWARD_BRANCH, input_std=GATED_STD)
     if spec.architecture.has_post_norms:
-        yield _constant(f"{block}.post_ffw_norm.weight", spec.n_embd, FEED_FORWARD_BRANCH / sqrt(spec.n_layers))
+        yield _constant(f"{block}.post_ffw_norm.weight", spec.n_embd, _of_layer(spec, layer, FEED_FORWARD_BRANCH))
 
 
-def _recurrent(block: str, spec: ModelSpec) -> Iterator[Tensor]:
+def _recurrent(block: str, spec: ModelSpec, layer: int) -> Iterator[Tensor]:
     """Yield the tensors of a Mamba-1 layer: convolution over four tokens, then a selective scan (arXiv:2312.00752)."""
     n_inner, rank, n_state = spec.ssm_inner_size, spec.ssm_step_rank, SSM_STATE_SIZE
     yield Matrix(f"{block}.ssm_in.weight", (2 * n_inner, spec.n_embd), 1 / sqrt(spec.n_embd))
@@ -151,12 +151,17 @@ def _recurrent(block: str, spec: ModelSpec) -> Iterator[Tensor]:
     decays = np.geomspace(*SSM_DECAY_RANGE, n_state)
     yield Values(f"{block}.ssm_a", np.tile(-decays.astype(np.float32), (n_inner, 1)))
     yield _constant(f"{block}.ssm_d", n_inner, 0.5)
-    yield _branch(f"{block}.ssm_out.weight", n_inner, spec, RECURRENT_BRANCH, input_std=GATED_STD)
+    yield _branch(f"{block}.ssm_out.weight", n_inner, spec, layer, RECURRENT_BRANCH, input_std=GATED_STD)
 
 
-def _branch(name: str, n_inputs: int, spec: ModelSpec, total: float, *, input_std: float) -> Matrix:
-    std = total / sqrt(spec.n_layers) / (input_std * sqrt(n_inputs))
+def _branch(name: str, n_inputs: int, spec: ModelSpec, layer: int, total: float, *, input_std: float) -> Matrix:
+    std = _of_layer(spec, layer, total) / (input_std * sqrt(n_inputs))
     return Matrix(name, (spec.n_embd, n_inputs), std, Role.BRANCH)
+
+
+def _of_layer(spec: ModelSpec, layer: int, total: float) -> float:
+    """Return the standard deviation of what a layer adds, if all layers together add `total`."""
+    return total / sqrt(spec.n_audible_layers) if layer < spec.n_audible_layers else 0.0
 
 
 def _constant(name: str, n: int, value: float = 1.0) -> Values:

@@ -14,8 +14,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.protocol.end_expired_jobs import MAX_DUE, end_expired
+from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.script_calls import Scripts
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class DeadlineSweep:
         """
         self._redis = redis
         self._keys = keys
-        self._scripts = Scripts(redis, keys)
+        self._scripts = JobScripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
         self._on_time = on_time

@@ -16,10 +16,10 @@ from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, MAX_STATS, AttemptScripts
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, WorkerCard
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.script_calls import MAX_JOBS_IN_CALL, MAX_STATS, Scripts
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.broker.heartbeat_content import describe_worker
@@ -72,7 +72,7 @@ class Heartbeat:
         """
         self._redis = redis
         self._keys = keys
-        self._scripts = Scripts(redis, keys)
+        self._scripts = AttemptScripts(redis, keys)
         self._card = card
         self._vocab_blob = vocab_blob
         self._ticks = ticks

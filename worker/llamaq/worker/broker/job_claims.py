@@ -18,12 +18,12 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.attempt_script_calls import MAX_DEAD, AttemptScripts
 from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
-from llamaq.common.protocol.script_calls import MAX_DEAD, Scripts
-from llamaq.common.protocol.script_types import Attempt, Claim, ClaimCode, CrashVerdict
+from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, ClaimOutcome, CrashVerdict, Entry
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
@@ -62,7 +62,7 @@ class ClaimReply:
     """What Redis has answered to the claim of one job."""
 
     claim: Claim
-    outcome: Attempt | ClaimCode | ResponseError
+    outcome: ClaimOutcome
     claimed_s: float
     """When the claim was sent."""
 
@@ -111,27 +111,43 @@ class JobClaims:
         """
         self._redis = redis
         self._keys = keys
-        self._scripts = Scripts(redis, keys)
+        self._scripts = AttemptScripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
-        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, lease_s=lease_s)
+        self._claimant = Claimant(worker_id, int(lease_s * 1000), model, restart_other_model)
+        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, claimant=self._claimant)
         self._worker_id = worker_id
-        self._lease_ms = int(lease_s * 1000)
         self._max_crashes = max_crashes
-        self._model = model
-        self._restart_other_model = restart_other_model
         self._on_finished = on_finished
 
     async def open(self) -> None:
         """Create the consumer groups."""
         await self._streams.open()
 
-    async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[Claim]:
-        """Read up to `count` new entries, interactive jobs first, without a wait."""
+    async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[ClaimReply]:
+        """Claim up to `count` jobs of new entries, interactive jobs first, without a wait."""
+        read_s = time.monotonic()
         while found := await self._streams.read(count, priorities):
-            if claims := await self._accept_all(found):
-                return claims  # otherwise all of them became dead letters, and more entries may follow
+            unclaimed = [(stream, [one for one in entries if one.outcome is None]) for stream, entries in found]
+            replies = [
+                ClaimReply(_claim_of(stream, one), one.outcome, read_s)
+                for stream, entries in found
+                for one in entries
+                if one.outcome is not None
+            ]
+            if replies := replies + await self._claim_rest(await self._accept_all(unclaimed)):
+                return replies  # otherwise all entries became dead letters, and more entries may follow
         return []
+
+    async def _claim_rest(self, claims: Sequence[Claim]) -> list[ClaimReply]:
+        """Claim the jobs of new entries that were read together with large requests."""
+        replies: list[ClaimReply] = []
+        for claim in claims:
+            try:
+                replies += await self.claim_jobs([(claim, None)])
+            except RedisError as exc:  # the entry stays pending; a worker takes it when its lease has expired
+                log.warning("job.claim_failed id=%s error=%r", claim.job_id, exc)
+        return replies
 
     async def wait(self, timeout_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
         """Wait up to `timeout_s` seconds for a new entry of these priorities. May return earlier without one."""
@@ -166,19 +182,18 @@ class JobClaims:
     async def _accept_all(self, found: Entries) -> list[Claim]:
         return [claim for stream, entries in found for claim in await self._accept(stream, entries)]
 
-    async def _accept(self, stream: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Claim]:
+    async def _accept(self, stream: str, entries: Sequence[Entry]) -> list[Claim]:
         """Return the entries that name a job of this queue. The other entries become dead letters."""
         claims = []
-        for entry, fields in entries:
-            entry_id = entry.decode()
+        for one in entries:
             try:
-                job_id = JobId.parse(fields.get(b"id", b"").decode("ascii", "replace"))
+                job_id = JobId.parse(one.fields.get(b"id", b"").decode("ascii", "replace"))
                 if job_id.queue != self._queue or not stream.startswith(self._stream_prefix(job_id)):
                     raise InvalidRequest(f"the job belongs to queue {job_id.queue!r}, partition {job_id.partition}")
             except InvalidRequest as exc:
-                await self._dead_letter(stream, entry_id, fields, str(exc))
+                await self._dead_letter(stream, one.entry_id.decode(), one.fields, str(exc))
                 continue
-            claims.append(Claim(str(job_id), stream, entry_id))
+            claims.append(Claim(str(job_id), stream, one.entry_id.decode()))
         return claims
 
     def _stream_prefix(self, job_id: JobId) -> str:
@@ -206,7 +221,7 @@ class JobClaims:
                 self._worker_id,
                 last_worker=last_worker,
                 heartbeat_ms=heartbeat_ms,
-                dead_after_s=self._lease_ms / 2000,
+                dead_after_s=self._claimant.lease_ms / 2000,
                 max_crashes=self._max_crashes,
             )
         except (ResponseError, ValueError) as exc:
@@ -249,14 +264,7 @@ class JobClaims:
             RedisError: Redis is unreachable, or refuses writes.
         """
         claimed_s = time.monotonic()
-        outcomes = await self._scripts.claim_jobs(
-            claims,
-            self._worker_id,
-            self._lease_ms,
-            at_risk=at_risk,
-            model=self._model,
-            restart_other_model=self._restart_other_model,
-        )
+        outcomes = await self._scripts.claim_jobs(claims, self._claimant, at_risk=at_risk)
         return [ClaimReply(claim, outcome, claimed_s) for (claim, _), outcome in zip(claims, outcomes, strict=False)]
 
     async def complete(self, reply: ClaimReply) -> ClaimedJob | None:
@@ -367,6 +375,11 @@ class JobClaims:
             pipe.xack(stream, GROUP, entry_id)
             pipe.xdel(stream, entry_id)
             await pipe.execute()
+
+
+def _claim_of(stream: str, one: Entry) -> Claim:
+    """Return the claim of an entry whose job was claimed with the read: `read.lua` has checked the job id."""
+    return Claim(one.fields[b"id"].decode(), stream, one.entry_id.decode())
 
 
 def _times(attempt: Attempt, claimed_s: float) -> JobTimes:

@@ -17,10 +17,10 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_types import StreamEntries
+from llamaq.common.protocol.script_types import Claimant, StreamEntries
 from llamaq.common.redis.connect import is_cluster
 from llamaq.worker.broker.lease_grace_period import LeaseGuard
 
@@ -49,15 +49,15 @@ class JobStreams:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, lease_s: float) -> None:
+    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, claimant: Claimant) -> None:
         self._redis = redis
-        self._scripts = Scripts(redis, keys)
-        self._lease_ms = int(lease_s * 1000)
+        self._scripts = AttemptScripts(redis, keys)
+        self._claimant = claimant
         self._partitions = [
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
             for partition in range(partitions)
         ]
-        self._guards = [LeaseGuard(lease_s) for _ in range(partitions)]
+        self._guards = [LeaseGuard(claimant.lease_ms / 1000) for _ in range(partitions)]
         self._is_scattered = partitions > 1 and is_cluster(redis)
         self._first_partition = 0
         """The partition that the next call starts with."""
@@ -102,13 +102,18 @@ class JobStreams:
                 raise
 
     async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
-        """Read up to `count` new entries, interactive jobs first, without a wait."""
+        """Read up to `count` new entries and claim their jobs, interactive jobs first, without a wait."""
         if len(self._partitions) == 1:  # one call for both priorities
             return await self._read_group([self._partitions[0][priority] for priority in priorities], count, count)
         found: Entries = []
         for priority in priorities:
             streams = [self._partitions[partition][priority] for partition in self._in_order()]
-            found += await self._read_fairly(streams, count - _size(found), self._read_new)
+            try:
+                found += await self._read_fairly(streams, count - _size(found), self._read_new)
+            except RedisError:
+                if not found:
+                    raise
+                break  # the next call returns the error: the caller must get the jobs that are claimed now
         return found
 
     async def _read_fairly(self, streams: list[str], count: int, read: Read) -> Entries:
@@ -123,7 +128,13 @@ class JobStreams:
         while streams and count:
             batch, streams = streams[:count], streams[count:]
             share = count // len(batch)
-            for stream, entries in await read(batch, share):
+            try:
+                replies = await read(batch, share)
+            except RedisError:
+                if not found:
+                    raise
+                break
+            for stream, entries in replies:
                 if isinstance(entries, RedisError):
                     errors.append(entries)
                     continue
@@ -199,7 +210,9 @@ class JobStreams:
 
     async def _read_group(self, streams: Sequence[str], count: int, total: int | None = None) -> Entries:
         try:
-            return await self._scripts.read(streams, count, self._lease_ms, total=total)
+            return await self._scripts.read(
+                streams, count, self._claimant.lease_ms, total=total, claimant=self._claimant
+            )
         except ResponseError as exc:
             if "NOGROUP" not in str(exc):
                 raise
@@ -250,7 +263,9 @@ class JobStreams:
         async def reclaim_from(stream: str, share: int) -> StreamEntries:
             trusted_until_ms = self._guards[self._partition_of(stream)].trusted_until_ms()
             try:
-                return await self._scripts.reclaim(stream, share, self._lease_ms, trusted_until_ms=trusted_until_ms)
+                return await self._scripts.reclaim(
+                    stream, share, self._claimant.lease_ms, trusted_until_ms=trusted_until_ms
+                )
             except ResponseError as exc:
                 if "NOGROUP" not in str(exc):
                     raise

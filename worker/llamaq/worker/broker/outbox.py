@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.backoff import Backoff
-from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.job_events import Failed
-from llamaq.common.protocol.script_calls import MAX_JOBS_IN_CALL, Scripts
-from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment
+from llamaq.common.errors import JobRejected
+from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, AttemptScripts
+from llamaq.common.protocol.script_types import Attempt, FlushReply, Increment
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.write_refusals import is_full, is_job_key_error
+from llamaq.common.redis.write_refusals import is_full
 from llamaq.common.split_by_size import split_by_size
+from llamaq.worker.broker.claimed_jobs import ClaimedJobs
+from llamaq.worker.broker.concurrent_calls import first_error, run_all
+from llamaq.worker.broker.engine_controls import EngineControls
+from llamaq.worker.broker.job_departures import JobDepartures
 from llamaq.worker.broker.job_output_buffer import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.broker.token_times import TokenTimes
 from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, PromptAdvanced, SlotAcquired, SlotLost
@@ -40,22 +41,10 @@ POLL_S = 0.1
 WHOLE_EVERY_S = 0.005
 """A flush has all jobs if the last such flush is older, in seconds. Otherwise it has only the jobs with news."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
-REPORTED_BY_OTHERS = (ErrorCode.POISON, ErrorCode.DAMAGED)
-"""The worker that makes a dead letter of a job reports its end."""
 MAX_BYTES_IN_CALL = 1024 * 1024
 """Largest size of the outputs that one call of `finish.lua` stores, unless one output is larger."""
 OUTAGE_S = 1.0
 """If a flush takes longer than this, Redis had an outage."""
-
-
-class EngineControls(Protocol):
-    """The methods of the engine thread that the outbox calls. Every method is thread-safe and does not block."""
-
-    def cancel(self, job_id: str) -> None:
-        """Cancel the job."""
-
-    def release(self, job_id: str, attempt: int) -> None:
-        """Drop this attempt of the job without a terminal event: its lease was lost, or the job is requeued."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +53,8 @@ class _Partition:
 
     backoff: Backoff
     flush_needed: asyncio.Event = field(default_factory=asyncio.Event)
+    job_registered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a job was registered since the partition had no job."""
     job_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a job has ended since the last flush began."""
     renewed_s: float = 0.0
@@ -87,7 +78,7 @@ class Outbox:
 
     def __init__(
         self,
-        scripts: Scripts,
+        scripts: AttemptScripts,
         worker_id: str,
         engine: EngineControls,
         outputs: OutputMailbox,
@@ -121,22 +112,22 @@ class Outbox:
         self._renew_every_s = lease_s / 3
         self._disconnect_s = disconnect_s
         self._checkpoints = checkpoints
-        self._retry_delay = retry_delay
         self._outage_log = OutageLog(log, "outbox")
         self._is_alive = is_alive
-        self._on_finished = on_finished
-        self._has_crashed = False
-        self._jobs: dict[str, JobProgress] = {}
+        self._jobs = ClaimedJobs()
         self._partitions: dict[int, _Partition] = {}
         self._partition_added = asyncio.Event()
         self.room_freed = asyncio.Event()
         """Set when a job has left the engine or will not reach it, so that the intake may claim another job."""
+        self._departures = JobDepartures(
+            scripts, worker_id, self._jobs, engine, self.room_freed, retry_delay, on_finished
+        )
         outputs.attach(self._receive)
 
     @property
     def n_running(self) -> int:
         """Number of registered jobs that have not ended, with or without a slot."""
-        return sum(job.terminal_write is None for job in self._jobs.values())
+        return self._jobs.n_running
 
     @property
     def n_claimed(self) -> int:
@@ -155,7 +146,7 @@ class Outbox:
         """
         if self._has_outage:
             return self.n_jobs
-        return sum(job.terminal_write is None and job.lease.is_interactive for job in self._jobs.values())
+        return self._jobs.n_running_interactive
 
     @property
     def n_jobs(self) -> int:
@@ -172,7 +163,8 @@ class Outbox:
     def register(self, lease: Lease, attempt: Attempt, times: JobTimes) -> None:
         """Register a claimed job, before it is prepared.
 
-        From now on flushes renew its lease and check whether it was cancelled, also during a long preparation.
+        From now on flushes renew its lease and check whether it was cancelled, also during a long preparation. The
+        first of them comes within `POLL_S`, or with the next news of any job.
 
         Args:
             lease: The lease of the attempt.
@@ -182,11 +174,11 @@ class Outbox:
         progress = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=attempt.generated, times=times)
         progress.request, progress.retries_left = attempt.request, attempt.retries_left
         progress.token_times = TokenTimes.decode(attempt.token_times)
-        self._jobs[lease.job_id] = progress
+        self._jobs.put(progress)
         if lease.partition not in self._partitions:
             self._partitions[lease.partition] = _Partition(Backoff(FIRST_BACKOFF_S, self._longest_backoff_s))
             self._partition_added.set()
-        self._request_flush()
+        self._partitions[lease.partition].job_registered.set()
 
     def set_prepared(self, job: BaseJob, texts: Sequence[str]) -> bool:
         """Record that a registered job is ready for the engine.
@@ -198,24 +190,16 @@ class Outbox:
         Returns:
             True when the engine may run the job. False when its lease was lost during the preparation.
         """
-        if not self.is_registered(job.lease):
+        registered = self._jobs.of(job.lease)
+        if registered is None:
             return False
-        request = job.request
-        checkpoints = None if request.stream else self._checkpoints
-        progress = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, len(job.resumed), job.times)
-        progress.request = request
-        progress.retries_left, progress.token_times = self._jobs[job.id].retries_left, self._jobs[job.id].token_times
-        for token, text in zip(job.resumed, texts, strict=True):
-            progress.add(token, text)
-        progress.logprobs, progress.draws = list(job.resumed_logprobs), list(job.resumed_draws)
-        progress.tag_offsets = list(job.resumed_tag_offsets)
-        self._jobs[job.id] = progress
+        registered.prepare(job, texts, self._checkpoints)
         return True
 
     def reject(self, lease: Lease, error: JobRejected) -> None:
         """End a registered job that could not be prepared."""
-        if self.is_registered(lease):
-            job = self._jobs[lease.job_id]
+        job = self._jobs.of(lease)
+        if job is not None:
             if not job.retry_after(error):
                 job.fail(error)
             self._request_flush()
@@ -225,7 +209,7 @@ class Outbox:
         """Requeue all jobs except one for other workers, and drop these jobs in the engine. May be called
         repeatedly.
         """
-        for job in self._jobs.values():
+        for job in self._jobs:
             if job.terminal_write is None and not job.must_requeue and job.lease != except_for:
                 job.must_requeue = True
                 self._engine.release(job.lease.job_id, job.lease.attempt)
@@ -233,11 +217,7 @@ class Outbox:
 
     def is_registered(self, lease: Lease) -> bool:
         """Return whether this attempt is registered: it has not ended, and its lease is not lost."""
-        job = self._jobs.get(lease.job_id)
-        return job is not None and job.lease == lease
-
-    def _has(self, job: JobProgress) -> bool:
-        return self._jobs.get(job.lease.job_id) is job
+        return self._jobs.of(lease) is not None
 
     # ---- messages of the engine thread
 
@@ -250,15 +230,15 @@ class Outbox:
                 job.must_requeue = True
             elif job.lease != message.job.lease:
                 continue  # the message belongs to an older attempt
+            elif isinstance(message, NewToken):  # most messages
+                job.add(message.token, message.text, message.logprobs, message.draw_probability, message.tag_offset)
+                job.record_time(message.time_s)
             elif isinstance(message, SlotAcquired):
                 job.has_started = job.has_slot = True
             elif isinstance(message, SlotLost):
                 job.has_slot = False
             elif isinstance(message, PromptAdvanced):
                 job.add_prompt_progress(message.progress)
-            elif isinstance(message, NewToken):
-                job.add(message.token, message.text, message.logprobs, message.draw_probability, message.tag_offset)
-                job.record_time(message.time_s)
             elif isinstance(message, JobEnded):
                 job.end(message)
                 self._partitions[job.lease.partition].job_ended.set()
@@ -294,8 +274,11 @@ class Outbox:
         """Flush one partition after every message, and every `POLL_S` while it has registered jobs."""
         partition = self._partitions[number]
         while True:
+            if not self._jobs.of_partition(number):
+                partition.job_registered.clear()
+                await partition.job_registered.wait()
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S if self._jobs_of(number) else None):
+                async with asyncio.timeout(POLL_S):
                     await partition.flush_needed.wait()
             partition.flush_needed.clear()
             partition.job_ended.clear()
@@ -328,13 +311,10 @@ class Outbox:
         Raises:
             RedisError: A partition is unreachable, or refused a write. The other partitions were flushed.
         """
-        await _run_all(self._flush_partition(number) for number in self._partitions)
-
-    def _jobs_of(self, number: int) -> list[JobProgress]:
-        return [job for job in self._jobs.values() if job.lease.partition == number]
+        await run_all(self._flush_partition(number) for number in self._partitions)
 
     async def _flush_partition(self, number: int, *, only_news: bool = False) -> None:
-        partition, jobs, now_s = self._partitions[number], self._jobs_of(number), time.monotonic()
+        partition, jobs, now_s = self._partitions[number], self._jobs.of_partition(number), time.monotonic()
         renew = now_s - partition.renewed_s >= self._renew_every_s and self._is_alive()
         is_whole = renew or not only_news
         running = [job for job in jobs if job.terminal_write is None and (is_whole or job.has_news(now_s))]
@@ -343,10 +323,10 @@ class Outbox:
         # A full Redis refuses the tokens of the running jobs, and accepts ends and requeues, which let jobs end.
         ended = [job for job in jobs if job.terminal_write is not None]
         calls = split_by_size(ended, _output_bytes, max_items=MAX_JOBS_IN_CALL, max_bytes=MAX_BYTES_IN_CALL)
-        ends = [self._finish(part, now_s) for part in calls]
-        error = await _first_error(flushed + ends)
+        ends = [self._departures.finish(part, now_s) for part in calls]
+        error = await first_error(flushed + ends)
         if error is None or is_full(error):
-            await _run_all(self._requeue(job) for job in running if job.can_requeue and self._has(job))
+            await run_all(self._departures.requeue(job) for job in running if job.can_requeue and job in self._jobs)
         if error is not None:
             raise error
         if renew:
@@ -361,7 +341,7 @@ class Outbox:
         for job, increment, reply in zip(jobs, increments, replies, strict=True):
             self._handle_reply(job, increment, reply, now_s)
         lost = [job for job, reply in zip(jobs, replies, strict=True) if reply.code == "lost"]
-        await _run_all(map(self._drop_lost, lost))
+        await run_all(map(self._departures.drop_lost, lost))
         if refusal := next((reply.refusal for reply in replies if reply.refusal), ""):
             raise ResponseError(refusal)
 
@@ -390,45 +370,6 @@ class Outbox:
             job.stored_slot = (sent.has_started, sent.has_slot)
         job.set_stored(n_stored, now_s)
 
-    async def _finish(self, jobs: list[JobProgress], now_s: float) -> None:
-        """Write the last tokens and the terminal events of jobs that have ended."""
-        lost: list[JobProgress] = []
-        error: ResponseError | None = None
-        while jobs:
-            outcomes = await self._scripts.finish_jobs(
-                self._worker_id,
-                [(job.next_increment(now_s), job.terminal_write) for job in jobs if job.terminal_write is not None],
-            )
-            again = []
-            for job, outcome in zip(jobs, outcomes, strict=True):
-                if outcome is True:
-                    await self._record_end(job)
-                elif outcome is False:
-                    lost.append(job)
-                elif isinstance(outcome, int):  # the reply to a flush was lost, or Redis has lost tokens
-                    log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, outcome)
-                    job.set_stored(outcome, now_s)
-                    again.append(job)
-                elif is_job_key_error(outcome):
-                    # The entry stays pending. The worker that claims it next moves it to the dead letters.
-                    log.error("job.unwritable id=%s error=%s", job.lease.job_id, outcome)
-                    lost.append(job)
-                else:
-                    error = outcome
-            jobs = again
-        await _run_all(map(self._drop_lost, lost))
-        if error is not None:
-            raise error
-
-    async def _record_end(self, job: JobProgress) -> None:
-        """Remove a job whose end is stored, and report it."""
-        terminal_write = job.terminal_write
-        if terminal_write is not None:
-            log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
-            self._unregister(job)
-            self.room_freed.set()
-            await self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
-
     async def close(self, *, crashed: bool = False) -> None:
         """Write all tokens and ends, then requeue the jobs that have not ended.
 
@@ -441,72 +382,21 @@ class Outbox:
         Raises:
             RedisError: Redis is unreachable, or refused a write.
         """
-        self._has_crashed = crashed
-        for job in self._jobs.values():
+        self._departures.has_crashed = crashed
+        for job in self._jobs:
             job.must_requeue = True
-        await _run_all(self._close_partition(number) for number in self._partitions)
+        await run_all(self._close_partition(number) for number in self._partitions)
 
     async def _close_partition(self, number: int) -> None:
-        while self._jobs_of(number):  # several flushes are needed when Redis has lost tokens
+        while self._jobs.of_partition(number):  # several flushes are needed when Redis has lost tokens
             try:
                 await self._flush_partition(number)
             except RedisError as exc:
                 if not is_full(exc):
                     raise
                 # The tokens that Redis refused were not published. The next worker generates the same tokens again.
-                await _run_all(self._requeue(job) for job in self._jobs_of(number) if job.terminal_write is None)
-
-    async def _requeue(self, job: JobProgress) -> None:
-        """Requeue a claimed job, so that another worker takes it at once, or later if it has failed."""
-        lease = job.lease
-        if job.retried_error is not None:
-            await self._retry(job, job.retried_error)
-            return
-        claim = Claim(lease.job_id, lease.stream, lease.entry_id)
-        accepted = await self._scripts.requeue(claim, lease.attempt, self._worker_id, crashed=self._has_crashed)
-        if not accepted:
-            await self._drop_lost(job)
-            return
-        log.info("job.requeued id=%s", lease.job_id)
-        self._unregister(job)
-
-    async def _retry(self, job: JobProgress, error: Failed) -> None:
-        """Let a job that has failed be retried later."""
-        delay_ms = await self._scripts.retry(
-            self._worker_id,
-            job.next_increment(time.monotonic()),
-            error,
-            first_delay_s=self._retry_delay.first_s,
-            max_delay_s=self._retry_delay.longest_s,
-            share=random.uniform(0.5, 1.0),
-        )
-        if delay_ms is None:
-            await self._drop_lost(job)
-            return
-        log.info("job.retried_later id=%s code=%s delay_ms=%d", job.lease.job_id, error.code, delay_ms)
-        self._unregister(job)
-        self.room_freed.set()
-
-    async def _drop_lost(self, job: JobProgress) -> None:
-        """Drop an attempt that may no longer write, in the outbox and in the engine. Report the end of an ended job.
-
-        A client or another worker may end a job that waits here for a slot, when `cancel` is called or at a deadline.
-        """
-        lease = job.lease
-        self._engine.release(lease.job_id, lease.attempt)
-        end = await self._scripts.read_end(lease.job_id, lease.attempt, self._worker_id)
-        if not self._has(job):
-            return  # a newer attempt was registered meanwhile
-        log.info("job.%s id=%s attempt=%d", "lost" if end is None else "ended_in_redis", lease.job_id, lease.attempt)
-        self._unregister(job)
-        self.room_freed.set()
-        if end is not None and end.error_code not in REPORTED_BY_OTHERS:
-            await self._on_finished(job.describe_end(self._worker_id, end))
-
-    def _unregister(self, job: JobProgress) -> None:
-        """Remove the job, unless a newer attempt of it is registered already."""
-        if self._has(job):
-            del self._jobs[job.lease.job_id]
+                running = [job for job in self._jobs.of_partition(number) if job.terminal_write is None]
+                await run_all(map(self._departures.requeue, running))
 
     def __repr__(self) -> str:
         return f"<Outbox jobs={self.n_jobs} running={self.n_running}>"
@@ -515,16 +405,3 @@ class Outbox:
 def _output_bytes(job: JobProgress) -> int:
     """Return the size of a job's output, of which most of its terminal write consists."""
     return 0 if job.terminal_write is None else len(job.terminal_write.fields.get("output", b""))
-
-
-async def _run_all(calls: Iterable[Awaitable[None]]) -> None:
-    """Wait until all calls have ended, then raise the first error."""
-    error = await _first_error(calls)
-    if error is not None:
-        raise error
-
-
-async def _first_error(calls: Iterable[Awaitable[None]]) -> BaseException | None:
-    """Wait until all calls have ended, and return the first error."""
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    return next((outcome for outcome in outcomes if outcome is not None), None)

@@ -1,4 +1,4 @@
-"""Prepares claimed jobs on other threads, and hands over those that are ready in groups."""
+"""Prepares claimed jobs, slow ones on other threads, and hands over those that are ready in groups."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from llamaq.worker.core.job_times import JobTimes
 
 N_THREADS = 2
 """Number of threads that tokenize and compile grammars. While one compiles a slow grammar, the other prepares jobs."""
+QUICK_S = 0.002
+"""How long the I/O thread prepares quick jobs before it leaves the rest to other threads. A quick job takes a tenth of
+this time; to wake another thread for it, and then the I/O thread, would take longer."""
 HELP_AFTER_S = 0.002
 """How long jobs wait for one thread before another one takes some of them. Most jobs take a tenth of this time, and two
 threads would only take the GIL from each other."""
@@ -26,6 +29,9 @@ threads would only take the GIL from each other."""
 
 class Preparer(Protocol):
     """Turns the bytes of requests into jobs that the engine can run. Thread-safe."""
+
+    def is_quick(self, payload: bytes) -> bool:
+        """Return whether the job of an encoded request is prepared in less than a millisecond, without a grammar."""
 
     def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         """Return the job of an encoded request, with the output that earlier attempts have published.
@@ -48,12 +54,13 @@ class Preparation:
 
 
 class Preparations:
-    """Prepares jobs, each as soon as a thread is free, in the order in which they were added.
+    """Prepares quick jobs at once, and the others as soon as a thread is free, in the order in which they were added.
 
     There is no task and no callback for each job: a thread prepares one job after the other. When the I/O thread wakes
     up, it gets all jobs that are ready.
 
-    Threads: the I/O thread calls all methods, and `on_ready` runs on it. The threads of the executor run the preparer.
+    Threads: the I/O thread calls all methods, and `on_ready` runs on it. The threads of the executor run the preparer
+    for jobs that are not quick.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class Preparations:
 
         Args:
             preparer: Prepares each job.
-            executor: Its threads run the preparer.
+            executor: Its threads prepare the jobs that are not quick.
             on_ready: Called with the jobs whose preparation has ended.
         """
         self._preparer = preparer
@@ -82,7 +89,24 @@ class Preparations:
         self._is_closed = False
 
     def add(self, preparations: Sequence[Preparation]) -> None:
-        """Prepare these jobs."""
+        """Prepare these jobs. Jobs that are quick to prepare are handed over before this call returns."""
+        until_s = self._loop.time() + QUICK_S
+        quick: list[Preparation] = []
+        slow: list[Preparation] = []
+        for one in preparations:
+            attempt = one.claimed.attempt
+            is_quick = not attempt.generated and self._preparer.is_quick(attempt.request)
+            if is_quick and self._loop.time() < until_s:
+                self._prepare(one)
+                quick.append(one)
+            else:
+                slow.append(one)
+        if slow:
+            self._add_slow(slow)
+        if quick:
+            self._on_ready(quick)
+
+    def _add_slow(self, preparations: Sequence[Preparation]) -> None:
         with self._lock:
             self._waiting += preparations
             is_busy = self._n_threads > 0
@@ -111,16 +135,19 @@ class Preparations:
         with self._lock:
             self._waiting.clear()
 
+    def _prepare(self, one: Preparation) -> None:
+        try:
+            lease, attempt = one.lease, one.claimed.attempt
+            one.outcome = self._preparer.prepare(attempt.request, lease, one.claimed.published, one.claimed.times)
+        except Exception as exc:  # noqa: BLE001 - it is the outcome, and affects this job alone
+            one.outcome = exc
+
     # ---- the threads of the executor
 
     def _work(self) -> None:
         """Prepare jobs until none is left."""
         while (one := self._take()) is not None:
-            try:
-                lease, attempt = one.lease, one.claimed.attempt
-                one.outcome = self._preparer.prepare(attempt.request, lease, one.claimed.published, one.claimed.times)
-            except Exception as exc:  # noqa: BLE001 - it is the outcome, and affects this job alone
-                one.outcome = exc
+            self._prepare(one)
             self._ready.append(one)
             if not self._is_announced:
                 self._is_announced = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from llamaq.common.protocol.job_request import Priority
 
@@ -17,8 +17,8 @@ class Place:
     """The place of one job in the order of its priority."""
 
     priority: Priority
-    is_free: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the job has reached the engine, or will not reach it."""
+    is_free: asyncio.Event | None = None
+    """Set when the job has reached the engine, or will not reach it. None: no other job waits for that."""
 
 
 class ReadOrder:
@@ -47,12 +47,14 @@ class ReadOrder:
         with suppress(TimeoutError):
             async with asyncio.timeout(MAX_WAIT_S):
                 while (first := next(iter(places))) is not place:
+                    first.is_free = first.is_free or asyncio.Event()
                     await first.is_free.wait()
 
     def leave(self, place: Place) -> None:
         """Free the place of a job that has reached the engine, or will not reach it."""
         self._places[place.priority].pop(place, None)
-        place.is_free.set()
+        if place.is_free is not None:
+            place.is_free.set()
 
     def __repr__(self) -> str:
         return f"<ReadOrder {' '.join(f'{name}={len(places)}' for name, places in self._places.items())}>"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import source
+from llamaq.common.protocol.script_source import source
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

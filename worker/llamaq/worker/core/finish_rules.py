@@ -10,11 +10,17 @@ JobFinish = FinishReason | JobRejected
 """How a job finishes: a finish reason, or the error when the job fails."""
 
 
-def finish_reason(job: Job, n_generated: int) -> FinishReason | None:
-    """Return why a job with `n_generated` tokens is finished, or None when it continues."""
+def finish_reason(job: Job, n_tokens: int, max_length: int) -> FinishReason | None:
+    """Return why a job is finished, or None when it continues.
+
+    Args:
+        job: The job.
+        n_tokens: The tokens of its history, prompt and generated.
+        max_length: `Job.max_length`, which the caller knows.
+    """
     if job.detokenizer.stop_string is not None:
         return FinishReason.STOP
-    return FinishReason.LENGTH if len(job.prompt) + n_generated >= job.max_length else None
+    return FinishReason.LENGTH if n_tokens >= max_length else None
 
 
 def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobFinish | None:
@@ -30,7 +36,7 @@ def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobF
         )
     if job.resumed:
         has_end_token = job.resumed[-1] in end_tokens
-        return FinishReason.STOP if has_end_token else finish_reason(job, len(job.resumed))
+        return FinishReason.STOP if has_end_token else finish_reason(job, job.n_history, job.max_length)
     if not job.prompt:
         return JobRejected(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
     if len(job.prompt) >= job.context_limit:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.embedding_task import Embedding
@@ -210,19 +209,18 @@ class PromptAdvanced:
     progress: PromptProgress
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
+class NewToken(NamedTuple):
     """A generated token of a job, and the text that can be published after this token."""
 
     job: Job
     token: int
     text: str
+    time_s: float
+    """When the token was generated, on the clock of `JobTimes`."""
     logprobs: TokenLogprobs | None = None
     draw_probability: float | None = None
     tag_offset: int | None = None
     """`Detokenizer.tag_offset` of the token."""
-    time_s: float = field(default_factory=time.monotonic)
-    """When the token was generated, on the clock of `JobTimes`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,5 +51,6 @@ class JobTimes:
 
     def has_expired(self, now_s: float, timeout_s: float | None) -> bool:
         """Return whether the job has reached its deadline, or had a slot for `timeout_s`."""
-        is_late = self.deadline_s is not None and now_s >= self.deadline_s
-        return is_late or (timeout_s is not None and self.slot_s >= timeout_s)
+        if self.deadline_s is not None and now_s >= self.deadline_s:
+            return True
+        return timeout_s is not None and self.slot_s >= timeout_s

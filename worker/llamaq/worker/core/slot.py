@@ -40,8 +40,8 @@ TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     SlotState.DECODE: frozenset({SlotState.PREFILL, SlotState.IDLE}),
 }
 
-COMPUTING = frozenset({SlotState.PREFILL, SlotState.DECODE})
-"""The states in which a slot has tokens for the next batch."""
+COMPUTING = (SlotState.PREFILL, SlotState.DECODE)
+"""The states in which a slot has tokens for the next batch. A tuple, because the hash of an `Enum` is slow."""
 
 TIERS_BY_DISTANCE = list(CacheTier)
 """The cache tiers, ordered by their distance from the device, nearest first."""
@@ -83,6 +83,13 @@ class Run:
     """Time of admission on the scheduler's clock."""
     prefilled_s: float | None = None
     """Time of this run's first sampled token on the scheduler's clock."""
+    priority: Priority = field(init=False)
+    """The priority of the job."""
+    max_length: int = field(init=False)
+    """The largest number of tokens, prompt and generated, that the job can reach."""
+
+    def __post_init__(self) -> None:
+        self.priority, self.max_length = self.job.request.priority, self.job.max_length
 
     @property
     def n_prompt(self) -> int:
@@ -99,7 +106,7 @@ class Run:
 
     def promised_cells(self, margin: int) -> int:
         """Return how many cells the job still needs for its history and for the next `margin` tokens."""
-        return max(0, min(len(self.tokens) + margin, self.job.max_length) - self.n_past)
+        return max(0, min(len(self.tokens) + margin, self.max_length) - self.n_past)
 
     @property
     def is_preemptible(self) -> bool:
@@ -156,7 +163,7 @@ class Slot:
 
     @property
     def priority(self) -> Priority | None:
-        return self.run.job.request.priority if self.run else None
+        return self.run.priority if self.run else None
 
     def snapshot(self) -> SlotSnapshot:
         """Return the public state of the slot."""
@@ -172,7 +179,7 @@ class Slot:
             cached_tokens=run.cached_tokens,
             prefilled_tokens=min(run.n_past, run.n_prompt),
             generated_tokens=run.n_generated,
-            max_generated_tokens=run.job.max_length - run.n_prompt,
+            max_generated_tokens=run.max_length - run.n_prompt,
             content_tokens=run.n_past,
         )
 
@@ -193,5 +200,5 @@ class Slot:
         if self.state is not SlotState.DECODE:
             progress = f"{run.n_past}/{len(run.tokens)}"
         else:
-            progress = f"{run.n_generated}/{run.job.max_length - run.n_prompt}"
+            progress = f"{run.n_generated}/{run.max_length - run.n_prompt}"
         return f"<Slot {self.index} {self.state.name} {progress} job={run.job.id}>"

@@ -18,13 +18,20 @@ class Draft:
     grade: int = 0
     """How much the drafter relies on the draft, as an index: a higher grade is more reliable. The acceptance is
     estimated for each grade separately."""
+    stopped_early: bool = False
+    """Whether the draft has fewer tokens than wanted, because the drafter found no probable next token."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, n_tokens: int) -> Draft:
         """Return the draft without the tokens after the first `n_tokens`."""
-        return Draft(self.tokens[:n_tokens], self.grade)
+        return self if n_tokens >= len(self.tokens) else Draft(self.tokens[:n_tokens], self.grade)
+
+    @property
+    def n_places(self) -> int:
+        """Number of places for which the drafter looked for a token: one more than tokens if it stopped early."""
+        return len(self.tokens) + self.stopped_early
 
 
 NO_DRAFT = Draft()
@@ -46,7 +53,8 @@ class Drafter(Protocol):
 class Drafting:
     """The speculation of one job."""
 
-    drafter: Drafter
+    drafter: Drafter | None
+    """Proposes the drafts. None: the draft model of the worker does, for all jobs in one batch."""
     n_max: int
     """Largest number of tokens of one draft."""
     n_drafted: int = 0

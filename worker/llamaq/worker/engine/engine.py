@@ -80,7 +80,7 @@ class Engine:
         for part in batch.parts:
             if isinstance(part, PrefillChunk) and (rejected := self._reject_bad_tokens(part)) is not None:
                 results.append(rejected)
-            elif _seq_id(part) in isolated:
+            elif isolated and _seq_id(part) in isolated:
                 alone.append(part)
             else:
                 together.append(part)
@@ -147,8 +147,9 @@ class Engine:
         self._fill(parts)
         status = self.context.decode()
         if status == SUCCESS:
-            for part in parts:
-                self.sequences.keep_cells(_seq_id(part), _n_past_after(part))
+            if self.sequences.has_guards:
+                for part in parts:
+                    self.sequences.keep_cells(_seq_id(part), _n_past_after(part))
         elif status != NO_ROOM:
             for part in parts:
                 self.sequences.cut(_seq_id(part), part.slot.active.n_past)
@@ -173,10 +174,12 @@ class Engine:
 
     def _sample_all(self, parts: Sequence[Part]) -> list[SlotResult]:
         # The logits have the order in which `_fill` adds the tokens: first the single tokens, then drafts and chunks.
-        ordered = sorted(parts, key=_is_single_token, reverse=True)
-        n_rows = sum(map(_n_rows, ordered))
+        single = [part for part in parts if _is_single_token(part)]
+        others = [part for part in parts if not _is_single_token(part)] if len(single) < len(parts) else []
+        n_rows = len(single) + sum(map(_n_rows, others))
         rows = iter(self.context.logits(n_rows) if n_rows else ())
-        return [self._sample(part, [*islice(rows, _n_rows(part))]) for part in ordered]
+        results = [_sample_one(part, next(rows)) for part in single]
+        return results + [self._sample(part, [*islice(rows, _n_rows(part))]) for part in others]
 
     def _sample(self, part: Part, rows: Sequence[Logits]) -> SlotResult:
         """Sample the next token of a part and, while this is the next token of the draft, one more."""
@@ -209,6 +212,15 @@ class Engine:
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
 
 
+def _sample_one(part: Part, logits: Logits) -> SlotResult:
+    """Sample the next token of a part without a draft."""
+    run = part.slot.active
+    try:
+        return SlotResult(part.slot, run.n_past + 1, (_sample_row(run, logits),))
+    except JobRejected as exc:
+        return SlotResult(part.slot, run.n_past + 1, error=exc)
+
+
 def _sample_row(run: Run, logits: Logits) -> SampledToken:
     """Sample the token that follows the history.
 
@@ -237,7 +249,7 @@ def _draw(run: Run, logits: Logits) -> int:
     sampler = run.job.sampler
     if not sampler.checks_logits:
         best = int(logits.argmax())
-        if not math.isfinite(logits[best]):  # NaN if any logit is NaN
+        if not math.isfinite(logits.item(best)):  # NaN if any logit is NaN
             raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)
         if sampler.takes(best):
             return best

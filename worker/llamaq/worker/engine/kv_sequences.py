@@ -72,6 +72,11 @@ class KvSequences:
             return self._context.first_position(seq_id) == last
         return not self._n_swa or self._context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
 
+    @property
+    def has_guards(self) -> bool:
+        """Whether `keep_cells` has something to do."""
+        return self._guards is not None
+
     def keep_cells(self, seq_id: int, n_tokens: int) -> None:
         """Keep the cells of a sequence that now holds `n_tokens`, also those that have left the sliding window.
 

@@ -22,6 +22,7 @@ from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.engine.log_line_joiner import LogLineJoiner
 from llamaq.worker.engine.token_batch import TokenBatch
+from llamaq.worker.engine.unused_logit_rows import return_unused_rows
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ _POOLING_OF = {
     llama_cpp.LLAMA_POOLING_TYPE_LAST: Pooling.LAST,
     llama_cpp.LLAMA_POOLING_TYPE_RANK: Pooling.RANK,
 }
+LOGIT_BYTES = 4
 SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1
 """Return values of llama_decode."""
 
@@ -161,6 +163,8 @@ class Context:
         self.n_batch: int = llama_cpp.llama_n_batch(self.pointer)
         self.n_seq_max: int = llama_cpp.llama_n_seq_max(self.pointer)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
+        if not options.embeddings and not has_gpu():  # with a GPU, the rows may be in memory that its driver manages
+            return_unused_rows(abi_check.get_logits(self.pointer), self.n_seq_max * self.n_vocab * LOGIT_BYTES)
         self.n_embd = model.n_embd
         self.cells_per_sequence: int = llama_cpp.llama_n_ctx_seq(self.pointer)
         self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
@@ -179,6 +183,10 @@ class Context:
         if status != INVALID_BATCH:
             self.pending_copies.clear()
         return status
+
+    def synchronize(self) -> None:
+        """Wait until the device has computed the last batch. `logits` waits too."""
+        llama_cpp.llama_synchronize(self.pointer)
 
     def logits(self, n_rows: int) -> npt.NDArray[np.float32]:
         """Return the logits of the last decode.

@@ -16,11 +16,12 @@ def demo_model_path() -> Path:
     return Path(str(files("llamaq.worker").joinpath("model", "llamaq-demo.gguf")))
 
 
-def resolve_model_file(spec: str | None) -> Path:
+def resolve_model_file(spec: str | None, setting: str = "--model") -> Path:
     """Return the path of a model file, downloading the file if necessary.
 
     Args:
         spec: A path, or `hf:OWNER/REPO/FILE.gguf` for a file of the Hugging Face hub. None means the demo model.
+        setting: The setting that an error names.
 
     Raises:
         ModelError: The file does not exist or cannot be downloaded.
@@ -29,28 +30,28 @@ def resolve_model_file(spec: str | None) -> Path:
     if spec is None:
         return demo_model_path()
     if spec.startswith("hf:"):
-        return _download(spec)
+        return _download(spec, setting)
     path = Path(spec).expanduser()
     if not path.is_file():
-        raise ModelError(f"--model: there is no file {spec!r} (for the Hugging Face hub: hf:OWNER/REPO/FILE.gguf)")
+        raise ModelError(f"{setting}: there is no file {spec!r} (for the Hugging Face hub: hf:OWNER/REPO/FILE.gguf)")
     return path
 
 
-def _download(spec: str) -> Path:
+def _download(spec: str, setting: str) -> Path:
     match = _HUB_NAME.fullmatch(spec)
     if match is None:
-        raise ModelError(f"--model: {spec!r} is not of the form hf:OWNER/REPO/FILE.gguf")
+        raise ModelError(f"{setting}: {spec!r} is not of the form hf:OWNER/REPO/FILE.gguf")
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as exc:
-        raise MissingExtra("--model hf:…", "hub") from exc
+        raise MissingExtra(f"{setting} hf:…", "hub") from exc
     try:
         return Path(hf_hub_download(match["repo"], match["file"]))
     except LocalEntryNotFoundError as exc:
         raise ModelError(
-            f"--model: {spec} is not in the local cache and the hub cannot be reached; "
+            f"{setting}: {spec} is not in the local cache and the hub cannot be reached; "
             "download the file on a machine with network access, and give its path"
         ) from exc
     except (HfHubHTTPError, OSError, ValueError) as exc:  # ValueError: not a valid name of a repository
-        raise ModelError(f"--model: {spec} cannot be downloaded: {exc}") from exc
+        raise ModelError(f"{setting}: {spec} cannot be downloaded: {exc}") from exc

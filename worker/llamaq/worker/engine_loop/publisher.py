@@ -16,24 +16,54 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from llamaq.common.protocol.queue_and_worker_state import TickStats
+from llamaq.worker.core.batch import TickBatch
+from llamaq.worker.core.job import NewToken
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
 
+class TickRecord(NamedTuple):
+    """What the engine thread knows about a tick that has ended."""
+
+    batch: TickBatch
+    """The batch. Only its numbers are read, because its slots change."""
+    eval_s: float
+    """Seconds that the engine took."""
+    n_accepted: int
+    """Number of draft tokens that became tokens of an output."""
+    queue_depth: int
+    """Number of jobs that wait in Redis."""
+
+    def stats(self) -> TickStats:
+        """Return the measurements of the tick."""
+        batch = self.batch
+        return TickStats.model_construct(  # without validation, which would cost time in every tick
+            batch_size=batch.n_tokens,
+            decode_tokens=batch.n_decode + self.n_accepted,
+            prefill_tokens=batch.n_prefill,
+            active_slots=batch.n_jobs,
+            queue_depth=self.queue_depth,
+            eval_ms=self.eval_s * 1000,
+            drafts=batch.n_drafts,
+            drafted_tokens=batch.n_drafted,
+            accepted_tokens=self.n_accepted,
+        )
+
+
 @dataclass(slots=True)
 class _Report:
-    """What is published together: the measurements of at most one tick, then messages."""
+    """What is published together: the measurements of ticks, then their messages."""
 
-    stats: TickStats | None = None
+    ticks: list[TickRecord] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.stats or self.messages)
+        return bool(self.ticks or self.messages)
 
 
 class Publisher:
@@ -49,16 +79,21 @@ class Publisher:
         self._shared = shared
         self._next = _Report()
         self._reports: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="publisher")
+        self._publishing_thread = threading.Thread(target=self._run, name="publisher")
         self._error: Exception | None = None
 
-    def add_tick(self, stats: TickStats) -> None:
+    def add_tick(self, tick: TickRecord) -> None:
         """Add the measurements of a tick. A hook gets them before the messages of the tick."""
-        self._next.stats = stats
+        self._next.ticks.append(tick)
 
     def add(self, messages: Iterable[Message]) -> None:
         """Add messages to the next report."""
         self._next.messages += messages
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a user waits for one of the added messages: for any message but a later token of a stream."""
+        return any(not isinstance(one, NewToken) or one.time_s == one.job.first_token_s for one in self._next.messages)
 
     def publish(self) -> None:
         """Publish what was added. The thread begins as soon as the engine thread releases the GIL.
@@ -75,15 +110,15 @@ class Publisher:
     def _run(self) -> None:
         try:
             while (report := self._reports.get()) is not None:
-                if report.stats is not None:
-                    self._shared.telemetry.record_tick(report.stats)
+                for tick in report.ticks:
+                    self._shared.telemetry.record_tick(tick.stats())
                 self._shared.outputs.put(report.messages)
         except Exception as exc:
             log.exception("publisher.failed")
             self._error = exc
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._publishing_thread.start()
         return self
 
     def __exit__(
@@ -91,6 +126,6 @@ class Publisher:
     ) -> None:
         self._reports.put(self._next)
         self._reports.put(None)
-        self._thread.join()
+        self._publishing_thread.join()
         if exc is None and self._error is not None:
             raise self._error

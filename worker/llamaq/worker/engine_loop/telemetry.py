@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 TICK, REQUEST_DONE = "tick", "request.done"
 
 Hook = Callable[[str, Mapping[str, Any]], None]
+"""Gets the name and the measurements of a tick or a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,18 @@ class Telemetry:
     counters.
     """
 
-    def __init__(self, hooks: Sequence[Hook] = (), worker: str = "", *, job_hooks: Sequence[Hook] = ()) -> None:
+    def __init__(
+        self, hooks: Sequence[Hook] = (), worker: str = "", *, job_hooks: Sequence[Callable[[EndedJob], None]] = ()
+    ) -> None:
         """Create the telemetry of a worker.
 
         Args:
             hooks: They get the measurements of each tick and each job.
             worker: The id of the worker.
-            job_hooks: They get the measurements of each job only, so they cost nothing in a tick.
+            job_hooks: They get each ended job. Its measurements are computed only if a hook needs them.
         """
         self._hooks = tuple(hooks)
-        self._job_hooks = (*hooks, *job_hooks)
+        self._job_hooks = tuple(job_hooks)
         self._worker = worker
         self._loop: asyncio.AbstractEventLoop | None = None
         self.last_tick: TickStats | None = None
@@ -138,16 +141,21 @@ class Telemetry:
         if self._hooks and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to exit
                 measurements = {"worker": self._worker, **stats.model_dump()}
-                self._loop.call_soon_threadsafe(self._call_hooks, self._hooks, TICK, measurements)
+                self._loop.call_soon_threadsafe(self._call_hooks, TICK, measurements)
 
     def record_job(self, ended: EndedJob) -> None:
         """Record a job whose end is stored in Redis. Called on the I/O thread."""
         self.n_jobs_done += 1
-        if self._job_hooks:
-            self._call_hooks(self._job_hooks, REQUEST_DONE, ended.measurements())
+        if self._hooks:
+            self._call_hooks(REQUEST_DONE, ended.measurements())
+        for hook in self._job_hooks:
+            try:
+                hook(ended)
+            except Exception:  # what exports the spans may raise anything
+                log.exception("hook.failed hook=%r measurement=%s", hook, REQUEST_DONE)
 
-    def _call_hooks(self, hooks: Iterable[Hook], name: str, measurements: Mapping[str, Any]) -> None:
-        for hook in hooks:
+    def _call_hooks(self, name: str, measurements: Mapping[str, Any]) -> None:
+        for hook in self._hooks:
             try:
                 hook(name, dict(measurements))
             except Exception:  # a user's hook may raise anything

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot, TickStats
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import BaseJob, Output
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
-from llamaq.worker.engine_loop.publisher import Publisher
+from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
 
@@ -41,6 +41,13 @@ class Runner(Protocol):
 
     def run(self, batch: Any) -> Any:
         """Compute a batch of the scheduler that belongs to this engine, and return its results."""
+
+
+class BatchDrafter(Protocol):
+    """Adds drafts to a batch: the draft model."""
+
+    def add_drafts(self, batch: Any) -> Any:
+        """Return the batch with the drafts that the scheduler has planned for it."""
 
 
 class JobScheduler(Protocol):
@@ -96,6 +103,8 @@ class TickLoop:
         shared: SharedState,
         *,
         hang_s: float,
+        stream_interval_s: float = 0.0,
+        drafter: BatchDrafter | None = None,
         capacity: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,12 +115,16 @@ class TickLoop:
             engine: Computes the batches.
             shared: The objects that the engine thread shares with the I/O thread.
             hang_s: The shortest time, in seconds, after which a tick counts as a hang.
+            stream_interval_s: Tokens of short ticks are published together, at most this many seconds after the last
+                publication.
+            drafter: Adds drafts to the batches. None: there is no draft model.
             capacity: Upper bound on the jobs of this worker. Surplus bulk jobs without a slot are withdrawn, so that
                 other workers run them. None: no bound.
             clock: A monotonic clock in seconds.
         """
         self._scheduler = scheduler
         self._engine = engine
+        self._drafter = drafter
         self._shared = shared
         self._hang_s = hang_s
         self._capacity = capacity
@@ -123,6 +136,8 @@ class TickLoop:
         self._slowest_tick_s = 0.0
         self._tick_times = TickTimePredictor()
         self._publisher = Publisher(shared)
+        self._stream_interval_s = stream_interval_s
+        self._published_s = clock()
         self._snapshot_s = clock()
         self.snapshot = self._take_snapshot()
         """The slots and cells as of the last snapshot."""
@@ -201,7 +216,7 @@ class TickLoop:
         try:
             if not self._scheduler.has_work and self._stop_s is None:
                 self._commands.get(timeout=IDLE_WAIT_S)()
-            while True:
+            while not self._commands.empty():
                 self._commands.get_nowait()()
         except queue.Empty:
             return
@@ -215,7 +230,9 @@ class TickLoop:
         self._withdraw_surplus()
         has_loaded = scheduler.move(self._tick_times.predict_s(scheduler.n_prefill_next))
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
-        self._publisher.publish()
+        if not self._can_publish_later(batch):
+            self._publish()
+        batch = self._draft(batch)
         results, eval_s = self._compute(batch)
         outputs = scheduler.apply(batch, results)
         self._report(batch, eval_s, outputs)
@@ -236,6 +253,25 @@ class TickLoop:
     def _requeue(self, jobs: Iterable[BaseJob]) -> None:
         self._publisher.add([JobWithdrawn(job) for job in jobs])
 
+    def _can_publish_later(self, batch: TickBatch) -> bool:
+        """Whether the outputs can be published with those of `batch`, because the next tick will end very soon.
+
+        To publish wakes the I/O thread, Redis and the subscribers. With a small model, this would take as long as the
+        ticks.
+        """
+        if not batch or batch.n_prefill:
+            return False
+        next_s = self._clock() + self._tick_times.predict_s(0)
+        return next_s < self._published_s + self._stream_interval_s and not self._publisher.is_urgent
+
+    def _publish(self) -> None:
+        self._published_s = self._clock()
+        self._publisher.publish()
+
+    def _draft(self, batch: TickBatch) -> TickBatch:
+        """Return the batch with the drafts of the draft model."""
+        return batch if self._drafter is None else self._drafter.add_drafts(batch)
+
     def _compute(self, batch: TickBatch) -> tuple[Any, float]:
         """Return the results of the batch and the computing time in seconds. An empty batch is not computed."""
         started_s = self._clock()
@@ -247,23 +283,11 @@ class TickLoop:
     def _report(self, batch: TickBatch, eval_s: float, outputs: Sequence[Output]) -> None:
         """Add the measurements and the outputs of a tick to what is published. Publish it if no tick follows."""
         if batch:
-            self._publisher.add_tick(self._measure(batch, eval_s))
+            n_accepted, n_waiting = self._scheduler.n_accepted, self._shared.queue_depth.n_waiting
+            self._publisher.add_tick(TickRecord(batch, eval_s, n_accepted, n_waiting))
         self._publisher.add(outputs)
         if not self._scheduler.has_work:
-            self._publisher.publish()
-
-    def _measure(self, batch: TickBatch, eval_s: float) -> TickStats:
-        return TickStats.model_construct(  # without validation, which would cost time in every tick
-            batch_size=batch.n_tokens,
-            decode_tokens=batch.n_decode + self._scheduler.n_accepted,
-            prefill_tokens=batch.n_prefill,
-            active_slots=batch.n_jobs,
-            queue_depth=self._shared.queue_depth.n_waiting,
-            eval_ms=eval_s * 1000,
-            drafts=batch.n_drafts,
-            drafted_tokens=batch.n_drafted,
-            accepted_tokens=self._scheduler.n_accepted,
-        )
+            self._publish()
 
     def _update_snapshot(self) -> None:
         """Take a snapshot when the last one is old, or when the engine becomes idle."""

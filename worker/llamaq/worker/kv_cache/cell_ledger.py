@@ -90,6 +90,13 @@ class CellLedger:
                 _mark_reached(sequence, reached)
         return self._used - sum(max(0, n - sequence.shared) for sequence, n in reached.items())
 
+    def resize(self, seq_id: int, n_held: int) -> None:
+        """Record that the sequence now holds `n_held` cells, more or fewer than before. See `grow` and `cut`."""
+        if n_held < self.held(seq_id):
+            self.cut(seq_id, n_held)
+        else:
+            self.grow(seq_id, n_held)
+
     def grow(self, seq_id: int, n_held: int) -> None:
         """Record that the sequence, which may have been empty, now holds `n_held` cells. Added cells are not shared.
 

@@ -61,7 +61,7 @@ class KvMemory:
         return self._pool.slots
 
     @property
-    def active_slots(self) -> list[Slot]:
+    def active_slots(self) -> tuple[Slot, ...]:
         """The slots that run a job."""
         return self._pool.active
 
@@ -182,8 +182,8 @@ class KvMemory:
         run = slot.active
         if n_past < run.n_past:
             self._hits.clear()
+            run.cached_tokens = min(run.cached_tokens, n_past)
         run.n_past = n_past
-        run.cached_tokens = min(run.cached_tokens, n_past)
         self._pool.resize(run.seq_id, n_past)
         if not self._sequences.can_cut and slot.state is SlotState.PREFILL and run.job.request.cache_prompt:
             self._cache_state(run)

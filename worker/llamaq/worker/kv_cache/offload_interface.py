@@ -93,7 +93,8 @@ class Offload(Protocol):
 class NoOffload:
     """No storage behind the device: an entry that leaves the device is lost."""
 
-    host_bytes = disk_bytes = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
     has_transfers = False
 
     def match(self, tokens: bytes, scope: Scope) -> None:  # noqa: ARG002 - the interface's

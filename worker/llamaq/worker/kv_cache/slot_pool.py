@@ -53,6 +53,8 @@ class SlotPool:
         if n_sequences < n_slots:
             raise ValueError(f"{n_slots} slots need as many sequences, there are {n_sequences}")
         self.slots = tuple(Slot(index) for index in range(n_slots))
+        self.active: tuple[Slot, ...] = ()
+        """The slots that run a job. Replaced when a job enters or leaves a slot, because each tick reads it often."""
         self.n_cells = n_cells
         self.ledger = CellLedger(n_cells)
         self._similarity = similarity
@@ -68,14 +70,9 @@ class SlotPool:
         return iter(self.slots)
 
     @property
-    def active(self) -> list[Slot]:
-        """The slots that run a job."""
-        return [slot for slot in self.slots if slot.run is not None]
-
-    @property
     def n_idle(self) -> int:
         """Number of idle slots."""
-        return sum(slot.run is None for slot in self.slots)
+        return len(self.slots) - len(self.active)
 
     @property
     def n_free_sequences(self) -> int:
@@ -100,7 +97,7 @@ class SlotPool:
     @property
     def reserved_cells(self) -> int:
         """Number of cells that the running jobs hold or have been promised. A shared cell counts for each holder."""
-        return self.promised_cells + sum(slot.run.n_past for slot in self.slots if slot.run is not None)
+        return self.promised_cells + sum(slot.active.n_past for slot in self.active)
 
     @property
     def unpromised_cells(self) -> int:
@@ -112,7 +109,7 @@ class SlotPool:
         return self.ledger.used + self._promised(min(n_ahead, self._margin)) > self.n_cells
 
     def _promised(self, margin: int) -> int:
-        return sum(slot.run.promised_cells(margin) for slot in self.slots if slot.run is not None)
+        return sum([slot.active.promised_cells(margin) for slot in self.active])
 
     # ---- room for a job
 
@@ -192,6 +189,7 @@ class SlotPool:
         tokens = [*job.prompt, *job.resumed]
         slot.run = Run(job, seq_id, tokens, admission_number=self._n_acquired, packed=job.packed, admitted_s=now_s)
         slot.transition_to(SlotState.PREFILL)
+        self._find_active()
         return slot
 
     def release(self, slot: Slot) -> Run:
@@ -202,11 +200,15 @@ class SlotPool:
         run = slot.active
         slot.transition_to(SlotState.IDLE)
         slot.run, run.is_released = None, True
+        self._find_active()
         self._n_released += 1
         slot.content, slot.release_number = run.packed_history(len(run.tokens)), self._n_released
         slot.scope = run.job.scope
         self._cached.add(run.seq_id)
         return run
+
+    def _find_active(self) -> None:
+        self.active = tuple(slot for slot in self.slots if slot.run is not None)
 
     def acquire_for_cache(self) -> int:
         """Give a free sequence to the prefix cache and return it."""
@@ -224,10 +226,7 @@ class SlotPool:
 
     def resize(self, seq_id: int, n_tokens: int) -> None:
         """Record that a sequence now holds `n_tokens` cells."""
-        if n_tokens < self.ledger.held(seq_id):
-            self.ledger.cut(seq_id, n_tokens)
-        else:
-            self.ledger.grow(seq_id, n_tokens)
+        self.ledger.resize(seq_id, n_tokens)
 
     def share(self, source: int, target: int, n_tokens: int) -> None:
         """Record that the first `n_tokens` cells of `source` were copied to the empty sequence `target`."""
@@ -238,6 +237,8 @@ class SlotPool:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` when slots, sequences and cells contradict each other."""
+        if self.active != tuple(slot for slot in self.slots if slot.run is not None):
+            raise AssertionError(f"the slots with a job are not {self.active}")
         used = [slot.active.seq_id for slot in self.active]
         if sorted([*used, *self._cached, *self._free]) != sorted(self._sequences):
             raise AssertionError(

@@ -17,8 +17,8 @@ from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.saved_slot_store import SavedSlotFiles
 
 CACHED_SEQUENCES = 64
-"""Default number of cached sequences in a unified KV cache. Each further sequence costs no time, only memory: 8 bytes
-for each token of the vocabulary."""
+"""Default number of cached sequences in a unified KV cache. Each further sequence costs no time, only address space:
+8 bytes for each token of the vocabulary. With a GPU, half of this is memory."""
 CACHED_STATES_PER_SLOT = 3
 """Default number of cached sequences for each slot of a recurrent model. llama.cpp allocates a whole state for every
 sequence of such a model, also for an unused sequence."""

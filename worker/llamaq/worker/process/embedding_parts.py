@@ -36,6 +36,9 @@ class EmbeddingParts:
         LlamaqError: The model cannot be loaded, or a setting does not fit it.
     """
 
+    drafter = None
+    """An embedding needs no drafts."""
+
     def __init__(self, path: Path, settings: WorkerSettings, worker: str) -> None:
         model = load_model(path, settings)
         self.max_tokens = min(settings.embedding_batch_tokens, model.n_ctx_train)

@@ -16,7 +16,7 @@ def load_model(path: Path, settings: WorkerSettings) -> Model:
     Raises:
         ModelError: The model cannot be loaded.
     """
-    return Model(path, _model_options(settings))
+    return Model(path, model_options(settings))
 
 
 def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
@@ -39,7 +39,8 @@ def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
     )
 
 
-def _model_options(settings: WorkerSettings) -> ModelOptions:
+def model_options(settings: WorkerSettings) -> ModelOptions:
+    """Return the options of the model."""
     return ModelOptions(
         n_gpu_layers=settings.n_gpu_layers,
         split_mode=settings.split_mode if settings.device is None else "none",

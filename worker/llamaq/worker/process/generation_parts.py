@@ -7,6 +7,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidSettings, JobRejected
 from llamaq.common.protocol.job_request import JobParams
+from llamaq.worker.engine.draft_model import DraftModel
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
@@ -20,6 +21,7 @@ from llamaq.worker.process.cache_factory import (
     make_prefix_cache,
     make_saved_slot_files,
 )
+from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model, make_draft_speculation
 from llamaq.worker.process.engine_options import context_options, load_model
 from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy
@@ -44,21 +46,20 @@ class GenerationParts:
         settings: The settings of the worker.
         strategy: Plans the batch of each tick.
         worker: The id of the worker.
-        vocab_blob: The vocabulary of the model.
 
     Raises:
         LlamaqError: The model cannot be loaded, or a setting does not fit it.
     """
 
-    def __init__(
-        self, path: Path, settings: WorkerSettings, strategy: BatchStrategy, worker: str, vocab_blob: bytes
-    ) -> None:
+    def __init__(self, path: Path, settings: WorkerSettings, strategy: BatchStrategy, worker: str) -> None:
         self._path = path
         self._settings = settings
+        draft_path = find_draft_model(settings)  # before the model is loaded, which may take minutes
         self.engine = load_engine(path, settings)
-        self._speculation = make_speculation(settings, self.engine)
+        self.drafter = load_draft_model(draft_path, settings, self.engine) if draft_path is not None else None
+        self._speculation = make_speculation(settings, self.engine, self.drafter)
         self._job_defaults = job_defaults_for_model(settings, self.engine.model.metadata)
-        self._grammar_sandbox = GrammarSandbox(vocab_blob)
+        self._grammar_sandbox = GrammarSandbox(self.engine.vocab)
         self._offload = make_offload(settings, self.engine, path)
         self._memory = self._make_memory()
         self.scheduler = self._make_scheduler(strategy, worker)
@@ -111,6 +112,8 @@ class GenerationParts:
             self._slot_commands.close()
         self._memory.close(SAVE_TIMEOUT_S)  # after the jobs were requeued, so that other workers run them meanwhile
         self._grammar_sandbox.close()
+        if self.drafter is not None:
+            self.drafter.close()
         self.engine.close()
 
     def _context_limit(self) -> int:
@@ -136,12 +139,20 @@ class GenerationParts:
             context_limit=self._context_limit(),
             max_request_bytes=self._settings.max_request_bytes,
             draft_max=0 if self._settings.speculation == "off" else self._settings.draft_max,
+            has_draft_model=self.drafter is not None,
             counts_system_tokens=not engine.sequences.can_cut,
         )
 
 
-def make_speculation(settings: WorkerSettings, engine: Engine) -> Speculation | None:
+def make_speculation(
+    settings: WorkerSettings, engine: Engine, draft_model: DraftModel | None = None
+) -> Speculation | None:
     """Return what adds drafts to the batches. None: the worker drafts nothing.
+
+    Args:
+        settings: The settings of the worker.
+        engine: Verifies the drafts.
+        draft_model: The draft model. None: there is none.
 
     Raises:
         InvalidSettings: The model cannot verify drafts.
@@ -154,7 +165,9 @@ def make_speculation(settings: WorkerSettings, engine: Engine) -> Speculation | 
             "which this model's memory does not permit. A recurrent state never does; a sliding window does with "
             "--swa-full, --kv-unified and --cache-prompt. Use --speculation off"
         )
-    return Speculation(engine.vocab.end_tokens, n_draft_tokens(settings))
+    if draft_model is None:
+        return Speculation(engine.vocab.end_tokens, n_draft_tokens(settings))
+    return make_draft_speculation(settings, engine, draft_model, n_draft_tokens(settings))
 
 
 def n_draft_tokens(settings: WorkerSettings) -> int:

@@ -18,10 +18,10 @@ from redis.exceptions import RedisError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
-from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.worker.broker.command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
@@ -163,7 +163,7 @@ class IoThread:
             await job_claims.open()
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
-                outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
+                outbox = self._make_outbox(AttemptScripts(flush_connection, keys), heartbeat)
                 commands = self._make_command_inboxes(redis, keys)
                 sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
                 watch = self._make_empty_watch(redis, keys)
@@ -245,7 +245,7 @@ class IoThread:
             on_finished=heartbeat.record_job,
         )
 
-    def _make_outbox(self, scripts: Scripts, heartbeat: Heartbeat) -> Outbox:
+    def _make_outbox(self, scripts: AttemptScripts, heartbeat: Heartbeat) -> Outbox:
         settings = self._settings
         return Outbox(
             scripts,

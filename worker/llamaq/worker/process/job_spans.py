@@ -7,19 +7,19 @@ has ended, with the times that were measured. The parent of the job's span is th
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
-from llamaq.worker.engine_loop.telemetry import REQUEST_DONE, Hook
+from llamaq.worker.engine_loop.telemetry import EndedJob
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer
 
 
-def span_hooks(card: WorkerCard) -> list[Hook]:
+def span_hooks(card: WorkerCard) -> list[Callable[[EndedJob], None]]:
     """Return the hook that makes the spans while OpenTelemetry has an SDK. Empty: OpenTelemetry is not installed."""
     if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.trace") is None:
         return []
@@ -27,10 +27,10 @@ def span_hooks(card: WorkerCard) -> list[Hook]:
 
     spans = JobSpans(trace.get_tracer("llamaq.worker", card.version), card)
 
-    def make_spans(name: str, measured: Mapping[str, Any]) -> None:
+    def make_spans(ended: EndedJob) -> None:
         # Without an SDK, nothing records the spans. A user's hook may set it up later.
         if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-            spans(name, measured)
+            spans(ended)
 
     return [make_spans]
 
@@ -48,13 +48,14 @@ class JobSpans:
         self._tracer = tracer
         self._card = card
 
-    def __call__(self, name: str, measured: Mapping[str, Any]) -> None:
-        """Make the spans of a job whose end was measured."""
-        if name != REQUEST_DONE or measured["submitted_at"] is None:
+    def __call__(self, ended: EndedJob) -> None:
+        """Make the spans of an ended job."""
+        if ended.timeline.submitted_at is None:
             return
+        measured = ended.measurements()
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        submitted, ended = measured["submitted_at"], max(measured["submitted_at"], measured["ended_at"])
+        submitted, ended_s = measured["submitted_at"], max(measured["submitted_at"], measured["ended_at"])
         span = self._tracer.start_span(
             "llamaq.job",
             context=_parent(measured["traceparent"]),
@@ -66,12 +67,12 @@ class JobSpans:
             _set_error(span, measured["error_code"])
         inside = set_span_in_context(span)
         slot, first_token = measured["slot_at"], measured["first_token_at"]
-        self._add_child("llamaq.queue", inside, submitted, measured["first_slot_at"] or ended)
+        self._add_child("llamaq.queue", inside, submitted, measured["first_slot_at"] or ended_s)
         if slot is not None:
-            self._add_child("llamaq.prefill", inside, slot, first_token or ended)
+            self._add_child("llamaq.prefill", inside, slot, first_token or ended_s)
         if first_token is not None:
-            self._add_child("llamaq.decode", inside, first_token, ended)
-        span.end(_nanoseconds(ended))
+            self._add_child("llamaq.decode", inside, first_token, ended_s)
+        span.end(_nanoseconds(ended_s))
 
     def _attributes(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         values = {

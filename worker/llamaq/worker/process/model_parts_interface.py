@@ -10,7 +10,7 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.broker.command_inbox import CommandHandler
 from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.engine.llama_bindings import Model
-from llamaq.worker.engine_loop.tick_loop import JobScheduler, Runner, TickLoop
+from llamaq.worker.engine_loop.tick_loop import BatchDrafter, JobScheduler, Runner, TickLoop
 
 
 class ModelEngine(Runner, Protocol):
@@ -26,6 +26,10 @@ class ModelParts(Protocol):
     @property
     def engine(self) -> ModelEngine:
         """Computes the batches of the scheduler."""
+
+    @property
+    def drafter(self) -> BatchDrafter | None:
+        """Adds drafts to the batches of the scheduler. None: there is no draft model."""
 
     @property
     def scheduler(self) -> JobScheduler:

@@ -27,8 +27,10 @@ from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.plugins import load_hooks, load_strategy
+from llamaq.worker.process.compiled_modules import has_compiled_ticks
 from llamaq.worker.process.embedding_parts import EmbeddingParts
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
+from llamaq.worker.process.free_heap import return_free_heap
 from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.process.job_spans import span_hooks
@@ -77,7 +79,7 @@ class WorkerProcess:
         if settings.embeddings:
             self._parts: ModelParts = EmbeddingParts(path, settings, self._worker_id)
         else:
-            self._parts = GenerationParts(path, settings, strategy, self._worker_id, self._vocab_blob)
+            self._parts = GenerationParts(path, settings, strategy, self._worker_id)
         self.card = self._describe(path)
         self._shared = SharedState(Telemetry(hooks, self.card.worker, job_hooks=span_hooks(self.card)))
         self._ticks = self._make_tick_loop()
@@ -90,7 +92,9 @@ class WorkerProcess:
             self._parts.scheduler,
             self._parts.engine,
             self._shared,
+            drafter=self._parts.drafter,
             hang_s=self._settings.hang_s,
+            stream_interval_s=self._settings.stream_interval_ms / 1000,
             capacity=self._settings.n_parallel + self._settings.inbox_window,
         )
 
@@ -141,13 +145,16 @@ class WorkerProcess:
     def run(self) -> int:
         """Serve the queue until SIGTERM or SIGINT; returns the process's exit code."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return_free_heap()
         gc.freeze()  # so that garbage collections during ticks skip the objects that live as long as the process
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
             if (error := self._io_thread.start()) is not None:
                 return EXIT_CANNOT_START if isinstance(error, LlamaqError) else EXIT_CRASHED
-            log.info("worker.ready id=%s queue=%s slots=%d", self.card.worker, self.card.queue, self.card.n_parallel)
+            card = self.card
+            ready = (card.worker, card.queue, card.n_parallel, has_compiled_ticks())
+            log.info("worker.ready id=%s queue=%s slots=%d compiled=%s", *ready)
             with self._watch(self._ticks), self._metrics:
                 self._ticks.run()
         except Exception:

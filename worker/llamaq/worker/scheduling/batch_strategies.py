@@ -82,9 +82,10 @@ class BuiltInStrategy(ABC):
         queue_depth: int,  # noqa: ARG002 - part of the protocol
     ) -> Batch:
         """Return the batch of the next tick. See `BatchStrategy.build_batch`."""
+        slots = [slot for slot in slots if slot.run is not None]
         waiting = () if self._have_waited else bulk_prompts_to_delay(slots, chunk_size)
         self._have_waited = bool(waiting)
-        return self._divide([slot for slot in slots if slot not in waiting], budget, chunk_size)
+        return self._divide([slot for slot in slots if slot not in waiting] if waiting else slots, budget, chunk_size)
 
     @abstractmethod
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
@@ -134,6 +135,8 @@ class Balanced(BuiltInStrategy):
 def bulk_prompts_to_delay(slots: Sequence[Slot], chunk_size: int) -> Sequence[Slot]:
     """Return the bulk jobs in PREFILL, if one chunk completes the prompts of all interactive jobs in PREFILL."""
     in_prefill = [slot for slot in slots if slot.state is SlotState.PREFILL]
+    if not in_prefill:
+        return ()
     bulk = [slot for slot in in_prefill if slot.priority is Priority.BULK]
     n_interactive = sum(slot.n_pending for slot in in_prefill if slot.priority is Priority.INTERACTIVE)
     return bulk if 0 < n_interactive <= chunk_size else ()
@@ -152,7 +155,7 @@ def decode_tokens(slots: Sequence[Slot], limit: int) -> tuple[DecodeToken, ...]:
     if len(decoding) > limit:
         least_generated = sorted(decoding, key=lambda slot: slot.active.n_generated)[: max(0, limit)]
         decoding = [slot for slot in decoding if slot in least_generated]
-    return tuple(DecodeToken(slot) for slot in decoding)
+    return tuple([DecodeToken(slot) for slot in decoding])
 
 
 def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[PrefillChunk, ...]:
@@ -167,6 +170,8 @@ def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[
         chunk_size: Largest number of tokens in one chunk.
     """
     in_prefill = [slot for slot in slots if slot.state is SlotState.PREFILL]
+    if not in_prefill:
+        return ()
     by_admission = sorted(in_prefill, key=lambda slot: slot.active.admitted_s)
     needs = {slot: min(slot.n_pending, chunk_size) for slot in by_admission}
     shares: dict[Slot, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from itertools import islice
 
@@ -25,6 +24,9 @@ class DecodeTimes:
         """Maps a number of decode tokens to the newest ticks with this number and no drafts: tick number, seconds."""
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=N_DRAFT_TICKS)
         """The newest ticks with drafts: number of the tick, draft tokens, seconds of each draft token."""
+        self._draft_token_s: float | None = None
+        self._is_valid_until = 0
+        """Number of the tick at which `_draft_token_s` must be computed again, because a measurement is forgotten."""
 
     def record(self, n_decode: int, n_drafted: int, seconds: float) -> None:
         """Record a tick without prompt tokens."""
@@ -36,17 +38,23 @@ class DecodeTimes:
         plain_s = self.plain_s(n_decode)
         if plain_s is not None:
             self._drafted.append((self._n_ticks, n_drafted, (seconds - plain_s) / n_drafted))
+            self._is_valid_until = self._n_ticks
 
     def plain_s(self, n_decode: int) -> float | None:
         """Return the seconds of a tick with this number of decode tokens and no drafts. None: not known."""
         times = [seconds for at, seconds in self._plain.get(n_decode, ()) if self._is_new(at)]
-        return statistics.median(times) if times else None
+        return _median(times) if times else None
 
     @property
     def draft_token_s(self) -> float | None:
         """The seconds of one draft token. Ticks with many of them count more. None: not known."""
-        times = [(seconds, n_drafted) for at, n_drafted, seconds in self._drafted if self._is_new(at)]
-        return max(0.0, weighted_median(times)) if times else None
+        if self._drafted and self._n_ticks >= self._is_valid_until:
+            while self._drafted and not self._is_new(self._drafted[0][0]):
+                self._drafted.popleft()
+            times = [(seconds, n_drafted) for _, n_drafted, seconds in self._drafted]
+            self._draft_token_s = max(0.0, weighted_median(times)) if times else None
+            self._is_valid_until = self._drafted[0][0] + FORGOTTEN_AFTER if times else 0
+        return self._draft_token_s
 
     def _is_new(self, at: int) -> bool:
         return self._n_ticks - at < FORGOTTEN_AFTER
@@ -54,3 +62,10 @@ class DecodeTimes:
     def __repr__(self) -> str:
         plain = ", ".join(f"{n}: {(self.plain_s(n) or 0) * 1000:.1f} ms" for n in islice(self._plain, 4))
         return f"<DecodeTimes {plain}; {(self.draft_token_s or 0) * 1000:.2f} ms a draft token>"
+
+
+def _median(values: list[float]) -> float:
+    """Return the median. `statistics.median` takes several times as long, and each tick needs it."""
+    values.sort()
+    middle = values[(len(values) - 1) // 2 : len(values) // 2 + 1]
+    return sum(middle) / len(middle)

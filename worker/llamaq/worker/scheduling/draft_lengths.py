@@ -1,4 +1,4 @@
-"""Chooses how many tokens of each draft a tick verifies, so that the tick yields most tokens per second."""
+"""Chooses how long the drafts of a tick are, so that the tick yields most tokens per second."""
 
 from __future__ import annotations
 
@@ -18,13 +18,23 @@ class Candidate(NamedTuple):
     """Probability that a token of the draft is accepted if those before it were."""
 
 
+class _Choice(NamedTuple):
+    """Lengths of drafts, and the tick with these drafts."""
+
+    lengths: list[int]
+    expected: float
+    """Expected number of tokens of the tick."""
+    tick_s: float
+
+
 def choose_lengths(
-    drafts: Sequence[Candidate], n_decode: int, plain_s: float, draft_token_s: float, room: int
+    drafts: Sequence[Candidate], n_decode: int, plain_s: float, draft_token_s: float, room: int, step_s: float = 0.0
 ) -> list[int]:
     """Return for each draft how many of its tokens to verify, 0 for a draft that promises no gain.
 
     Token j of a draft becomes a token of the output with probability p ** j. The most probable tokens of all drafts
-    come first, and are taken as long as a token raises the expected number of tokens per second.
+    come first, and are taken as long as a token raises the expected number of tokens per second. With a draft model,
+    the drafts also take a step for each place. All drafts share it, so the number of places is chosen first.
 
     Args:
         drafts: The drafts.
@@ -32,26 +42,45 @@ def choose_lengths(
         plain_s: Time of a tick without drafts, in seconds.
         draft_token_s: Time of a further token, in seconds.
         room: Largest number of draft tokens in the tick.
+        step_s: Time in which the draft model finds the next token of every draft, in seconds.
     """
+    longest = max((draft.n_tokens for draft in drafts), default=0)
+    numbers = range(1, longest + 1) if step_s else (longest,)
+    best: _Choice | None = None
+    for n_places in numbers:
+        choice = _choose_within(n_places, drafts, n_decode, plain_s + n_places * step_s, draft_token_s, room)
+        if best is not None and choice.expected * best.tick_s <= best.expected * choice.tick_s:
+            break
+        best = choice
+    if best is None or best.expected * plain_s < LEAST_GAIN * n_decode * best.tick_s:
+        return [0] * len(drafts)
+    return best.lengths
+
+
+def _choose_within(
+    n_places: int, drafts: Sequence[Candidate], n_decode: int, tick_s: float, draft_token_s: float, room: int
+) -> _Choice:
+    """Return the best lengths that are at most `n_places`. `tick_s` is the time of the tick without verification."""
     tokens = sorted(
         (
             (draft.probability**place, -index)
             for index, draft in enumerate(drafts)
-            for place in range(1, draft.n_tokens + 1)
+            for place in range(1, min(draft.n_tokens, n_places) + 1)
         ),
         reverse=True,
     )
-    lengths = [0] * len(drafts)
-    expected, tick_s = float(n_decode), plain_s
+    lengths, expected = [0] * len(drafts), float(n_decode)
     for probability, index in tokens[: max(0, room)]:
         if probability * tick_s < expected * draft_token_s:
             break
         expected += probability
         tick_s += draft_token_s
         lengths[-index] += 1
-    return lengths if expected * plain_s >= LEAST_GAIN * n_decode * tick_s else [0] * len(drafts)
+    return _Choice(lengths, expected, tick_s)
 
 
-def can_gain(n_decode: int, plain_s: float, draft_token_s: float) -> bool:
-    """Return whether drafts that are certainly accepted can gain enough."""
-    return LEAST_GAIN * n_decode * draft_token_s <= plain_s
+def can_gain(
+    n_decode: int, plain_s: float, draft_token_s: float, step_s: float = 0.0, probability: float = 1.0
+) -> bool:
+    """Return whether drafts can gain enough if each of their tokens is accepted with at most this probability."""
+    return LEAST_GAIN * (n_decode * draft_token_s + step_s) <= probability * plain_s

@@ -12,6 +12,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT
 from llamaq.worker.scheduling.batch_strategies import (
@@ -76,6 +77,8 @@ def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | 
         if part.slot in used:
             return PlanFault.SLOT_TWICE
         used.add(part.slot)
+    if batch.draft_plan is not NO_DRAFT_PLAN:
+        return PlanFault.DRAFT
     if batch.n_tokens > budget:
         return PlanFault.OVER_BUDGET
     if not batch and any(slot.state in COMPUTING for slot in slots):
@@ -137,10 +140,11 @@ class GuardedStrategy:
         """Return a batch that obeys all rules, even if the batch of the strategy does not."""
         return _end_chunks_at_checkpoints(self._checked_plan(slots, queue_depth))
 
-    def record_tick(self, tick: TickTime) -> None:
+    def record_tick(self, batch: Batch, seconds: float) -> None:
         """Pass the time of a tick to the strategy, if it is a `TickTimeReader`. An exception is logged."""
         if self._time_reader is None:
             return
+        tick = TickTime(batch.n_decode, batch.n_prefill, seconds, batch.n_drafted, batch.draft_work.seconds)
         try:
             self._time_reader.record_tick(tick)
         except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything

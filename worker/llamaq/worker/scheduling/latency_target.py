@@ -10,7 +10,7 @@ from llamaq.worker.scheduling.batch_strategies import BuiltInStrategy, decode_to
 from llamaq.worker.scheduling.tick_times import TickTime, TickTimeModel
 
 DEFAULT_TARGET_ITL_MS = 50.0
-HEADROOM = 0.95
+HEADROOM = 0.9
 """Part of the target that a tick may take. The rest is the time in which the token reaches its subscriber."""
 PREFILL_SHARE = 0.25
 """Prompts get at least this much time for each second of decoding, even if the target is missed then."""
@@ -23,7 +23,7 @@ class LatencyTarget(BuiltInStrategy):
 
     At most 5 % of the gaps between two tokens of a stream should be longer than the target. The strategy measures
     ticks, and computes from these times how many prompt tokens fit into the next tick. While no stream runs, prompts
-    get the whole budget. If streams alone take more than 80 % of the target, prompts still get additional time: a
+    get the whole budget. If streams alone take more than 70 % of the target, prompts still get additional time: a
     quarter of the time that the streams need. Then the target is missed, but no prompt waits forever.
 
     Args:

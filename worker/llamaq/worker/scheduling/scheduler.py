@@ -39,7 +39,7 @@ from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.speculation import Speculation
-from llamaq.worker.scheduling.tick_times import TickTime, TickTimer
+from llamaq.worker.scheduling.tick_times import TickTimer
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
@@ -186,14 +186,17 @@ class Scheduler:
 
     def expire(self) -> None:
         """End the jobs that have reached their deadline, or had a slot for `timeout_s`."""
-        now_s = self._clock()
+        now_s, before_s = self._clock(), self._expired_s
+        self._expired_s = now_s
+        expired = [job for job in self._waiting if job.times.has_expired(now_s, job.request.timeout_s)]
         for slot in self._memory.active_slots:
             run = slot.active
-            run.job.times.slot_s += now_s - max(self._expired_s, run.admitted_s)
-        self._expired_s = now_s
-        for job in self._jobs():
-            if job.times.has_expired(now_s, job.request.timeout_s):
-                self._finish_early(job.id, FinishReason.DEADLINE)
+            job, times = run.job, run.job.times
+            times.slot_s += now_s - (max(run.admitted_s, before_s))
+            if times.has_expired(now_s, job.request.timeout_s):
+                expired.append(job)
+        for job in expired:
+            self._finish_early(job.id, FinishReason.DEADLINE)
 
     def admit(self) -> None:
         """Resume followers, then admit waiting jobs while there is room."""
@@ -219,7 +222,7 @@ class Scheduler:
             queue_depth: Number of waiting jobs of the queue, counted a short time ago. It includes the waiting jobs of
                 this worker.
         """
-        if not any(slot.state in COMPUTING for slot in self._memory.slots):
+        if not any(slot.state in COMPUTING for slot in self._memory.slots):  # usually the first slot computes
             return Batch()
         self._tick_timer.begin()
         batch = self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
@@ -240,12 +243,13 @@ class Scheduler:
         if batch:
             self._record_tick()
         self.n_accepted = 0
+        now_s = self._clock()
         drafts = {part.slot: part.draft for part in batch.decode} | {chunk.slot: NO_DRAFT for chunk in batch.prefill}
         without_room = None
         for result in results:
             if result.slot not in drafts:
                 raise LookupError(f"{result.slot!r} was not in the batch")
-            self._apply_result(result, drafts[result.slot])
+            self._apply_result(result, drafts[result.slot], now_s)
             if result.no_room:
                 without_room = result.slot
         if without_room:
@@ -321,8 +325,9 @@ class Scheduler:
         """Return the waiting jobs that have an idle slot, with their reusable prefixes, in the order of trial."""
         if len(self._memory.active_slots) == len(self._memory.slots):
             return ()
-        bulk_first = self._bulk_share.is_due(self._count_running(Priority.BULK))
-        running = [slot.active.job for slot in self._memory.active_slots]
+        active = self._memory.active_slots
+        bulk_first = self._bulk_share.is_due(_count_bulk(active))
+        running = [slot.active.job for slot in active]
         return self._waiting.candidates(
             self._memory.has_slot, self._memory.find_prefix, running=running, bulk_first=bulk_first
         )
@@ -344,28 +349,25 @@ class Scheduler:
         """Report the time of the tick to the strategy. Without active slots, the worker may pause after the tick."""
         seconds = self._tick_timer.end(begins_next=bool(batch and self._memory.active_slots))
         if batch:
-            self._strategy.record_tick(TickTime(batch.n_decode, batch.n_prefill, seconds, batch.n_drafted))
+            self._strategy.record_tick(batch, seconds)
             if self._speculation is not None:
                 self._speculation.record_tick(batch, seconds)
 
     def _record_tick(self) -> None:
         """Count the slots that the tick used, for the share of bulk jobs."""
-        n_bulk = self._count_running(Priority.BULK)
-        self._bulk_share.record_tick(len(self._memory.active_slots), n_bulk, len(self._waiting.bulk))
-
-    def _count_running(self, priority: Priority) -> int:
-        return sum(slot.priority is priority for slot in self._memory.active_slots)
+        running = self._memory.active_slots
+        self._bulk_share.record_tick(len(running), _count_bulk(running), len(self._waiting.bulk))
 
     # ---- results of a tick
 
-    def _apply_result(self, result: SlotResult, draft: Draft) -> None:
+    def _apply_result(self, result: SlotResult, draft: Draft, now_s: float) -> None:
         slot = result.slot
         run = slot.active
         has_advanced, n_before = result.n_past > run.n_past, len(run.tokens)
         self._memory.record_progress(slot, result.n_past)
         if has_advanced and slot.state is SlotState.PREFILL and run.job.request.prompt_progress:
-            self._report_progress(run, self._clock())
-        finish = self._append_tokens(slot, result.sampled) or result.error
+            self._report_progress(run, now_s)
+        finish = self._append_tokens(slot, result.sampled, now_s) or result.error
         n_verified = result.n_past - n_before
         if n_verified > 0:
             # The sequence holds the history of before and the draft, and the last sampled token is not in the draft.
@@ -386,25 +388,25 @@ class Scheduler:
         if self._speculation is not None and run.job.drafting is not None:
             self._speculation.record_draft(run.job.drafting, draft, n_accepted)
 
-    def _append_tokens(self, slot: Slot, sampled: Iterable[SampledToken]) -> FinishReason | None:
+    def _append_tokens(self, slot: Slot, sampled: Iterable[SampledToken], now_s: float) -> FinishReason | None:
         """Append sampled tokens to the history, up to the last token of the job.
 
         Returns:
             Why the job is finished. None: it continues.
         """
         run = slot.active
-        job = run.job
-        for one in sampled:
+        job, tokens, detokenizer = run.job, run.tokens, run.job.detokenizer
+        for token, logprobs, draw_probability in sampled:
             if run.prefilled_s is None:
-                run.prefilled_s = self._clock()
+                run.prefilled_s = now_s
                 if job.first_token_s is None:
-                    job.first_token_s = run.prefilled_s
-            if one.token in self._end_tokens:
+                    job.first_token_s = now_s
+            if token in self._end_tokens:
                 return FinishReason.STOP  # An end token ends the text and is not part of it.
-            run.tokens.append(one.token)
-            text, offset = job.detokenizer.feed(one.token), job.detokenizer.tag_offset
-            self._outputs.append(NewToken(job, one.token, text, one.logprobs, one.draw_probability, offset))
-            if reason := finish_reason(job, run.n_generated):
+            tokens.append(token)
+            text = detokenizer.feed(token)
+            self._outputs.append(NewToken(job, token, text, now_s, logprobs, draw_probability, detokenizer.tag_offset))
+            if reason := finish_reason(job, len(tokens), run.max_length):
                 return reason
             if slot.state is SlotState.PREFILL:
                 slot.transition_to(SlotState.DECODE)
@@ -453,3 +455,8 @@ class Scheduler:
         else:
             found.sampler.close()
             self._waiting.remove(found)
+
+
+def _count_bulk(running: Iterable[Slot]) -> int:
+    """Return how many of the slots run a bulk job."""
+    return sum([slot.priority is Priority.BULK for slot in running])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from math import inf
 from typing import NamedTuple
 
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.draft_acceptance import Acceptance
-from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.scheduling.decode_times import DecodeTimes
 from llamaq.worker.scheduling.draft_lengths import Candidate, can_gain, choose_lengths
@@ -67,7 +68,7 @@ class Speculation:
             return batch  # this tick measures it
         if token_s is None:
             room, token_s = min(room, FIRST_TOKENS), 0.0
-        room = int(min(room, self._max_tokens, _n_within(limit_s - plain_s, token_s)))
+        room = int(min(room, self._max_tokens, n_within(limit_s - plain_s, token_s)))
         if room <= 0 or not can_gain(n_decode, plain_s, token_s):
             return batch
         proposals = [proposal for part in batch.decode if (proposal := self._propose(part.slot)) is not None]
@@ -75,7 +76,7 @@ class Speculation:
             return batch
         drafts = self._choose(proposals, room, n_decode, plain_s, token_s)
         decode = tuple(DecodeToken(part.slot, drafts.get(part.slot, NO_DRAFT)) for part in batch.decode)
-        return Batch(decode, batch.prefill)
+        return replace(batch, decode=decode)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""
@@ -83,21 +84,19 @@ class Speculation:
             self._times.record(batch.n_decode, batch.n_drafted, seconds)
 
     def record_draft(self, drafting: Drafting, draft: Draft, n_accepted: int) -> None:
-        """Learn what became of a draft that was verified."""
-        n_drafted = len(draft)
-        drafting.n_drafted += n_drafted
+        """Learn what became of a draft that was verified. A place without a probable token counts as not accepted."""
+        drafting.n_drafted += len(draft)
         drafting.n_accepted += n_accepted
-        self._acceptance_of(drafting, draft.grade).record(n_drafted, n_accepted)
-        self._acceptance[draft.grade].record(n_drafted, n_accepted)
+        overall = self._overall(draft.grade)
+        own = drafting.acceptance.setdefault(draft.grade, Acceptance(overall.probability))
+        for acceptance in (own, overall):
+            acceptance.record(draft.n_places, n_accepted)
 
     def _propose(self, slot: Slot) -> _Proposal | None:
         """Return the draft of a slot. None: it has none, or it generates its last token now."""
         run = slot.active
-        drafting = run.job.drafting
-        if drafting is None:
-            return None
-        n_max = min(drafting.n_max, run.job.max_length - len(run.tokens) - 1)
-        if n_max < 1:
+        drafting, n_max = run.job.drafting, self._n_max(run)
+        if drafting is None or drafting.drafter is None or n_max < 1:
             return None
         draft = drafting.drafter.propose(run.tokens, n_max)
         if not draft.tokens:
@@ -105,8 +104,12 @@ class Speculation:
         n_before_end = sum(1 for _ in takewhile(lambda token: token not in self._end_tokens, draft.tokens))
         if not n_before_end:
             return None
-        probability = self._acceptance_of(drafting, draft.grade).probability
-        return _Proposal(slot, drafting, draft.first(n_before_end), probability)
+        return _Proposal(slot, drafting, draft.first(n_before_end), self._probability(drafting, draft.grade))
+
+    def _n_max(self, run: Run) -> int:
+        """Return the largest number of draft tokens of a run, below 1 if it generates its last token now."""
+        drafting = run.job.drafting
+        return 0 if drafting is None else min(drafting.n_max, run.max_length - len(run.tokens) - 1)
 
     def _choose(
         self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, token_s: float
@@ -128,19 +131,21 @@ class Speculation:
                 return {least.slot: least.draft.first(min(RETRY_TOKENS, room))}
         return {}
 
-    def _acceptance_of(self, drafting: Drafting, grade: int) -> Acceptance:
-        """Return the acceptance of the drafts of a job and a grade, which begins with the worker's estimate."""
-        if grade not in drafting.acceptance:
-            overall = self._acceptance.setdefault(grade, Acceptance(FIRST_PROBABILITY, WORKER_DECAY))
-            drafting.acceptance[grade] = Acceptance(overall.probability)
-        return drafting.acceptance[grade]
+    def _probability(self, drafting: Drafting, grade: int) -> float:
+        """Return the estimated acceptance of a job's next draft of a grade. Before its first one, the worker's."""
+        return (drafting.acceptance.get(grade) or self._overall(grade)).probability
+
+    def _overall(self, grade: int) -> Acceptance:
+        if grade not in self._acceptance:
+            self._acceptance[grade] = Acceptance(FIRST_PROBABILITY, WORKER_DECAY)
+        return self._acceptance[grade]
 
     def __repr__(self) -> str:
         return f"<Speculation {self._acceptance!r} {self._times!r}>"
 
 
-def _n_within(seconds: float, token_s: float) -> float:
-    """Return how many draft tokens take at most `seconds`."""
+def n_within(seconds: float, token_s: float) -> float:
+    """Return how many tokens take at most `seconds`, if each takes `token_s`."""
     if seconds < 0:
         return 0
-    return seconds // token_s if token_s else inf
+    return seconds // token_s if token_s and seconds < inf else inf

@@ -41,6 +41,8 @@ class TickTime:
     was idle before, the time begins when this tick is planned."""
     n_drafted: int = 0
     """Number of draft tokens, which were verified."""
+    draft_model_s: float = 0.0
+    """The part of `seconds` that the draft model took."""
 
 
 class TickTimer:
@@ -85,7 +87,7 @@ class TickTimeModel:
 
     def record(self, tick: TickTime) -> None:
         """Learn from a tick. Ticks with drafts are ignored: they tell neither time alone."""
-        if tick.n_drafted:
+        if tick.n_drafted or tick.draft_model_s:
             return
         if not tick.n_prefill:
             self._decode.append(tick)

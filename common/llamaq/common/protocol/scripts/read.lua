@@ -1,5 +1,6 @@
 -- Reads new entries of job streams and gives each entry a lease, so that no entry is left without a lease if the worker
 -- dies. The streams of a paused queue are not read. While tenants wait, entries are read in their turns (`_turns.lua`).
+-- With a worker, the jobs of these entries are claimed at once, as in claim.lua: their preparation begins.
 --
 -- The hashes of the jobs are not in KEYS: the entries name the jobs. All keys have the hash tag of the stream.
 --
@@ -7,20 +8,36 @@
 -- ARGV[1]   group     consumer group of the job streams
 -- ARGV[2]   count     number of entries to read from each stream at most
 -- ARGV[3]   lease_ms  how long the worker keeps an entry without a renewal, in ms
+-- ARGV[4]   total     number of entries to read from all streams together at most
+-- ARGV[5]   worker    id of the worker; '': no job is claimed
+-- ARGV[6]   model     fingerprint of the worker's model; '': not known
+-- ARGV[7]   restart   '1': the worker starts a job of another model again, if possible; '0': it leaves the job
 --
 -- Returns an array with {stream, entries} for each stream that has new entries. `entries` is an array with
--- {id, {name, value, ...}} for each entry.
+-- {id, {name, value, ...}, reply} for each entry. `reply` is that of claim.lua to the claim of the job. It is absent if the
+-- job was not claimed: there is no worker, the entry names no job of this partition, or the requests of the jobs
+-- before it are large.
 
 local group, lease_ms, left = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
+local by = {
+  group = group, worker = ARGV[5], lease_ms = ARGV[3], at_risk = true, model = ARGV[6], restarts = ARGV[7] == '1',
+  now = now_ms(), paused = false, has_leased = true, n_attempts = 0, n_bytes = 0,
+}
+local claims = {} -- the replies to all claims
 local count -- number of entries to read from the next stream at most
+local MAX_READ = 1000 -- entries that one command gives leases: Lua passes a few thousand words at most
 local MAX_PASSED = 1000 -- entries of tenants that one call passes in the order of a stream, about
 
 -- Returns up to `count` entries of a stream in which no entry belongs to a tenant.
 local function read_all(stream)
   local reply = redis.call('XREADGROUP', 'GROUP', group, WAITING, 'COUNT', count, 'STREAMS', stream, '>')
-  local entries = reply and reply[1][2] or {}
-  for _, entry in ipairs(entries) do
-    renew_lease(stream, group, WAITING, entry[1], lease_ms)
+  local entries, words = reply and reply[1][2] or {}, {'XCLAIM', stream, group, WAITING, 0}
+  if #entries > 0 then
+    for place, entry in ipairs(entries) do
+      words[5 + place] = entry[1]
+    end
+    words[#words + 1], words[#words + 2], words[#words + 3] = 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'JUSTID'
+    redis.call(unpack(words))
   end
   return entries
 end
@@ -130,9 +147,28 @@ local function read_stream(stream)
   return found
 end
 
+-- Claims the jobs of entries that were just read, and appends the reply for each to its entry.
+local function claim_read(stream, entries)
+  local partition, queue, number = string.match(stream, '^(.*:{([%w_-]+):(%d+)}:)jobs:')
+  local first = queue .. '.' .. number .. '.'
+  by.n_attempts = 0
+  for _, entry in ipairs(entries) do
+    local id = entry[2][1] == 'id' and entry[2][2] or ''
+    if by.n_bytes < MAX_CLAIMED_BYTES and #id == #first + 32 and string.sub(id, 1, #first) == first
+      and not string.find(id, '[^0-9a-f]', #first + 1) then
+      entry[3] = for_one_job(claim_job, by, partition .. 'job:' .. id, partition .. 'events:' .. id, stream, entry[1],
+        partition .. 'tokens:' .. id, '')
+      claims[#claims + 1] = entry[3]
+    end
+  end
+  if by.n_attempts > 0 then
+    count_events(stream, 'attempts', by.n_attempts)
+  end
+end
+
 local replies = {}
 for _, stream in ipairs(KEYS) do
-  count = math.min(tonumber(ARGV[2]), left)
+  count = math.min(tonumber(ARGV[2]), left, MAX_READ)
   if count > 0 and not is_paused(stream) then
     local is_read, found = pcall(read_stream, stream)
     if not is_read and #replies == 0 then
@@ -140,9 +176,13 @@ for _, stream in ipairs(KEYS) do
     elseif not is_read then
       break -- the next call returns the error: the caller must get the entries that have leases now
     elseif #found > 0 then
+      if by.worker ~= '' then
+        claim_read(stream, found)
+      end
       replies[#replies + 1] = {stream, found}
       left = left - #found
     end
   end
 end
-return replies
+local outcome = reply_for_jobs(claims)
+return outcome.err and outcome or replies

@@ -21,6 +21,7 @@ from collections import OrderedDict
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
+from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabulary, pack_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,12 @@ class GrammarSandbox:
     """Tries grammars safely. Thread-safe. The process starts with the first grammar, or after `START_DELAY_S`.
 
     Args:
-        blob: The model's vocabulary, as returned by `extract_vocab`.
+        vocab: The model's vocabulary.
         timeout_s: Processor time that a trial of a grammar may take, in seconds.
     """
 
-    def __init__(self, blob: bytes, *, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
-        self._blob = blob
+    def __init__(self, vocab: GrammarVocabulary, *, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
+        self._vocab = vocab
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._results: OrderedDict[str, str | JobRejected] = OrderedDict()
@@ -90,7 +91,7 @@ class GrammarSandbox:
         """Start the process before the first grammar, so that this grammar does not wait for it."""
         with self._lock:
             if not self._starter.finished.is_set():  # `close` sets it
-                self._process = self._process or _SandboxProcess(self._blob, self._timeout_s)
+                self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
 
     def _run_trial(self, trial: str) -> str | JobRejected:
         """Return the result of a trial. A process that fails is replaced in the next trial.
@@ -99,7 +100,7 @@ class GrammarSandbox:
             JobRejected: The machine is too busy for the trial. A repeated request tries again.
             EngineError: The process does not start.
         """
-        process = self._process = self._process or _SandboxProcess(self._blob, self._timeout_s)
+        process = self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
         try:
             process.await_start()
             answer = process.request(trial, LONGEST_WAIT_FACTOR * self._timeout_s)
@@ -128,15 +129,15 @@ class _SandboxProcess:
     """The sandbox process, and the socket that is its stdin and stdout.
 
     Args:
-        blob: The model's vocabulary.
+        vocab: The model's vocabulary.
         timeout_s: Processor time of the process for a trial, in seconds. A trial that takes more ends the process.
     """
 
-    def __init__(self, blob: bytes, timeout_s: float) -> None:
+    def __init__(self, vocab: GrammarVocabulary, timeout_s: float) -> None:
         self.has_started = False
         self._socket, process_socket = socket.socketpair()
         with process_socket, tempfile.TemporaryFile() as file:
-            file.write(blob)
+            file.write(pack_vocabulary(vocab))
             file.seek(0)
             self._popen = subprocess.Popen(
                 [

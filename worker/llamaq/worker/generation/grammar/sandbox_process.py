@@ -1,6 +1,6 @@
 """The process that tries grammars: `python -m llamaq.worker.generation.grammar.sandbox_process VOCAB_FD TIMEOUT_S`.
 
-VOCAB_FD is the descriptor of a file with the model's vocabulary, TIMEOUT_S the processor time that a trial may take.
+VOCAB_FD is the descriptor of a file that `pack_vocabulary` wrote, TIMEOUT_S the processor time that a trial may take.
 The process reads requests from stdin and writes answers to stdout, both as a length (four bytes, big-endian) followed
 by JSON. It ends when stdin is closed. If a grammar needs too much memory or time to compile, only this process ends.
 """
@@ -20,8 +20,8 @@ from llguidance import LLMatcher
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.json_schema.rewriting import rewrite_schema
 from llamaq.common.protocol.llguidance_options import SCHEMA_OPTIONS
-from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark, lark_string
+from llamaq.worker.generation.grammar.grammar_vocabulary import CopiedVocabulary, GrammarVocabulary
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 
@@ -37,7 +37,7 @@ class GrammarTrial:
         vocab: The model's vocabulary.
     """
 
-    def __init__(self, vocab: Vocab) -> None:
+    def __init__(self, vocab: GrammarVocabulary) -> None:
         self._tokenizer = ConstraintTokenizer(vocab)
 
     def compile(self, request: dict[str, Any]) -> str:
@@ -82,7 +82,7 @@ def main() -> None:
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with os.fdopen(int(sys.argv[1]), "rb") as file:
-        trial = GrammarTrial(Vocab.from_blob(file.read()))
+        trial = GrammarTrial(CopiedVocabulary.unpack(file.read()))
     _limit_memory()
     timeout_s = float(sys.argv[2])
     on_large_stack(lambda: _serve(trial, requests, answers, timeout_s))

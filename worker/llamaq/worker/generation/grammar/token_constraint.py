@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabulary
 from llamaq.worker.generation.grammar.large_stack import on_large_stack
 
 T = TypeVar("T")
@@ -23,6 +23,12 @@ T = TypeVar("T")
 LIMITS = llguidance.LLParserLimits(step_max_items=5000, verbose_errors=False)
 """Bounds of one step. 5,000 items of the parser take 0.3 ms, or up to 45 ms in the most ambiguous grammars. If a
 grammar needs more items, its job fails."""
+IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+"""A character that is allowed as it is in a string of JSON."""
+SLICES = (IN_STRING + "{1,10}", IN_STRING + "+")
+"""Kinds of tokens that llguidance allows or forbids as a whole, so that inside a string it need not try each token.
+Each kind takes 8 MB with a vocabulary of 151,936 tokens. The other kinds that llguidance has by default are white space
+and at most 30 characters. They have few tokens, and masks take as long without them (bench/json_schema_masks.py)."""
 MAX_STEP_S = 1.0
 """If one step takes more processor time than this, the job fails, because the next steps could take as long."""
 DEAD_END = "NoExtension"
@@ -37,12 +43,15 @@ class ConstraintTokenizer:
         vocab: The model's vocabulary.
     """
 
-    def __init__(self, vocab: Vocab) -> None:
+    def __init__(self, vocab: GrammarVocabulary) -> None:
         tokens = _Tokens(vocab)
-        self.n_tokens = vocab.n_tokens
+        self.n_tokens = len(vocab.pieces)
         self.end_tokens = vocab.end_tokens
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(tokens), n_vocab=vocab.n_tokens, eos_token=sorted(vocab.end_tokens) or None
+            llguidance.TokenizerWrapper(tokens),
+            n_vocab=self.n_tokens,
+            eos_token=sorted(vocab.end_tokens) or None,
+            slices=list(SLICES),
         )
         tokens.tokenizer = self._tokenizer
 
@@ -152,12 +161,12 @@ class _Tokens:
     longest tokens, because the tokenizer of a model adds a space in front of some texts.
     """
 
-    def __init__(self, vocab: Vocab) -> None:
+    def __init__(self, vocab: GrammarVocabulary) -> None:
         self.tokenizer: llguidance.LLTokenizer | None = None
         self.eos_token_id = vocab.eos if vocab.eos is not None else 0
         self.bos_token_id = vocab.bos
-        self.tokens = [vocab.piece_with_special(token) for token in range(vocab.n_tokens)]
-        self.special_token_ids = [token for token in range(vocab.n_tokens) if not vocab.piece(token)]
+        self.tokens = vocab.pieces
+        self.special_token_ids = sorted(vocab.pieces.hidden)
         """Only a Lark grammar that names them, such as `<|tool_call|>`, allows these tokens."""
 
     def __call__(self, text: str) -> list[int]:

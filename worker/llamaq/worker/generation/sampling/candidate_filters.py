@@ -9,18 +9,20 @@ No logit is NaN or minus infinity, unless a function says otherwise, and there i
 
 from __future__ import annotations
 
-from math import log
+from math import exp, log
 
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.worker.generation.sampling.candidates import Candidates, Indices
+from llamaq.worker.generation.sampling.candidates import Candidates, Indices, Logits
 from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 
 SORT_LIMIT = 1024
 """Up to this number of candidates are sorted directly. More candidates are first counted in bins."""
 MAX_XTC_THRESHOLD = 0.5
 """Above it, at most one token can be a top choice."""
+ROUNDED_DOWN = 0.999
+"""A factor that is far from 1 compared with the rounding errors of sums."""
 BINS_PER_NAT, N_BINS = 32, 1024
 
 
@@ -81,14 +83,39 @@ def top_p_min_p(candidates: Candidates, p: float, min_p: float, min_keep: int) -
 
 
 def _top_p_min_p_of_many(candidates: Candidates, p: float, min_p: float) -> Candidates:
-    max_logit, weights = candidates.max_logit, candidates.weights() if p < 1 else candidates.logits
-    mass = p * float(weights.sum(dtype=np.float64))
-    if min_p > 0:
-        kept = np.flatnonzero(candidates.logits >= max_logit + np.float32(log(min_p)))
-        candidates, weights = candidates.take(kept), weights[kept]
+    max_logit, logits = candidates.max_logit, candidates.logits
     if p == 1:
-        return candidates
-    return candidates.take(_nearest_with_mass(max_logit - candidates.logits, weights, mass))
+        return candidates.take(_at_least(logits, max_logit, min_p)) if min_p > 0 else candidates
+    weights = np.exp(logits - max_logit)
+    total = float(weights.sum(dtype=np.float64))
+    near = _at_least(logits, max_logit, min_p) if min_p > 0 else _near_with_mass(weights, total, p * total)
+    nearest = _nearest_with_mass(max_logit - logits.take(near), weights.take(near), p * total)
+    return candidates.take(near.take(nearest))
+
+
+def _at_least(logits: Logits, max_logit: np.float32, min_p: float) -> Indices:
+    """Return the indices of the logits that min-p keeps, in ascending order."""
+    return (logits >= max_logit + np.float32(log(min_p))).nonzero()[0]
+
+
+def _near_with_mass(weights: Logits, total: float, mass: float, included: float = 1) -> Indices:
+    """Return the indices of the largest weights, which sum to at least `mass`, and of more weights, in ascending order.
+
+    All weights below (total - mass) / n_weights sum to less than total - mass, so the others sum to more than `mass`.
+
+    Args:
+        weights: The weights.
+        total: Their sum.
+        mass: The sum to reach, below `total`.
+        included: All weights that are at least as large are among the result.
+    """
+    near = (weights >= min(ROUNDED_DOWN * (total - mass) / len(weights), included)).nonzero()[0]
+    n_before = len(weights)
+    while SORT_LIMIT < len(near) < n_before / 2:
+        n_before, left = len(near), weights.take(near)
+        bound = min(ROUNDED_DOWN * (float(left.sum(dtype=np.float64)) - mass) / n_before, included)
+        near = near.take((left >= bound).nonzero()[0])
+    return near
 
 
 def typical_p(candidates: Candidates, p: float, min_keep: int) -> Candidates:
@@ -97,11 +124,16 @@ def typical_p(candidates: Candidates, p: float, min_keep: int) -> Candidates:
     The most typical candidate i has the smallest |-ln(p_i) - H|, where H = -sum(p_i ln(p_i)) is the entropy in nats.
     Source: Meister et al., Locally Typical Sampling (arXiv:2202.00666); llama_sampler_typical.
     """
-    probabilities = candidates.probabilities()
-    surprise = -np.log(np.maximum(probabilities, np.finfo(np.float32).tiny))
-    distance = np.abs(surprise - probabilities @ surprise)
+    weights, depth = candidates.weights(), candidates.max_logit - candidates.logits
+    total = weights.sum(dtype=np.float64)
+    # The surprise of a candidate is depth + ln(total). So its distance from the entropy is that of depth from its mean.
+    mean = float((weights * depth).sum(dtype=np.float64) / total)  # not `@`, for which numpy starts threads
+    distance = np.abs(depth - np.float32(mean))
     # llama.cpp requires sum > p here, but sum >= p for top-p. sum > p is the same as sum >= the next float after p.
-    kept = _nearest_with_mass(distance, probabilities, np.nextafter(p, 2))
+    least = float(np.nextafter(p, 2))
+    # The candidates with at least the weight exp(-2 * mean) are nearer than the others, because no depth is below 0.
+    near = _near_with_mass(weights, float(total), least * float(total), exp(-2 * mean))
+    kept = near.take(_nearest_with_mass(distance.take(near), weights.take(near) / total, least))
     if len(kept) < min_keep:
         kept = np.sort(np.argsort(distance, kind="stable")[:min_keep])
     return candidates.take(kept)
@@ -135,7 +167,7 @@ def dynamic_temperature(candidates: Candidates, temperature: float, spread: floa
         return high
     probabilities = candidates.probabilities()
     present = probabilities[probabilities > 0]
-    entropy = max(0.0, -float(present @ np.log(present)))
+    entropy = max(0.0, -float((present * np.log(present)).sum()))  # not `@`, for which numpy starts threads
     normalized = entropy / log(len(candidates))
     return low + (high - low) * float(normalized**exponent)
 
@@ -151,16 +183,20 @@ def _nearest_with_mass(distance: npt.NDArray[np.floating], weights: npt.NDArray[
     Returns:
         Indices of the candidates, in ascending order.
     """
-    edge = np.arange(len(distance))  # the candidates that must be sorted
-    nearer, mass_nearer = edge[:0], 0.0  # the candidates that are kept without sorting
-    if len(distance) > SORT_LIMIT:
-        bins = np.minimum(distance * BINS_PER_NAT, N_BINS - 1).astype(np.int16)
-        reached = np.cumsum(np.bincount(bins, weights, N_BINS))
-        edge_bin = min(int(reached.searchsorted(mass)), N_BINS - 1)
-        nearer, edge = np.flatnonzero(bins < edge_bin), np.flatnonzero(bins == edge_bin)
-        mass_nearer = reached[edge_bin - 1] if edge_bin else 0.0
-    edge = edge[np.argsort(distance[edge], kind="stable")]
-    n_kept = int(np.cumsum(weights[edge], dtype=np.float64).searchsorted(mass - mass_nearer)) + 1
-    kept = np.concatenate((nearer, edge[:n_kept])) if len(nearer) else edge[:n_kept]
-    kept.sort()
+    if len(distance) <= SORT_LIMIT:
+        order = np.argsort(distance, kind="stable")
+        return np.sort(order[: _count_with_mass(weights.take(order), mass)])
+    bins = np.minimum(distance * BINS_PER_NAT, N_BINS - 1).astype(np.int16)
+    reached = np.cumsum(np.bincount(bins.astype(np.intp), weights, N_BINS))  # np.bincount is slow with int16
+    edge_bin = min(int(reached.searchsorted(mass)), N_BINS - 1)
+    is_kept, edge = bins < edge_bin, (bins == edge_bin).nonzero()[0]
+    edge = edge.take(np.argsort(distance.take(edge), kind="stable"))
+    mass_nearer = reached[edge_bin - 1] if edge_bin else 0.0
+    is_kept[edge[: _count_with_mass(weights.take(edge), mass - mass_nearer)]] = True
+    kept: Indices = is_kept.nonzero()[0]
     return kept
+
+
+def _count_with_mass(weights: npt.NDArray[np.floating], mass: float) -> int:
+    """Return how many of the first weights sum to at least `mass`."""
+    return int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1

@@ -47,8 +47,8 @@ class Candidates:
 
     def take(self, indices: Indices) -> Candidates:
         """Return the candidates at these indices, which are in ascending order."""
-        tokens = indices if self.tokens is None else self.tokens[indices]
-        return Candidates(self.logits[indices], tokens, is_sorted=self.is_sorted)
+        tokens = indices if self.tokens is None else self.tokens.take(indices)
+        return Candidates(self.logits.take(indices), tokens, is_sorted=self.is_sorted)
 
     def head(self, n: int) -> Candidates:
         """Return the first `n` of sorted candidates: those with the largest logits."""

@@ -108,7 +108,7 @@ class Dry:
             return self._tokens[:0], self._lengths[:0]
         longest_first = places[np.argsort(-lengths[places], kind="stable")]
         tokens, chosen = np.unique(self._tokens[first + 1 : end][longest_first], return_index=True)
-        kept = [index for index, token in enumerate(tokens.tolist()) if token not in self._breakers.singles]
+        kept = [index for index, token in enumerate(tokens.tolist()) if not self._breakers.is_single(token)]
         return tokens[kept], np.minimum(lengths[longest_first[chosen]], longest)[kept].astype(np.int32)
 
     def __repr__(self) -> str:

@@ -31,12 +31,13 @@ def top_k_superset(logits: Logits, k: int) -> tuple[Indices, float]:
         logits: The logits, shape (n_logits,).
         k: Number of logits, at least 1. It may be larger than `n_logits`.
     """
-    size = min(MAX_BLOCK, max(1, logits.size // (4 * k)))  # clearly more than `k` blocks
-    n_blocks = logits.size // size
+    size, starts = _blocks(logits.size, k)
+    n_blocks = len(starts)
     blocks, rest = logits[: n_blocks * size].reshape(n_blocks, size), logits[n_blocks * size :]
     # numpy finds the place of a maximum much faster than its value.
-    maxima = logits.take(blocks.argmax(axis=1) + _starts(n_blocks, size))
-    ranked = np.sort(maxima)  # NaN is the last
+    maxima = logits.take(blocks.argmax(axis=1) + starts)
+    ranked = maxima.copy()
+    ranked.sort()  # NaN is the last
     largest: float = ranked.item(-1)
     least = max(ranked.item(-min(k, n_blocks)), SMALLEST)
     chosen = (maxima >= least).nonzero()[0]
@@ -52,7 +53,8 @@ def top_k_superset(logits: Logits, k: int) -> tuple[Indices, float]:
 
 
 @lru_cache(maxsize=64)
-def _starts(n_blocks: int, size: int) -> Indices:
-    """Return the index of the first logit of each block."""
-    starts: Indices = np.arange(n_blocks) * size
-    return starts
+def _blocks(n_logits: int, k: int) -> tuple[int, Indices]:
+    """Return the number of logits in a block, and the index of the first logit of each block."""
+    size = min(MAX_BLOCK, max(1, n_logits // (4 * k)))  # clearly more than `k` blocks
+    starts: Indices = np.arange(n_logits // size) * size
+    return size, starts

@@ -16,19 +16,27 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.job import NOT_NUMBERS
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
+from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
 from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
-from llamaq.worker.generation.sampling.sampler_chain import build_chain, is_greedy, join_top_p_min_p, top_k_draw
+from llamaq.worker.generation.sampling.running_sums import RunningSums
+from llamaq.worker.generation.sampling.sampler_chain import (
+    build_chain,
+    filters_without_masked,
+    is_greedy,
+    join_top_p_min_p,
+    top_k_draw,
+)
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
 from llamaq.worker.generation.sampling.top_k_draw import TopKDraw
 from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers
 
-FEW_ALLOWED = 1 / 8
-"""If a grammar allows at most this share of the vocabulary, only the logits of the allowed tokens are read."""
-NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
+FEW_MASKED = 8
+"""Up to this number of masked tokens, setting one logit after the other takes less time than one numpy call."""
 NO_BREAKERS = SequenceBreakers()
 
 
@@ -71,26 +79,32 @@ class LogitSampler:
         self._bias_tokens = np.fromiter(logit_bias or (), np.int64)
         self._bias = np.fromiter((logit_bias or {}).values(), np.float32)
         self._masked = np.fromiter(masked_tokens, np.int64)
-        self._grammar = grammar
-        self._reasoning = reasoning
         self._is_greedy = is_greedy(params)
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         chain = build_chain(params, self._uniform, breakers)
         n_first = next((index for index, step in enumerate(chain) if not step.is_penalty), len(chain))
         self._penalties = [step.apply for step in chain[:n_first]]
         """The samplers that get all logits, also those of masked tokens."""
+        self._allowed = AllowedTokens(grammar, reasoning, only_best=self._is_greedy and not self._penalties)
         chain = chain[n_first:]
         starts_with_top_k = bool(chain) and chain[0].name == "top_k"
-        self._reduce = chain[0].apply if starts_with_top_k else _drop_masked
-        """The step after which no token is masked."""
-        self._filters = [step.apply for step in join_top_p_min_p(chain[starts_with_top_k:], params)]
+        self._reduce = chain[0].apply if starts_with_top_k else _drop_masked_of_few
+        """The first step. Then no token is masked, except among many candidates."""
+        steps = join_top_p_min_p(chain[starts_with_top_k:], params)
+        if starts_with_top_k:
+            self._filters = [step.apply for step in steps]
+        else:
+            accepts_masked = self._feedback is None or self._feedback.accepts_masked
+            self._filters = filters_without_masked(steps, draw_accepts_masked=accepts_masked)
         is_changed = self._bias.size or self._penalties
         is_bound = grammar is not None or reasoning is not None
         self._takes_best = self._is_greedy and not is_changed and not is_bound and n_logprobs is None
-        is_plain = not is_bound and self._feedback is None and not has_drawn_logprobs
+        self._takes_all = not is_bound and not self._penalties
+        """Whether neither a grammar nor a penalty changes the logits."""
+        is_plain = self._feedback is None and not has_drawn_logprobs
         self._top_k_draw = top_k_draw(chain, params) if is_plain else None
-        """Draws the token after the penalties, if no other samplers than its own are needed."""
-        self.checks_logits = self._top_k_draw is not None
+        """Draws from the whole vocabulary after the penalties, if no other samplers than its own are needed."""
+        self.checks_logits = self._top_k_draw is not None and not is_bound
         self._never_best = frozenset(self._masked.tolist())
 
     def takes(self, best: int) -> bool:
@@ -110,46 +124,42 @@ class LogitSampler:
 
     def close(self) -> None:
         """Free the memory of the grammar. May be called twice."""
-        self._grammar = None
+        self._allowed.close()
 
     def _sample_top_k(self, top_k: TopKDraw, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Do the same as `_sample`, with the fast draw. Every logit is checked."""
-        _check_finite(sum(map(logits.item, self._never_best)))  # masks would hide NaN and infinity
-        self._penalized(logits, history, n_prompt)
+        if self._takes_all:
+            self._adjust(logits)
+        else:
+            candidates = self._penalized(logits, history, n_prompt)
+            if candidates.tokens is not None:
+                return self._choose(candidates, len(history) - n_prompt, history, logits.size)
         tokens, largest = top_k_superset(logits, top_k.k)
         _check_finite(largest)
         if not tokens.size:
-            return self._end_token()
+            return self._allowed.end_token()
         return top_k.draw(logits.take(tokens), tokens, self._uniform.at(len(history) - n_prompt))
 
     def _sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
-        n_vocab, position = logits.size, len(history) - n_prompt
         candidates = self._penalized(logits, history, n_prompt)
+        return self._choose(candidates, len(history) - n_prompt, history, logits.size)
+
+    def _choose(self, candidates: Candidates, position: int, history: Sequence[int], n_vocab: int) -> int:
+        """Apply the rest of the chain to the candidates and draw one."""
         if self._is_greedy:
             token = _best_token(candidates)
             if token is None:
-                return self._end_token()
+                return self._allowed.end_token()
             if self._has_drawn_logprobs:
                 self.logprobs = drawn_logprobs(Candidates.only(token), 0, self._n_logprobs or 0)
             return token
         candidates = self._filtered(candidates, history, position)
-        return self._draw(candidates, position, n_vocab) if len(candidates) else self._end_token()
-
-    def _end_token(self) -> int:
-        """Return a masked end token, because no other token is left. The grammar must allow the end here.
-
-        Raises:
-            JobRejected: There is no grammar, or it does not allow the end yet.
-        """
-        token = None if self._grammar is None else self._grammar.end_token()
-        if token is None:
-            raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
-        return token
+        return self._draw(candidates, position, n_vocab) if len(candidates) else self._allowed.end_token()
 
     def _penalized(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
         """Apply bias, masks, grammar, and the penalties at the beginning of the chain. Changes `logits`."""
         self._adjust(logits)
-        candidates = self._allowed(logits, history, n_prompt)
+        candidates = self._allowed.restrict(logits, history, n_prompt)
         for penalize in self._penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
         return candidates
@@ -159,38 +169,34 @@ class LogitSampler:
         candidates = self._reduce(candidates, history, position)
         if not len(candidates):
             return candidates
-        _check_finite(float(candidates.max_logit))
+        largest = float(candidates.max_logit)
+        _check_finite(largest)
+        if largest == -inf:
+            return candidates.head(0)
         for apply in self._filters:
             candidates = apply(candidates, history, position)
         return candidates
 
     def _adjust(self, logits: Logits) -> None:
-        """Apply bias and mask to the logits, in place: copying logits takes longer than sampling."""
+        """Apply bias and mask to the logits, in place: copying logits takes longer than sampling.
+
+        Raises:
+            JobRejected: A masked logit is plus infinity or NaN, or a token of the bias is not in the vocabulary.
+        """
         if self._bias_tokens.size:
             if self._bias_tokens.max() >= logits.size:
                 message = f"logit_bias has token {self._bias_tokens.max()}, but the vocabulary has {logits.size} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
             logits[self._bias_tokens] += self._bias
-        if self._masked.size:
-            logits[self._masked] = -np.inf
-
-    def _allowed(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
-        """Return the tokens that grammar and reasoning allow. If these are many, mask the logits of the other tokens
-        instead.
-        """
-        candidates = Candidates(logits)
-        forced = None if self._reasoning is None else self._reasoning.forced_token(history, n_prompt)
-        if self._grammar is None:
-            return candidates if forced is None else Candidates.only(forced)
-        self._grammar.accept(history[n_prompt:])
-        mask = self._grammar.allowed_mask()
-        if forced is not None and mask[forced]:
-            return Candidates.only(forced)
-        tokens = np.flatnonzero(mask)
-        if len(tokens) > FEW_ALLOWED * logits.size:
-            np.copyto(logits, -np.inf, where=~mask)
-            return candidates
-        return Candidates(logits[tokens], tokens)
+        hidden = 0.0  # masks would hide NaN and infinity
+        if len(self._never_best) <= FEW_MASKED:
+            for token in self._never_best:
+                hidden += logits.item(token)
+                logits[token] = -inf
+        else:
+            hidden = float(logits.take(self._masked).sum(dtype=np.float64))
+            logits[self._masked] = -inf
+        _check_finite(hidden)
 
     def _draw(self, candidates: Candidates, position: int, n_vocab: int) -> int:
         """Draw a candidate by inverse transform sampling.
@@ -203,9 +209,8 @@ class LogitSampler:
         candidates, probabilities = candidates.by_token(), None
         if self._feedback is not None:
             candidates, probabilities = self._feedback.shape(candidates, position, n_vocab)
-        cumulative = candidates.weights().cumsum(dtype=np.float64)
-        index = int(cumulative.searchsorted(self._uniform.at(position) * cumulative[-1], side="right"))
-        index = min(index, len(candidates) - 1)  # rounding can make the product equal to the total
+        sums = RunningSums(candidates.weights())
+        index = sums.first_above(self._uniform.at(position) * sums.total)
         if self._has_drawn_logprobs:
             self.logprobs = drawn_logprobs(candidates, index, self._n_logprobs or 0)
         if self._feedback is not None and probabilities is not None:
@@ -214,8 +219,11 @@ class LogitSampler:
         return candidates.token_at(index)
 
 
-def _drop_masked(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
-    return candidates.without_masked()
+def _drop_masked_of_few(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
+    """Drop masked candidates, if there are few candidates. Copying a whole vocabulary takes longer than most samplers,
+    which give masked candidates the probability 0.
+    """
+    return candidates.without_masked() if len(candidates) <= SORT_LIMIT else candidates
 
 
 def _best_token(candidates: Candidates) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from math import isnan, log2
+from math import isnan, log, log2
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ Probabilities = npt.NDArray[np.float64]
 N_ESTIMATED = 100
 """Mirostat 1 estimates the distribution from this number of most probable tokens: `m` of llama.cpp."""
 LEAST_PROBABILITY = 1e-300
+LN_2 = log(2)
 # The constants of llama_sampler_adaptive_p.
 WIDTH, PEAK_LOGIT, SHARPNESS = 0.3, 5.0, 10.0
 
@@ -29,9 +30,14 @@ WIDTH, PEAK_LOGIT, SHARPNESS = 0.3, 5.0, 10.0
 class DrawFeedback(ABC):
     """Changes the distribution of a draw by the probabilities of the earlier draws.
 
+    Attributes:
+        accepts_masked: Whether candidates with a logit of minus infinity keep the probability 0.
+
     Args:
         draws: The probability of each drawn token so far, as `shape` returned it.
     """
+
+    accepts_masked: bool
 
     def __init__(self, draws: Sequence[float]) -> None:
         self._draws = list(draws)
@@ -83,6 +89,8 @@ class Mirostat(DrawFeedback):
         draws: As in `DrawFeedback`.
     """
 
+    accepts_masked = True
+
     def __init__(self, params: SamplingDefaults, draws: Sequence[float]) -> None:
         self._tau, self._eta = params.mirostat_tau, params.mirostat_eta
         self.mu = 0.0
@@ -99,8 +107,9 @@ class Mirostat(DrawFeedback):
         return kept, kept.probabilities()
 
     def _keep(self, candidates: Candidates, n_vocab: int) -> Candidates:  # noqa: ARG002 - Mirostat 1 needs it
-        surprise = -np.log2(np.maximum(candidates.probabilities(), LEAST_PROBABILITY))
-        kept = candidates.take(np.flatnonzero(surprise <= self.mu))
+        # The surprise of a candidate is log2(total weight) + (max_logit - logit) / ln(2).
+        least = float(candidates.max_logit) + log(candidates.weights().sum(dtype=np.float64)) - self.mu * LN_2
+        kept = candidates.take((candidates.logits >= np.float32(least)).nonzero()[0])
         return kept if len(kept) else top_k(candidates, 1)
 
 
@@ -142,6 +151,8 @@ class AdaptiveP(DrawFeedback):
         params: The sampling parameters.
         draws: As in `DrawFeedback`.
     """
+
+    accepts_masked = False
 
     def __init__(self, params: SamplingDefaults, draws: Sequence[float]) -> None:
         self._target, self._decay = params.adaptive_target, params.adaptive_decay

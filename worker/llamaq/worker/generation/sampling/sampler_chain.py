@@ -38,10 +38,12 @@ class Step(NamedTuple):
 
     name: Sampler
     apply: Apply
+    accepts_masked: bool = False
+    """Whether the step treats a logit of minus infinity as a probability of 0."""
 
     @property
     def is_penalty(self) -> bool:
-        """Whether the step only lowers logits. Such a step also accepts logits that are minus infinity."""
+        """Whether the step only lowers logits."""
         return self.name in ("penalties", "dry")
 
 
@@ -63,7 +65,8 @@ def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: Seq
         "temperature": lambda: _temperature(params),
     }
     steps = [(name, makers[name]() if name in makers else _filter(name, params)) for name in order]
-    chain = [Step(name, apply) for name, apply in steps if apply is not None]
+    accepting = {"top_k", "top_p", "min_p"} | ({"temperature"} if _has_fixed_temperature(params) else set())
+    chain = [Step(name, apply, name in accepting) for name, apply in steps if apply is not None]
     if is_greedy(params):
         return [step for step in chain if step.is_penalty]
     return chain
@@ -104,10 +107,32 @@ def join_top_p_min_p(chain: Sequence[Step], params: SamplingDefaults) -> list[St
             joined[-1] = Step(
                 "min_p",
                 lambda candidates, *_: top_p_min_p(candidates, params.top_p, params.min_p, params.min_keep),
+                step.accepts_masked,
             )
         else:
             joined.append(step)
     return joined
+
+
+def filters_without_masked(chain: Sequence[Step], *, draw_accepts_masked: bool) -> list[Apply]:
+    """Return the steps of a chain, and before the first step that does not accept masked candidates, one that drops
+    them.
+
+    Most chains need no such step, which copies the whole vocabulary if no candidate was dropped before.
+
+    Args:
+        chain: The samplers after the penalties. The first one is not top-k, which drops masked candidates too.
+        draw_accepts_masked: Whether the draw after the chain accepts masked candidates.
+    """
+    filters = [step.apply for step in chain]
+    n_accepting = next((index for index, step in enumerate(chain) if not step.accepts_masked), len(chain))
+    if n_accepting < len(chain) or not draw_accepts_masked:
+        filters.insert(n_accepting, lambda candidates, *_: candidates.without_masked())
+    return filters
+
+
+def _has_fixed_temperature(params: SamplingDefaults) -> bool:
+    return params.dynatemp_range == 0 or params.mirostat > 0
 
 
 def _penalties(params: SamplingDefaults) -> Apply | None:
@@ -155,7 +180,7 @@ def _xtc(params: SamplingDefaults, uniform: UniformNumbers) -> Apply | None:
 
 def _temperature(params: SamplingDefaults) -> Apply | None:
     fixed, spread, exponent = params.temperature, params.dynatemp_range, params.dynatemp_exponent
-    is_fixed = spread == 0 or params.mirostat > 0
+    is_fixed = _has_fixed_temperature(params)
     if is_fixed and fixed == 1:
         return None
 

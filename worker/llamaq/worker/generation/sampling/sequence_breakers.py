@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
-from typing import Protocol
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from llamaq.common.vocab.token_pieces import TokenPieces
 
 MAX_TEXT_BYTES = 40
 """Longer breakers are cut to this length, as in llama.cpp."""
 MAX_TAIL_TOKENS = 20
-CACHED_BREAKERS = 256
+CACHED_BREAKERS = 64
+"""Number of texts whose tokens are cached. A letter is in half of all tokens, which then take 0.3 MB."""
 
-Tail = tuple[int, ...]
+Tail: TypeAlias = tuple[int, ...]
+Heads: TypeAlias = "array[int]"
 
 
 class Vocabulary(Protocol):
@@ -20,8 +27,9 @@ class Vocabulary(Protocol):
 
     n_tokens: int
 
-    def piece_with_special(self, token: int) -> bytes:
-        """Return the bytes of one token, also of a control token."""
+    @property
+    def pieces(self) -> TokenPieces:
+        """The bytes of all tokens, also of control tokens."""
 
     def encode_part(self, text: str) -> list[int]:
         """Return the tokens of a text that is a part of a longer text."""
@@ -31,20 +39,25 @@ class SequenceBreakers:
     """Sequences of tokens at which repetitions end: a head, and the tokens that must follow it.
 
     Args:
-        sequences: Pairs of a head and its tail. An empty tail: the head alone is a breaker.
+        heads: Pairs of a tail and the heads that it follows, in ascending order. An empty tail: each of the heads alone
+            is a breaker.
+        n_tokens: Size of the vocabulary.
     """
 
-    def __init__(self, sequences: Iterable[tuple[int, Tail]] = ()) -> None:
-        self._tails: dict[int, set[Tail]] = {}
-        for head, tail in sequences:
-            self._tails.setdefault(head, set()).add(tail)
-        self.max_tail = max((len(tail) for tails in self._tails.values() for tail in tails), default=0)
+    def __init__(self, heads: Iterable[tuple[Tail, Heads]] = (), n_tokens: int = 0) -> None:
+        self._heads: dict[Tail, list[Heads]] = {}
+        is_head = np.zeros(n_tokens, np.uint8)
+        for tail, tokens in heads:
+            self._heads.setdefault(tail, []).append(tokens)
+            is_head[np.frombuffer(tokens, np.int32)] = 1
+        self._is_head = is_head.tobytes()
+        """For each token, whether it is a head of any tail."""
+        self.max_tail = max(map(len, self._heads), default=0)
         """Length of the longest tail in tokens."""
 
-    @cached_property
-    def singles(self) -> frozenset[int]:
-        """The tokens that alone are a breaker."""
-        return frozenset(head for head, tails in self._tails.items() if () in tails)
+    def is_single(self, token: int) -> bool:
+        """Return whether this token alone is a breaker."""
+        return self._begins(token, ())
 
     def tail_before(self, history: Sequence[int], end: int) -> int | None:
         """Return the tail of the breaker that ends before position `end`, as a number of tokens.
@@ -52,14 +65,24 @@ class SequenceBreakers:
         If several breakers end there, the tail is that of the breaker with the shortest tail. None: no breaker ends
         there.
         """
+        if not self._heads:
+            return None
         for length in range(min(self.max_tail + 1, end)):
-            tails = self._tails.get(history[end - 1 - length])
-            if tails is not None and tuple(history[end - length : end]) in tails:
+            head = history[end - 1 - length]
+            if self._is_head[head] and self._begins(head, tuple(history[end - length : end])):
                 return length
         return None
 
+    def _begins(self, head: int, tail: Tail) -> bool:
+        """Return whether this head with this tail is a breaker."""
+        for heads in self._heads.get(tail, ()):
+            index = bisect_left(heads, head)
+            if index < len(heads) and heads[index] == head:
+                return True
+        return False
+
     def __repr__(self) -> str:
-        return f"<SequenceBreakers {len(self._tails)} heads>"
+        return f"<SequenceBreakers {len(self._heads)} tails>"
 
 
 class BreakerFinder:
@@ -77,10 +100,10 @@ class BreakerFinder:
 
     def breakers(self, texts: Iterable[str]) -> SequenceBreakers:
         """Return the breakers for these texts."""
-        return SequenceBreakers(sequence for text in texts for sequence in self._of_text(text))
+        return SequenceBreakers((one for text in texts for one in self._of_text(text)), self._vocab.n_tokens)
 
-    def _find(self, text: str) -> tuple[tuple[int, Tail], ...]:
-        """Return the heads and tails of one text.
+    def _find(self, text: str) -> tuple[tuple[Tail, Heads], ...]:
+        """Return the tails of one text, each with its heads.
 
         A token that contains the text is a breaker. A token that ends with the beginning of the text is a breaker if
         the tokens of the rest of the text follow it.
@@ -88,33 +111,17 @@ class BreakerFinder:
         text = text.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
         if not text:
             return ()
-        containing = set(self._tokens_with(text.encode()))
-        found: list[tuple[int, Tail]] = [(token, ()) for token in containing]
+        containing = set(self._vocab.pieces.tokens_with(text.encode()))
+        found: list[tuple[Tail, Heads]] = [((), _heads(containing))]
         for n_chars in range(1, len(text)):
             tail = tuple(self._vocab.encode_part(text[n_chars:])[:MAX_TAIL_TOKENS])
-            ending = set(self._tokens_with(text[:n_chars].encode(), at_end=True))
-            found += [(token, tail) for token in ending - containing]
-        return tuple(found)
-
-    def _tokens_with(self, text: bytes, *, at_end: bool = False) -> Iterator[int]:
-        """Yield the tokens that contain the text, or end with it."""
-        joined, starts = self._joined
-        position = joined.find(text)
-        while position >= 0:
-            token = bisect_right(starts, position) - 1
-            end = starts[token + 1] - 1
-            if position + len(text) <= end and (not at_end or position + len(text) == end):
-                yield token
-            position = joined.find(text, position + 1)
-
-    @cached_property
-    def _joined(self) -> tuple[bytes, list[int]]:
-        """The texts of all tokens, with a zero byte after each, and where they start. A search in them is fast."""
-        pieces = [self._vocab.piece_with_special(token) for token in range(self._vocab.n_tokens)]
-        starts = [0]
-        for piece in pieces:
-            starts.append(starts[-1] + len(piece) + 1)
-        return b"".join(piece + b"\0" for piece in pieces), starts
+            ending = set(self._vocab.pieces.tokens_with(text[:n_chars].encode(), at_end=True))
+            found.append((tail, _heads(ending - containing)))
+        return tuple((tail, heads) for tail, heads in found if heads)
 
     def __repr__(self) -> str:
         return f"<BreakerFinder {self._vocab.n_tokens} tokens>"
+
+
+def _heads(tokens: Iterable[int]) -> Heads:
+    return array("i", sorted(tokens))

@@ -1,61 +1,39 @@
-"""The Lua scripts, and a typed function for each. Each script is one atomic step in the life of a job.
-
-Every script may run twice without harm, because redis-py sends a command again when its connection breaks. The opening
-comment of each Lua file lists its keys, arguments and return values.
-"""
+"""The calls of scripts with which a worker claims jobs, stores their output, and ends or returns them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.common.protocol.job_request import JobRequest, Priority
+from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
+from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
     Attempt,
-    CancelCode,
     Claim,
+    Claimant,
     ClaimCode,
+    ClaimOutcome,
     CrashVerdict,
-    DueJobs,
-    ExpireCode,
+    Entry,
     FlushReply,
     Increment,
-    OtherKind,
-    OtherPartitions,
-    PriorityCode,
     StoredEnd,
     StreamEntries,
-    Submission,
-    SubmitConflict,
-    SubmitDraining,
-    SubmitRefused,
-    SubmitReply,
-    Submitted,
     TerminalWrite,
 )
 from llamaq.common.redis.write_refusals import is_job_key_error
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
-
-# The files with the shared functions. Each file uses only functions of the files before it.
-SHARED = ("_metrics", "_turns", "_lib")
-_DEFINITION = re.compile(
-    r"^local (?:function (?P<name>\w+)\(.*?^end$|(?P<constant>\w+) = .*?(?=^local|^--|^$|\Z))", re.MULTILINE | re.DOTALL
-)
 
 # How long a job that waits in a worker stays there although another worker has a free slot, and the upper bound of this
 # time. The time is multiplied by the `move_factor` of the job (see _lib.lua).
@@ -77,26 +55,7 @@ MAX_STATS = 10_000
 DEAD_TTL_S = 7 * 24 * 3600
 
 
-def _limit_ms(limit_s: float | None) -> int:
-    """Return a time in milliseconds; 0 for no limit or no delay."""
-    return 0 if limit_s is None else max(1, int(limit_s * 1000))
-
-
-def _submit_reply(reply: list[Any]) -> SubmitReply:
-    if reply[0] == b"partitions":
-        return OtherPartitions(int(reply[1]))
-    if reply[0] == b"kind":
-        return OtherKind(JobKind(reply[1].decode()))
-    if reply[0] == b"full":
-        return SubmitRefused(int(reply[1]), int(reply[2]))
-    if reply[0] == b"conflict":
-        return SubmitConflict(reply[1].decode())
-    if reply[0] == b"draining":
-        return SubmitDraining()
-    return Submitted(reply[1].decode(), existing=reply[0] == b"same")
-
-
-def _claim_outcome(reply: list[Any]) -> Attempt | ClaimCode | ResponseError:
+def _claim_outcome(reply: list[Any]) -> ClaimOutcome:
     if reply[0] == b"error":
         return ResponseError(reply[1].decode(errors="replace"))
     if reply[0] != b"run":
@@ -138,128 +97,25 @@ def _finish_outcome(reply: Any) -> bool | int | ResponseError:
     return int(reply) if isinstance(reply, int) else bool(reply == b"ok")
 
 
-def _entry(reply: list[Any]) -> tuple[bytes, dict[bytes, bytes]]:
-    entry_id, fields = reply
-    return entry_id, dict(zip(fields[::2], fields[1::2], strict=True))
+def _entry(reply: list[Any]) -> Entry:
+    entry_id, fields, *claimed = reply
+    return Entry(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), *map(_claim_outcome, claimed))
 
 
-@cache
-def source(name: str) -> str:
-    """Return the text of a script, with the shared functions that it needs in front of it.
-
-    Each call of a script creates all functions in its text, so functions that are not needed would cost time. A
-    function uses only functions that stand before it.
-    """
-    folder = files(__package__) / "scripts"
-    text = folder.joinpath(f"{name}.lua").read_text()
-    shared = "\n".join(folder.joinpath(f"{part}.lua").read_text() for part in SHARED)
-    for found in reversed(list(_DEFINITION.finditer(shared))):
-        if re.search(rf"\b{found['name'] or found['constant']}\b", text):
-            text = f"{found[0].rstrip()}\n{text}"
-    return text
-
-
-class Scripts:
-    """All scripts on one connection pool. Every method raises `RedisError` if Redis cannot execute the script."""
+class AttemptScripts:
+    """Each method raises `RedisError` if Redis cannot execute its script or command."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
-        self._set_priority = redis.register_script(source("set_priority"))
-        self._submit, self._claim, self._flush, self._finish, self._cancel, self._requeue = (
-            redis.register_script(source(name)) for name in ("submit", "claim", "flush", "finish", "cancel", "requeue")
+        self._read, self._reclaim, self._movable, self._claim = (
+            redis.register_script(source(name)) for name in ("read", "reclaim", "movable", "claim")
         )
-        self._read, self._reclaim, self._movable, self._expire, self._due = (
-            redis.register_script(source(name)) for name in ("read", "reclaim", "movable", "expire", "due")
+        self._flush, self._finish, self._requeue, self._retry = (
+            redis.register_script(source(name)) for name in ("flush", "finish", "requeue", "retry")
         )
-        self._retry, self._position, self._add_stats = (
-            redis.register_script(source(name)) for name in ("retry", "position", "add_stats")
-        )
-        self._check_crash, self._bury, self._purge_dead_letter = (
-            redis.register_script(source(name)) for name in ("check_crash", "bury", "purge_dead_letter")
-        )
-
-    async def submit(
-        self,
-        job_id: JobId,
-        request: JobRequest,
-        payload: bytes,
-        *,
-        result_ttl_s: float,
-        event_ttl_s: float = 0.0,
-        partitions: int = 0,
-    ) -> SubmitReply:
-        """Put a job into its queue.
-
-        Args:
-            job_id: Id of the new job.
-            request: The request.
-            payload: The same request, encoded.
-            result_ttl_s: How long Redis stores the result after the end of the job, in seconds.
-            event_ttl_s: How long Redis stores the events after the end of the job, in seconds. 0: they are deleted at
-                the end. The result is complete without them.
-            partitions: Number of partitions of the queue, which the script compares with that of the workers. 0: not
-                known.
-        """
-        one = Submission(job_id, request, payload)
-        return _submit_reply(await self._send_submit(one, result_ttl_s, event_ttl_s, partitions))
-
-    async def submit_many(
-        self, submissions: Sequence[Submission], *, result_ttl_s: float, event_ttl_s: float, partitions: int
-    ) -> list[SubmitReply | RedisError]:
-        """Put several jobs into their queues, in one round trip. The arguments are those of `submit`.
-
-        Returns:
-            The reply to each job, in order, or the error with which Redis refused it.
-        """
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for one in submissions:
-                await self._send_submit(one, result_ttl_s, event_ttl_s, partitions, client=pipe)
-            replies: list[Any] = await pipe.execute(raise_on_error=False)
-        return [reply if isinstance(reply, RedisError) else _submit_reply(reply) for reply in replies]
-
-    async def _send_submit(
-        self,
-        submission: Submission,
-        result_ttl_s: float,
-        event_ttl_s: float,
-        partitions: int,
-        *,
-        client: Redis | None = None,
-    ) -> Any:
-        """Call `submit.lua`. With a pipeline as `client`, the call is only added to the pipeline."""
-        job_id, request = submission.job_id, submission.request
-        key = request.idempotency_key
-        keys = self._keys.of_job(str(job_id))
-        streams = {Priority.INTERACTIVE: keys.interactive, Priority.BULK: keys.bulk}
-        return await self._submit(
-            keys=[
-                keys.job,
-                streams.pop(request.priority),
-                *streams.values(),
-                self._keys.config(job_id.queue, job_id.partition),
-                self._keys.idempotency(job_id.queue, job_id.partition, key or ""),
-            ],
-            args=[
-                str(job_id),
-                submission.payload,
-                request.priority.value,
-                GROUP,
-                max(1, int(result_ttl_s * 1000)),
-                "" if key is None else codec.digest_of(request),
-                _limit_ms(request.queue_timeout_s),
-                codec.encode_returned(request),
-                int(event_ttl_s * 1000),
-                _limit_ms(request.deadline_s),
-                _limit_ms(request.timeout_s),
-                partitions,
-                _limit_ms(request.delay_s),
-                _limit_ms(request.run_at),
-                request.retries,
-                request.tenant or "",
-                request.kind.value,
-            ],
-            client=client,
+        self._check_crash, self._bury, self._add_stats = (
+            redis.register_script(source(name)) for name in ("check_crash", "bury", "add_stats")
         )
 
     async def check_crash(
@@ -330,9 +186,15 @@ class Scripts:
         return bool(reply == b"ok")
 
     async def read(
-        self, streams: Sequence[str], count: int, lease_ms: int, *, total: int | None = None
+        self,
+        streams: Sequence[str],
+        count: int,
+        lease_ms: int,
+        *,
+        total: int | None = None,
+        claimant: Claimant | None = None,
     ) -> list[tuple[str, StreamEntries]]:
-        """Read new entries of job streams that are on one Redis server.
+        """Read new entries of job streams that are on one Redis server, and claim their jobs.
 
         Args:
             streams: The job streams.
@@ -340,9 +202,19 @@ class Scripts:
             lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
             total: Number of entries to read from all streams together at most, from the first streams first. None: no
                 such bound.
+            claimant: The worker that claims the jobs of the entries, and prepares them at once. None: no job is
+                claimed.
+
+        Returns:
+            The entries of each stream. An entry has no outcome if it names no job of its partition, or if the requests
+            of the jobs before it are large. At most `MAX_JOBS_IN_CALL` jobs are claimed.
         """
         total = count * len(streams) if total is None else total
-        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms, total])
+        claims: list[Any] = ["", "", 0]
+        if claimant is not None:
+            total = min(total, MAX_JOBS_IN_CALL)
+            claims = [claimant.worker, claimant.model, int(claimant.restart_other_model)]
+        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms, total, *claims])
         return [(stream.decode(), [_entry(entry) for entry in entries]) for stream, entries in reply]
 
     async def reclaim(self, stream: str, count: int, lease_ms: int, *, trusted_until_ms: int) -> StreamEntries:
@@ -389,8 +261,6 @@ class Scripts:
         *,
         from_attempt: int | None = None,
         at_risk: bool = True,
-        model: str = "",
-        restart_other_model: bool = False,
     ) -> Attempt | ClaimCode:
         """Claim a job whose entry a worker has read: begin a new attempt, without a slot so far.
 
@@ -401,44 +271,24 @@ class Scripts:
             from_attempt: Number of the attempt that waits for a slot in another worker. The job is claimed only if it
                 still waits there. None: the worker has taken the entry.
             at_risk: Whether the worker prepares the job at once, so that a crash of the worker counts against the job.
-            model: Fingerprint of the worker's model. Empty: not known.
-            restart_other_model: Whether a job that another model has begun starts again. Otherwise it is left to the
-                workers of that model.
 
         Returns:
             The attempt. A code if the job was not claimed.
         """
-        (outcome,) = await self.claim_jobs(
-            [(claim, from_attempt)],
-            worker,
-            lease_ms,
-            at_risk=at_risk,
-            model=model,
-            restart_other_model=restart_other_model,
-        )
+        (outcome,) = await self.claim_jobs([(claim, from_attempt)], Claimant(worker, lease_ms), at_risk=at_risk)
         if isinstance(outcome, RedisError):
             raise outcome
         return outcome
 
     async def claim_jobs(
-        self,
-        claims: Sequence[tuple[Claim, int | None]],
-        worker: str,
-        lease_ms: int,
-        *,
-        at_risk: bool = True,
-        model: str = "",
-        restart_other_model: bool = False,
-    ) -> list[Attempt | ClaimCode | ResponseError]:
+        self, claims: Sequence[tuple[Claim, int | None]], claimant: Claimant, *, at_risk: bool = True
+    ) -> list[ClaimOutcome]:
         """Claim several jobs of one partition, see `claim_job`.
 
         Args:
             claims: The entries, each with its `from_attempt`.
-            worker: Id of the worker.
-            lease_ms: See `claim_job`.
+            claimant: The worker.
             at_risk: See `claim_job`.
-            model: See `claim_job`.
-            restart_other_model: See `claim_job`.
 
         Returns:
             For each of the first entries, in the same order, the attempt, or a code if the job was not claimed, or the
@@ -452,7 +302,8 @@ class Scripts:
             of_job = self._keys.of_job(claim.job_id)
             keys += [of_job.job, of_job.events, claim.stream]
             values += [claim.entry_id, of_job.channel, "" if from_attempt is None else from_attempt]
-        settings: list[Any] = [GROUP, worker, lease_ms, int(at_risk), model, int(restart_other_model)]
+        restart = int(claimant.restart_other_model)
+        settings: list[Any] = [GROUP, claimant.worker, claimant.lease_ms, int(at_risk), claimant.model, restart]
         return [
             _claim_outcome(reply)
             for reply in await self._claim(keys=keys, args=[*settings, codec.encode_values(values)])
@@ -558,48 +409,6 @@ class Scripts:
             return StoredEnd(None, event.code) if isinstance(event, Failed) else None
         return None
 
-    async def cancel(self, job_id: str, *, only_waiting: bool = False) -> CancelCode:
-        """Cancel a waiting or preempted job, and a running job unless `only_waiting` is true."""
-        keys = self._keys.of_job(job_id)
-        reply = await self._cancel(
-            keys=[keys.job, keys.events, keys.interactive, keys.bulk],
-            args=[GROUP, keys.channel, int(only_waiting)],
-        )
-        code: CancelCode = reply.decode()
-        return code
-
-    async def set_priority(self, job_id: str, priority: Priority) -> PriorityCode:
-        """Change the priority of a job that has no slot."""
-        keys = self._keys.of_job(job_id)
-        streams = {Priority.INTERACTIVE: keys.interactive, Priority.BULK: keys.bulk}
-        reply = await self._set_priority(
-            keys=[keys.job, streams.pop(priority), *streams.values()], args=[job_id, priority.value, GROUP]
-        )
-        code: PriorityCode = reply.decode()
-        return code
-
-    async def position(self, job_id: str) -> int | None:
-        """Return an upper bound on the number of jobs that get a slot before a job. None: the job does not wait."""
-        keys = self._keys.of_job(job_id)
-        reply: Any = await self._position(keys=[keys.job, keys.interactive, keys.bulk], args=[GROUP])
-        return int(reply) if reply >= 0 else None
-
-    async def due_jobs(self, queue: str, partition: int, count: int) -> DueJobs:
-        """Give jobs that are due their entries, and find jobs whose deadline has passed: at most `count` of each."""
-        keys = [self._keys.deadlines(queue, partition), self._keys.later(queue, partition)]
-        now_ms, n_given, *expired = await self._due(keys=keys, args=[count])
-        return DueJobs(int(now_ms), int(n_given), [job_id.decode() for job_id in expired])
-
-    async def expire(self, job_id: str) -> ExpireCode:
-        """End a job that has reached a deadline, or give a job its entry if it is due."""
-        keys = self._keys.of_job(job_id)
-        reply = await self._expire(
-            keys=[keys.job, keys.events, keys.interactive, keys.bulk],
-            args=[GROUP, keys.channel],
-        )
-        code: ExpireCode = reply.decode()
-        return code
-
     async def retry(
         self, worker: str, last: Increment, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
     ) -> int | None:
@@ -657,21 +466,3 @@ class Scripts:
             ],
         )
         return bool(reply == b"ok")
-
-    async def purge(self, queue: str, partition: int, entry: str, job_id: str | None) -> bool:
-        """Delete a dead letter.
-
-        Args:
-            queue: Name of the queue.
-            partition: Partition of the dead letter.
-            entry: Id of the dead letter in the partition's stream.
-            job_id: Id of the job of the dead letter. None: the dead letter names no job.
-
-        Returns:
-            Whether the dead letter existed.
-        """
-        keys = [self._keys.dead(queue, partition)]
-        if job_id is not None:
-            of_job = self._keys.of_job(job_id)
-            keys += [of_job.job, of_job.events]
-        return bool(await self._purge_dead_letter(keys=keys, args=[entry]))

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.support.llama_samplers import random_logits
+
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
+from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
+
+N_VOCAB = 3000
+
+
+class FixedMask:
+    """A grammar that allows the same tokens in each step."""
+
+    def __init__(self, mask: npt.NDArray[np.bool_]) -> None:
+        self.mask = mask
+
+    def accept(self, generated: Sequence[int]) -> None:
+        """Accept every token."""
+
+    def allowed_mask(self) -> npt.NDArray[np.bool_]:
+        return self.mask
+
+    def end_token(self) -> int | None:
+        return 7 if self.mask[7] else None
+
+
+def grammar_of(mask: npt.NDArray[np.bool_]) -> TokenConstraint:
+    return cast("TokenConstraint", FixedMask(mask))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "repeat_penalty": 1.5},
+        {"temperature": 0, "dry_multiplier": 0.8},
+        {},
+        {"repeat_penalty": 1.5},
+        {"top_k": 0, "min_p": 0.01},
+        {"top_k": 0, "top_p": 1, "min_p": 0, "temperature": 2},
+        {"mirostat": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.5, 0.999])
+def test_the_draw_is_that_without_the_other_tokens(params: dict[str, Any], share: float) -> None:
+    rng = np.random.default_rng(8)
+    mask = rng.random(N_VOCAB) < share
+    mask[5] = True
+    masked = np.flatnonzero(~mask).tolist()
+    restricted = LogitSampler(SamplingDefaults(**params), seed=3, grammar=grammar_of(mask))
+    expected = LogitSampler(SamplingDefaults(**params), seed=3, masked_tokens=masked)
+    history = [5, 6]
+    for step in range(30):
+        logits = np.round(random_logits(N_VOCAB, step, 2.0), 1)  # with ties
+        token = restricted.sample(logits.copy(), history, 1)
+        assert token == expected.sample(logits.copy(), history, 1)
+        assert mask[token]
+        history.append(token)
+
+
+def test_the_logits_are_not_masked_where_the_best_token_is_allowed() -> None:
+    logits, mask = random_logits(N_VOCAB, 1), np.ones(N_VOCAB, np.bool_)
+    mask[:100] = False
+    logits[300] = 50
+    given = logits.copy()
+    candidates = AllowedTokens(grammar_of(mask), None, only_best=True).restrict(given, [1], 1)
+    assert [candidates.token_at(index) for index in range(len(candidates))] == [300]
+    assert (given == logits).all()
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_only_a_masked_end_token_is_left(temperature: float) -> None:
+    mask = np.zeros(N_VOCAB, np.bool_)
+    sampler = LogitSampler(
+        SamplingDefaults(temperature=temperature), seed=1, masked_tokens=[7], grammar=grammar_of(mask)
+    )
+    with pytest.raises(JobRejected) as refused:
+        sampler.sample(random_logits(N_VOCAB, 1), [1], 1)
+    assert refused.value.code == ErrorCode.GRAMMAR_EXHAUSTED
+    mask[7] = True
+    assert sampler.sample(random_logits(N_VOCAB, 1), [1], 1) == 7

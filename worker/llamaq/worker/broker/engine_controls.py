@@ -1,0 +1,15 @@
+"""What the I/O thread may ask of the engine thread about a job."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class EngineControls(Protocol):
+    """The methods of the engine thread that the outbox calls. Every method is thread-safe and does not block."""
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel the job."""
+
+    def release(self, job_id: str, attempt: int) -> None:
+        """Drop this attempt of the job without a terminal event: its lease was lost, or the job is requeued."""

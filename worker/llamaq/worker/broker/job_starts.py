@@ -1,0 +1,258 @@
+"""Starts jobs: claims those of entries that were read, prepares them, and passes them to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.script_types import Claim
+from llamaq.worker.broker.job_claims import ClaimedJob, ClaimReply, JobClaims
+from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.preparations import Preparation, Preparations, Preparer
+from llamaq.worker.broker.read_order import Place, ReadOrder
+from llamaq.worker.core.job import BaseJob, Lease, PreparedJob
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+CLAIM_TIMEOUT_S = 2.0
+"""How long a stopping worker waits for the replies of Redis to calls that claim jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Starting:
+    """An entry whose job is claimed."""
+
+    claim: Claim
+    from_attempt: int | None
+    """Number of the attempt that waits for a slot in another worker. None: this worker has taken the entry."""
+    place: Place
+
+
+class JobStarts:
+    """The jobs of one worker from their entries until the engine has them.
+
+    `JobClaims` claims the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers them.
+
+    Threads: all methods run on the I/O thread. The threads of the executor prepare jobs that take
+    long.
+    """
+
+    def __init__(
+        self,
+        job_claims: JobClaims,
+        outbox: Outbox,
+        preparer: Preparer,
+        executor: Executor,
+        admit: Callable[[BaseJob], None],
+        n_slots: int,
+    ) -> None:
+        """Create the object on the running event loop. `Intake` explains the arguments."""
+        self._job_claims = job_claims
+        self._outbox = outbox
+        self._preparations = Preparations(preparer, executor, self._receive_prepared)
+        self._admit = admit
+        self._n_slots = n_slots
+        self._tasks = BackgroundTasks()
+        self._order = ReadOrder()
+        self._n_reads = 0
+        """Calls of `JobClaims.read` whose replies are awaited."""
+        self.n_starting = 0
+        """Entries whose jobs are not registered in the outbox yet."""
+
+    @property
+    def n_free_slots(self) -> int:
+        """Number of slots that no claimed job will take."""
+        return self._n_slots - self._outbox.n_claimed - self.n_starting
+
+    async def wait_for_room(self, timeout_s: float) -> None:
+        """Wait until `Outbox.room_freed` is set, at most `timeout_s` seconds."""
+        self._outbox.room_freed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._outbox.room_freed.wait()
+
+    # ---- claiming
+
+    async def start_read(self, read: Coroutine[Any, Any, list[ClaimReply]]) -> bool:
+        """Begin to prepare the jobs that a call of `JobClaims.read` claims. Returns whether there are any.
+
+        If the caller is cancelled, the call continues, and `close` waits for it. If its reply were lost, Redis could
+        have recorded a claim without this worker's knowledge.
+        """
+        self._n_reads += 1
+        return await asyncio.shield(self._tasks.start(self._begin_read(read)))
+
+    async def _begin_read(self, read: Coroutine[Any, Any, list[ClaimReply]]) -> bool:
+        try:
+            replies = await read
+        finally:
+            self._n_reads -= 1
+        if replies:
+            starting = self._enter([(reply.claim, None) for reply in replies])
+            self._begin_all(list(zip(starting, replies, strict=True)))
+        return bool(replies)
+
+    def start_soon(self, claims: Sequence[tuple[Claim, int | None]]) -> None:
+        """Claim the jobs of entries in the background, those of each partition together."""
+        partitions: dict[int, list[_Starting]] = {}
+        for starting in self._enter(claims):
+            partitions.setdefault(starting.claim.partition, []).append(starting)
+        for group in partitions.values():
+            self._tasks.start(self._start(group))
+
+    def _enter(self, claims: Sequence[tuple[Claim, int | None]]) -> list[_Starting]:
+        self.n_starting += len(claims)
+        return [_Starting(claim, attempt, self._order.enter(claim.priority)) for claim, attempt in claims]
+
+    async def _start(self, group: list[_Starting]) -> None:
+        """Claim jobs of one partition, and begin to prepare them."""
+        n_done = 0
+        try:
+            while n_done < len(group):
+                rest = group[n_done:]
+                replies = await self._job_claims.claim_jobs([(one.claim, one.from_attempt) for one in rest])
+                n_done += len(replies)
+                self._begin_all(list(zip(rest, replies, strict=False)))
+        except RedisError as exc:
+            # The entries stay pending. A worker takes them when their leases have expired.
+            for starting in group[n_done:]:
+                log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
+        finally:
+            for starting in group[n_done:]:
+                self._leave(starting)
+
+    def _begin_all(self, replies: Sequence[tuple[_Starting, ClaimReply]]) -> None:
+        """Begin to prepare the claimed jobs. What needs more calls of Redis is done in the background."""
+        claimed = []
+        for starting, reply in replies:
+            if reply.claimed is not None:
+                claimed.append((starting, reply.claimed))
+            else:
+                self._tasks.start(self._complete(starting, reply))
+        self._begin(claimed)
+
+    async def _complete(self, starting: _Starting, reply: ClaimReply) -> ClaimedJob | None:
+        """Begin to prepare a job that earlier attempts have begun, or handle an entry whose job was not claimed."""
+        claimed = None
+        try:
+            claimed = await self._job_claims.complete(reply)
+        except RedisError as exc:
+            log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
+        finally:
+            if claimed is None:
+                self._leave(starting)
+        if claimed is not None:
+            self._begin([(starting, claimed)])
+        return claimed
+
+    async def start_alone(self, claim: Claim, from_attempt: int) -> ClaimedJob | None:
+        """Claim one job and begin to prepare it, also if the caller is cancelled. None: it was not claimed."""
+        (starting,) = self._enter([(claim, from_attempt)])
+        return await asyncio.shield(self._tasks.start(self._start_one(starting)))
+
+    async def _start_one(self, starting: _Starting) -> ClaimedJob | None:
+        """Claim one job and begin to prepare it. Returns None if it was not claimed."""
+        try:
+            (reply,) = await self._job_claims.claim_jobs([(starting.claim, starting.from_attempt)])
+        except BaseException as exc:
+            self._leave(starting)
+            if not isinstance(exc, RedisError):
+                raise
+            log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
+            return None
+        return await self._complete(starting, reply)
+
+    def _begin(self, claimed: Sequence[tuple[_Starting, ClaimedJob]]) -> None:
+        """Register claimed jobs, and prepare them."""
+        preparations = [Preparation(one, self.register(one), starting.place) for starting, one in claimed]
+        self.n_starting -= len(claimed)
+        self._outbox.room_freed.set()
+        self._preparations.add(preparations)
+
+    def _leave(self, starting: _Starting) -> None:
+        """Forget an entry whose job was not claimed."""
+        self._order.leave(starting.place)
+        self.n_starting -= 1
+        self._outbox.room_freed.set()
+
+    def register(self, claimed: ClaimedJob) -> Lease:
+        claim, attempt = claimed.claim, claimed.attempt
+        lease = Lease(claim.job_id, claim.partition, claim.stream, claim.entry_id, attempt.number)
+        self._outbox.register(lease, attempt, claimed.times)
+        return lease
+
+    # ---- prepared jobs
+
+    def _receive_prepared(self, preparations: Sequence[Preparation]) -> None:
+        """Pass prepared jobs to the engine, or reject them.
+
+        If jobs wait for slots, the jobs that were read before a job come first.
+        """
+        is_ordered = self.n_free_slots < 0
+        for one in preparations:
+            if not isinstance(one.outcome, PreparedJob):
+                self._reject(one)
+                self._order.leave(one.place)
+            elif is_ordered and not self._order.is_first(one.place):
+                self._tasks.start(self._admit_in_turn(one.outcome, one.place))
+            else:
+                self._admit_now(one.outcome, one.place)
+
+    def _reject(self, one: Preparation) -> None:
+        error = one.outcome
+        if isinstance(error, JobRejected):
+            log.info("job.rejected id=%s code=%s", one.lease.job_id, error.code)
+        else:
+            log.error(
+                "job.prepare_crashed id=%s", one.lease.job_id, exc_info=error if isinstance(error, Exception) else None
+            )
+            error = JobRejected(ErrorCode.INTERNAL, "the worker could not prepare this job")
+        self._outbox.reject(one.lease, error)
+
+    async def _admit_in_turn(self, prepared: PreparedJob, place: Place) -> None:
+        """Pass a prepared job to the engine after the jobs that were read before it."""
+        try:
+            await self._order.wait_turn(place)
+        except BaseException:
+            prepared.job.close()
+            self._order.leave(place)
+            raise
+        self._admit_now(prepared, place)
+
+    def _admit_now(self, prepared: PreparedJob, place: Place) -> None:
+        """Pass a prepared job to the engine, unless its lease was lost."""
+        is_admitted = False
+        try:
+            is_admitted = self._outbox.set_prepared(prepared.job, prepared.texts)
+        finally:
+            if not is_admitted:
+                prepared.job.close()
+            self._order.leave(place)
+        if is_admitted:
+            self._admit(prepared.job)
+
+    async def close(self) -> None:
+        """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.
+
+        First waits for the replies to unfinished calls that claim jobs. If a reply were lost, Redis could have recorded
+        a claim without this worker's knowledge. Such a job would look like a job of a crashed worker.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLAIM_TIMEOUT_S):
+                while self.n_starting or self._n_reads:
+                    await self.wait_for_room(POLL_S)
+        self._preparations.close()
+        await self._tasks.cancel()
+
+    def __repr__(self) -> str:
+        return f"<JobStarts starting={self.n_starting}>"

@@ -1,0 +1,243 @@
+"""Speculation with a draft model: decides which slots it drafts for, and how many tokens, before it computes anything.
+
+A draft of the model costs time before it is verified: a step of the draft model for each of its tokens, and the tokens
+of the history that the draft model has not computed yet. So the lengths are chosen before, from the acceptance of
+earlier drafts. Slots whose drafts promise a gain catch up over several ticks if they lack many tokens.
+
+Without such a slot, one slot gets a short draft from time to time, so that a change of the texts is noticed. These
+trials take little of the time (`TRIAL_SHARE`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS
+from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftWork
+from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.token_draft import Drafting
+from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, Candidate, can_gain, choose_lengths
+from llamaq.worker.scheduling.draft_model_times import DraftModelTimes
+from llamaq.worker.scheduling.draft_sequences import DraftSequences
+from llamaq.worker.scheduling.speculation import RETRY_AFTER, Speculation, n_within
+
+log = logging.getLogger(__name__)
+
+GRADE = 0
+"""The grade of all drafts of the model."""
+FIRST_TRIAL_SHARE, TRIAL_SHARE = 0.05, 0.01
+"""Upper bounds on the time of a trial, as a share of the time since the start of the worker, and since the last trial.
+"""
+TRIAL_TOKENS = 8
+"""Number of tokens of a trial. On a CPU, a batch of two tokens takes much longer than one token, and each further token
+adds little, so a shorter trial would find that drafts cannot gain."""
+SHORT_TOKENS = 2
+"""Largest number of tokens of a draft that measures how long a step takes."""
+FIRST_MISSING, LEAST_MISSING = 32, 16
+"""Number of missing tokens that are computed in a tick before their time is known, and the least number afterwards."""
+
+
+class _Proposal(NamedTuple):
+    slot: Slot
+    drafting: Drafting
+    n_max: int
+    n_missing: int
+    probability: float
+
+
+class _Costs(NamedTuple):
+    """The times of a tick, in seconds. None: not known."""
+
+    n_decode: int
+    plain_s: float
+    """Time of the tick without drafts."""
+    token_s: float | None
+    """Time to verify a draft token."""
+    step_s: float | None
+    """Time of a step of the draft model, with a draft for each slot whose drafts are probable enough."""
+    single_step_s: float | None
+    """Time of a step with one draft."""
+    is_step_new: bool
+    """Whether `step_s` was measured in the last ticks."""
+    missing_token_s: float | None
+    """Time of a missing token."""
+
+    def may_gain(self, probability: float) -> bool:
+        """Return whether drafts can promise a gain if each token is accepted with at most this probability.
+
+        This takes less time than to choose drafts. As long as a time is not known, only trials are made.
+        """
+        if self.token_s is None or self.step_s is None:
+            return False
+        return can_gain(self.n_decode, self.plain_s, self.token_s, self.step_s, probability)
+
+    def trial_s(self, n_missing: int) -> float:
+        """Return how long a trial takes for a slot. Times that are not known count as 0."""
+        return self.missing_s(n_missing) + TRIAL_TOKENS * ((self.token_s or 0.0) + (self.single_step_s or 0.0))
+
+    def missing_s(self, n_missing: int) -> float:
+        """Return how long missing tokens take beyond those of the first step, 0 if it is not known."""
+        return max(0, n_missing - STEP_TOKENS) * (self.missing_token_s or 0.0)
+
+
+class DraftModelSpeculation(Speculation):
+    """Plans the drafts of a draft model. `Speculation` verifies drafts that cost no time.
+
+    Args:
+        end_tokens: The model's end-of-generation tokens.
+        max_tokens: Largest number of draft tokens in a tick.
+        sequences: The sequences of the draft model.
+        max_missing: Largest number of tokens in a batch of the draft model.
+        measured: Measurements of the draft model. Without them, its first drafts tell how long it takes.
+    """
+
+    def __init__(
+        self,
+        end_tokens: frozenset[int],
+        max_tokens: int,
+        sequences: DraftSequences,
+        *,
+        max_missing: int,
+        measured: Sequence[DraftWork] = (),
+    ) -> None:
+        super().__init__(end_tokens, max_tokens)
+        self._sequences = sequences
+        self._max_missing = max_missing
+        self._model_times = DraftModelTimes()
+        for work in measured:
+            self._model_times.record(work)
+        self._draftings: dict[Slot, Drafting] = {}
+        """The slots of the last plan."""
+        self._has_failed = False
+        self._is_reported = False
+        """Whether the log has the measurements of the first trial."""
+        self._trial: int | None = None
+        """Admission number of the run that gets a trial. It ends when the run has a draft."""
+        self._had_trial = False
+        self._n_since_trial, self._since_trial_s = 0, 0.0
+        """Number of ticks since the last trial, and their time in seconds."""
+
+    def add_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
+        """Return the batch with a plan for the draft model. See `Speculation.add_drafts`."""
+        plain_s = None if self._has_failed else self._times.plain_s(batch.n_decode)
+        if plain_s is None:
+            return batch  # this tick measures it
+        slots = [part.slot for part in batch.decode if self._n_max(part.slot.active) > 0]
+        costs, best = self._read_costs(slots, batch.n_decode, plain_s)
+        may_gain = costs.may_gain(best)
+        if not may_gain and not self._may_try(costs):
+            return batch
+        budget_s = (limit_s - plain_s) / 2  # one half for missing tokens, the other one for drafts
+        room = int(min(room, self._max_tokens, n_within(budget_s, (costs.token_s or 0.0) + (costs.step_s or 0.0))))
+        max_missing = self._n_missing_within(budget_s, costs)
+        if room <= 0 or max_missing <= 0:
+            return batch
+        proposals = [one for slot in slots if (one := self._propose_length(slot)) is not None]
+        wanted = self._choose_drafts(proposals, room, costs) if may_gain else {}
+        if not wanted:
+            wanted = self._choose_trial(proposals, room, costs)
+        if not wanted:
+            return batch
+        plan = self._sequences.plan(wanted, [part.slot for part in batch.decode], max_missing)
+        self._draftings = {one.slot: one.drafting for one in proposals}
+        has_drafts = any(part.n_tokens for part in plan.parts)
+        self._had_trial |= has_drafts
+        if has_drafts or not plan.parts:
+            self._trial = None
+        return replace(batch, draft_plan=plan)
+
+    def record_tick(self, batch: Batch, seconds: float) -> None:
+        """Learn from the time of a tick, and from the work of the draft model."""
+        work = batch.draft_work
+        if batch and not batch.n_prefill:
+            self._times.record(batch.n_decode, batch.n_drafted, max(0.0, seconds - work.seconds))
+        self._model_times.record(work)
+        self._n_since_trial += 1
+        self._since_trial_s += seconds
+        if not batch.draft_plan:
+            return
+        self._sequences.record(batch)
+        self._has_failed = work.has_failed
+        if not self._is_reported and self._times.draft_token_s is not None:
+            self._is_reported = True
+            log.info("draft_model.measured %r", self)
+        for part in batch.decode:
+            if part.draft.stopped_early and not part.draft.tokens:  # the others were verified and recorded
+                self.record_draft(self._draftings[part.slot], part.draft, 0)
+
+    def _read_costs(self, slots: Sequence[Slot], n_decode: int, plain_s: float) -> tuple[_Costs, float]:
+        """Return the times of a tick with drafts for these slots, and the largest probability of a draft token."""
+        draftings = (slot.active.job.drafting for slot in slots)
+        probabilities = [self._probability(drafting, GRADE) for drafting in draftings if drafting is not None]
+        times, token_s = self._model_times, self._times.draft_token_s
+        n_drafts = max(1, sum(can_gain(n_decode, plain_s, token_s or 0.0, 0.0, one) for one in probabilities))
+        costs = _Costs(
+            n_decode,
+            plain_s,
+            token_s,
+            step_s=times.step_s(n_drafts),
+            single_step_s=times.step_s(1),
+            is_step_new=times.is_new(n_drafts),
+            missing_token_s=times.missing_token_s,
+        )
+        return costs, max(probabilities, default=0.0)
+
+    def _may_try(self, costs: _Costs) -> bool:
+        """Return whether a trial may be due. The missing tokens of its slot can still delay it."""
+        return self._trial is not None or self._is_affordable(costs.trial_s(0))
+
+    def _is_affordable(self, trial_s: float) -> bool:
+        """Return whether it is time for a trial that takes `trial_s` seconds."""
+        if not self._had_trial:
+            return trial_s <= FIRST_TRIAL_SHARE * self._since_trial_s
+        return self._n_since_trial >= RETRY_AFTER and trial_s <= TRIAL_SHARE * self._since_trial_s
+
+    def _propose_length(self, slot: Slot) -> _Proposal | None:
+        """Return the largest draft of a slot. None: it cannot have one."""
+        drafting, n_missing = slot.active.job.drafting, self._sequences.n_missing(slot)
+        if drafting is None or n_missing is None:
+            return None
+        return _Proposal(slot, drafting, self._n_max(slot.active), n_missing, self._probability(drafting, GRADE))
+
+    def _choose_drafts(self, proposals: Sequence[_Proposal], room: int, costs: _Costs) -> Mapping[Slot, int]:
+        """Return the lengths of the drafts that promise a gain. If the time of a step is old, they are short."""
+        worthwhile = [one for one in proposals if self._pays_off(one, costs)]
+        longest = MAX_DRAFT_TOKENS if costs.is_step_new else SHORT_TOKENS
+        candidates = [Candidate(min(longest, one.n_max), one.probability) for one in worthwhile]
+        lengths = choose_lengths(
+            candidates, costs.n_decode, costs.plain_s, costs.token_s or 0.0, room, costs.step_s or 0.0
+        )
+        return {one.slot: length for one, length in zip(worthwhile, lengths, strict=True) if length}
+
+    def _pays_off(self, proposal: _Proposal, costs: _Costs) -> bool:
+        """Return whether the rest of the job may gain the time that its missing tokens take from all jobs."""
+        run = proposal.slot.active
+        rest_s = costs.plain_s * (run.max_length - len(run.tokens))
+        return costs.missing_s(proposal.n_missing) * costs.n_decode <= (1 - 1 / LEAST_GAIN) * rest_s
+
+    def _choose_trial(self, proposals: Sequence[_Proposal], room: int, costs: _Costs) -> Mapping[Slot, int]:
+        """Return the length of a draft that promises nothing, if it is time for one."""
+        current = next((one for one in proposals if one.slot.active.admission_number == self._trial), None)
+        if current is None:
+            self._trial = None
+            current = min(proposals, key=lambda one: one.n_missing, default=None)
+            if current is None:
+                return {}
+            if not self._is_affordable(costs.trial_s(current.n_missing)):
+                return {}
+            self._trial = current.slot.active.admission_number
+            self._n_since_trial, self._since_trial_s = 0, 0.0
+        return {current.slot: min(room, TRIAL_TOKENS, current.n_max)}
+
+    def _n_missing_within(self, budget_s: float, costs: _Costs) -> int:
+        """Return how many missing tokens a tick may compute. They take as long as a tick without drafts, at most."""
+        token_s = costs.missing_token_s
+        n_tokens = FIRST_MISSING if token_s is None else max(LEAST_MISSING, n_within(costs.plain_s, token_s))
+        return int(min(self._max_missing, n_tokens, n_within(budget_s, token_s or 0.0)))
+
+    def __repr__(self) -> str:
+        return f"<DraftModelSpeculation {self._acceptance!r} {self._times!r} {self._model_times!r} {self._sequences!r}>"
