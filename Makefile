@@ -22,7 +22,7 @@ CMAKE_ARGS ?=
 # On a CPU with AMX, GCC before 11.5, 12.4 and 13.3 drops stores into the tile configuration, because its header says that
 # only the first 8 bytes are read (GCC bug 114098). Decoding with a quantized model is then a segmentation fault. With such a
 # header, llama.cpp is built without AMX.
-WITHOUT_AMX := $(shell $(CC) -march=native -dM -E -x c /dev/null 2>/dev/null | grep -q __AMX_INT8__ && \
+WITHOUT_AMX := $(shell $(CC) -march=native -dM -E -x c /dev/null 2>/dev/null | grep __AMX_INT8__ >/dev/null && \
 	grep -qs 'const void \*\*' "$$($(CC) -print-file-name=include)/amxtileintrin.h" && \
 	echo "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8")
 LLAMA_CMAKE_ARGS := -DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF \
