@@ -20,7 +20,7 @@ from typing import Any
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.script_types import Attempt, Increment
+from llamaq.common.protocol.script_types import Attempt, FinishReply, Increment
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult
 from llamaq.worker.engine.engine import Engine
@@ -111,7 +111,7 @@ def add_io_points(faults: Faults) -> None:
 
     def finished(outcomes: Sequence[object], *_: object) -> None:
         for outcome in outcomes:
-            if outcome is True:
+            if isinstance(outcome, FinishReply) and outcome.code == "ok":
                 faults.reach("publish.finished")
 
     after_async(JobClaims, "read", claimed)

@@ -272,9 +272,9 @@ class FakeAttempt:
             "generated": str(len(self.tokens)),
         }
         event = Finished(finish_reason=reason, stats=stats, text_length=len(self.text))
-        has_ended = await self.worker.scripts.finish(self.worker.name, last, TerminalWrite(event, fields))
+        reply = await self.worker.scripts.finish(self.worker.name, last, TerminalWrite(event, fields))
         await self._record(RecentJob(job_id=self.claim.job_id, finish_reason=reason, stats=stats))
-        return has_ended is True
+        return reply.code == "ok"
 
     async def fail(self, code: str = "internal", message: str = "broken on purpose") -> bool:
         """Fail the job.
@@ -287,12 +287,12 @@ class FakeAttempt:
             Whether the job has ended now. False: another attempt has started, or the job had ended.
         """
         event = Failed(code=code, message=message)
-        has_ended = await self.worker.scripts.finish(
+        reply = await self.worker.scripts.finish(
             self.worker.name, self.increment(), TerminalWrite(event, {"error": codec.encode_event(event)})
         )
         stats = JobStats(generated_tokens=len(self.tokens), worker=self.worker.name)
         await self._record(RecentJob(job_id=self.claim.job_id, error_code=code, stats=stats))
-        return has_ended is True
+        return reply.code == "ok"
 
     async def _record(self, ended: RecentJob) -> None:
         """Add the job to those that `Client.stats` returns."""

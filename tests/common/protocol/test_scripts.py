@@ -21,7 +21,15 @@ from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP, JobId
-from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, SubmitRefused, Submitted, TerminalWrite
+from llamaq.common.protocol.script_types import (
+    Attempt,
+    Claim,
+    Claimant,
+    FinishReply,
+    SubmitRefused,
+    Submitted,
+    TerminalWrite,
+)
 from llamaq.producer import AsyncClient, AsyncJob, IdempotencyConflict
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
@@ -337,8 +345,8 @@ async def test_a_finish_sent_twice_ends_the_job_once(redis_url: str, queue: str)
         async with worker.redis.pubsub() as pubsub:
             await pubsub.subscribe(client.keys.of_job(job.id).channel)
             await pubsub.get_message(timeout=5)
-            for has_ended in (True, False):
-                assert await worker.scripts.finish("fake", last, terminal_write()) is has_ended
+            for code in ("ok", "lost"):
+                assert (await worker.scripts.finish("fake", last, terminal_write())).code == code
             await worker.redis.publish(
                 client.keys.of_job(job.id).channel, codec.encode_event(Failed(code="x", message=""))
             )
@@ -359,7 +367,7 @@ async def test_a_worker_with_the_number_of_the_newest_attempt_that_has_not_claim
         assert not await attempt.finish(tokens=[1], text="stale")
         assert not await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
         assert (await job.status()).state is JobState.RUNNING
-        assert await worker.scripts.finish("living", attempt.increment(), terminal_write())
+        assert (await worker.scripts.finish("living", attempt.increment(), terminal_write())).code == "ok"
 
 
 async def test_a_job_that_ends_before_its_first_flush_has_started(redis_url: str, queue: str) -> None:
@@ -400,7 +408,8 @@ async def test_a_finished_job_of_500_streamed_tokens_takes_at_most_3_kib(redis_s
         keys = [key async for key in worker.redis.scan_iter(f"*{job.id}*")]
         assert keys == [client.keys.of_job(job.id).job.encode()]
         sizes: list[Any] = [await worker.redis.memory_usage(key, samples=0) for key in keys]
-        assert sum(sizes) <= 3 * 1024
+        fields: Any = await worker.redis.hgetall(keys[0])
+        assert sum(sizes) <= 3 * 1024, {name: len(value) for name, value in fields.items()}
         result = await client.job(job.id).result()
         assert (list(result.tokens), result.text) == (attempt.tokens, attempt.text)
 
@@ -538,11 +547,11 @@ async def test_of_several_jobs_that_end_together_a_damaged_one_affects_no_other(
         await worker.scripts.claim_job(attempts[2].claim, "another", LEASE_MS)
         ends = [(attempt.increment(), terminal_write()) for attempt in attempts]
         outcomes = await worker.scripts.finish_jobs(worker.name, ends)
-        assert [outcome for outcome in outcomes if not isinstance(outcome, ResponseError)] == [True, False, True]
+        assert [outcome.code for outcome in outcomes if isinstance(outcome, FinishReply)] == ["ok", "lost", "ok"]
         assert isinstance(outcomes[1], ResponseError)
         assert [(await job.status()).state for job in (jobs[0], jobs[2], jobs[3])] == ["finished", "queued", "finished"]
         counted: Any = await worker.redis.hget(worker.keys.metrics(queue, 0), "interactive:finished:stop")
         assert counted == b"2", "the metrics of a call are stored together, and each job counts once"
         again = await worker.scripts.finish_jobs(worker.name, [ends[0], ends[3]])
-        assert again == [False, False]
+        assert again == [FinishReply("lost"), FinishReply("lost")]
         assert await worker.redis.hget(worker.keys.metrics(queue, 0), "interactive:finished:stop") == b"2"

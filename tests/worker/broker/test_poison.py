@@ -308,7 +308,7 @@ async def test_a_suspect_that_finishes_is_not_a_dead_letter(redis_url: str, queu
         attempt = await begin(worker, claim, "c")
         event = Finished(finish_reason=FinishReason.STOP, stats=JobStats())
         ending = TerminalWrite(event, {"finish_reason": "stop", "output": codec.encode_output("", [])})
-        assert await worker.scripts.finish(attempt.worker.name, attempt.increment(), ending)
+        assert (await worker.scripts.finish(attempt.worker.name, attempt.increment(), ending)).code == "ok"
         assert (await job.result(timeout=5)).finish_reason is FinishReason.STOP
         assert await client.dead_letters() == ()
 

@@ -24,6 +24,7 @@ from llamaq.common.protocol.script_types import (
     ClaimOutcome,
     CrashVerdict,
     Entry,
+    FinishReply,
     FlushReply,
     Increment,
     StoredEnd,
@@ -91,10 +92,14 @@ def _attempt(
     )
 
 
-def _finish_outcome(reply: Any) -> bool | int | ResponseError:
-    if isinstance(reply, list):
-        return ResponseError(reply[1].decode(errors="replace"))
-    return int(reply) if isinstance(reply, int) else bool(reply == b"ok")
+def _finish_outcome(reply: Any) -> FinishReply | ResponseError:
+    match reply:
+        case [_, text]:
+            return ResponseError(text.decode(errors="replace"))
+        case int():
+            return FinishReply("resend", reply)
+        case _:
+            return FinishReply("ok" if reply == b"ok" else "lost")
 
 
 def _entry(reply: list[Any]) -> Entry:
@@ -337,18 +342,13 @@ class AttemptScripts:
             for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
-    async def finish(self, worker: str, last: Increment, terminal_write: TerminalWrite) -> bool | int:
+    async def finish(self, worker: str, last: Increment, terminal_write: TerminalWrite) -> FinishReply:
         """End a job. This works also when Redis is full.
 
         Args:
             worker: Id of the worker that runs the job.
             last: The tokens since the last flush, which are published.
             terminal_write: The terminal event, and the output.
-
-        Returns:
-            True: the job has ended now. False: a newer attempt exists, or the job had already ended. A number: the job
-                has not ended, because Redis has stored only this number of its tokens, and `last` begins after them.
-                Call again with all tokens after this number.
         """
         (outcome,) = await self.finish_jobs(worker, [(last, terminal_write)])
         if isinstance(outcome, RedisError):
@@ -357,7 +357,7 @@ class AttemptScripts:
 
     async def finish_jobs(
         self, worker: str, ends: Sequence[tuple[Increment, TerminalWrite]]
-    ) -> list[bool | int | ResponseError]:
+    ) -> list[FinishReply | ResponseError]:
         """End several jobs of one partition, at most `MAX_JOBS_IN_CALL`. See `finish`.
 
         Returns:

@@ -21,6 +21,8 @@ ClaimCode = Literal["gone", "done", "ended", "stale", "paused", "left"]
 """Why a job was not claimed; claim.lua explains the values."""
 FlushCode = Literal["ok", "cancel", "lost"]
 """What a worker must do with a job after a flush; flush.lua explains the values."""
+FinishCode = Literal["ok", "lost", "resend"]
+"""The effect of a call of `finish`. `resend`: finish.lua has returned a number; for the others see there."""
 CancelCode = Literal["gone", "done", "cancelled", "requested", "running"]
 """The effect of a call of `cancel`; cancel.lua explains the values."""
 ExpireCode = Literal["none", "ended", "given"]
@@ -249,6 +251,21 @@ class FlushReply:
     stored: int
     listeners: int
     refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReply:
+    """The reply to the end of one job.
+
+    Attributes:
+        code: `ok`: the job has ended now. `lost`: a newer attempt exists, or the job had already ended. `resend`: the
+            job has not ended, because Redis has stored only the first `stored` of its tokens, and the increment begins
+            after them. Call again with all tokens after these.
+        stored: Number of tokens of the job that Redis has, for `resend`; otherwise 0.
+    """
+
+    code: FinishCode
+    stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)

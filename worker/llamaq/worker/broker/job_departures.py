@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_events import Failed
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import Claim, FinishReply
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import run_all
@@ -73,20 +73,21 @@ class JobDepartures:
             )
             again = []
             for job, outcome in zip(jobs, outcomes, strict=True):
-                if outcome is True:
-                    await self._record_end(job)
-                elif outcome is False:
-                    lost.append(job)
-                elif isinstance(outcome, int):  # the reply to a flush was lost, or Redis has lost tokens
-                    log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, outcome)
-                    job.set_stored(outcome, now_s)
-                    again.append(job)
-                elif is_job_key_error(outcome):
-                    # The entry stays pending. The worker that claims it next moves it to the dead letters.
-                    log.error("job.unwritable id=%s error=%s", job.lease.job_id, outcome)
-                    lost.append(job)
-                else:
-                    error = outcome
+                match outcome:
+                    case FinishReply("ok"):
+                        await self._record_end(job)
+                    case FinishReply("resend", stored):  # the reply to a flush was lost, or Redis has lost tokens
+                        log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, stored)
+                        job.set_stored(stored, now_s)
+                        again.append(job)
+                    case FinishReply():
+                        lost.append(job)
+                    case _ if is_job_key_error(outcome):
+                        # The entry stays pending. The worker that claims it next moves it to the dead letters.
+                        log.error("job.unwritable id=%s error=%s", job.lease.job_id, outcome)
+                        lost.append(job)
+                    case _:
+                        error = outcome
             jobs = again
         await run_all(map(self.drop_lost, lost))
         if error is not None:
