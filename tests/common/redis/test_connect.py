@@ -23,6 +23,7 @@ from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_types import Increment
 from llamaq.common.redis.connect import RETRY_S, connect, make_connection
 from llamaq.common.redis.retry import retry_until_deadline
+from llamaq.worker.testing import ManualClock
 
 
 async def test_a_command_is_sent_without_another_task(redis_url: str) -> None:
@@ -46,10 +47,11 @@ async def test_a_command_is_sent_without_another_task(redis_url: str) -> None:
 
 async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connection() -> None:
     with silent_listener() as port:
-        redis = connect(f"redis://{HOST}:{port}/?socket_timeout=0.1&health_check_interval=0", name="test")
+        redis = connect(f"redis://{HOST}:{port}/?health_check_interval=0", name="test")
         connection: Any = make_connection(redis, "")
         connection.redis_connect_func = lambda _: None  # redis-py's own function awaits a reply
         await connection.connect()
+        connection.socket_timeout = 0.1
         with pytest.raises(RedisTimeoutError, match="could not be sent in time"):
             await connection.send_command("SET", "key", b"x" * 50_000_000)
         assert not connection.is_connected
@@ -127,15 +129,24 @@ async def test_after_a_timeout_all_older_connections_reconnect(redis_url: str) -
         await redis.aclose()
 
 
-async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice() -> None:
+async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tries = 0
+    loop = asyncio.get_running_loop()
+    clock = ManualClock(loop.time())
+
+    async def pause(seconds: float) -> None:
+        clock.now_s += seconds
 
     async def fail_slowly() -> None:
         nonlocal tries
         tries += 1
-        await asyncio.sleep(0.05)
+        await pause(0.05)
         raise RedisConnectionError("unreachable")
 
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(asyncio, "sleep", pause)
     with pytest.raises(RedisConnectionError):
         await retry_until_deadline(fail_slowly, 0.01)
     assert tries == 2
