@@ -34,11 +34,17 @@ async def read_all(client: AsyncClient, job_id: str) -> list[str]:
     return [chunk.text async for chunk in client.job(job_id).stream(timeout=20)]
 
 
-async def test_a_job_that_has_started_outlives_its_queue_timeout(redis_url: str, queue: str) -> None:
+async def test_a_job_that_has_started_outlives_its_queue_timeout(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The client looks at the job after 0.3 s. On the clock of Redis the job has 1000 s to start, until the test says
+    # that they have passed.
+    monkeypatch.setattr(deadline_and_delay_watch, "LATE_S", -999.7)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        waiting = asyncio.create_task(client.generate("hello", queue_timeout_s=0.3))
+        waiting = asyncio.create_task(client.generate("hello", queue_timeout_s=1000))
         attempt = await worker.start_next()
         await attempt.emit([], "")  # the first flush starts the job
+        await client.redis.hset(client.keys.of_job(attempt.claim.job_id).job, "queue_deadline_ms", "1")
         await asyncio.sleep(1.0)  # the client looks at the job after its queue timeout
         assert (await client.job(attempt.claim.job_id).status()).state is JobState.RUNNING
         await attempt.answer(["a"])

@@ -13,6 +13,8 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.script_types import Attempt
+from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
@@ -34,17 +36,28 @@ async def deadlines(client: AsyncClient) -> dict[str, float]:
     return {job_id.decode(): score for job_id, score in found}
 
 
+DEADLINE_FIELDS = {"queue_timeout_s": "queue_deadline_ms", "deadline_s": "deadline_ms"}
+
+
+async def be_due_in(client: AsyncClient, job: AsyncJob, option: str, seconds: float) -> None:
+    """Let a deadline of a job pass after some seconds, and not while the test prepares the job."""
+    due_ms = await server_time_ms(client.redis) + int(seconds * 1000)
+    await client.redis.hset(client.keys.of_job(job.id).job, DEADLINE_FIELDS[option], str(due_ms))
+    await client.redis.zadd(client.keys.deadlines(client.queue, 0), {job.id: due_ms}, xx=True)
+
+
 @pytest.mark.parametrize("option", ["queue_timeout_s", "deadline_s"])
 @pytest.mark.parametrize("is_claimed", [False, True])
 async def test_a_job_that_waits_too_long_ends_without_a_start(
     redis_url: str, queue: str, option: str, is_claimed: bool
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job = await client.submit("late", **{option: 0.05})  # type: ignore[arg-type]
+        job = await client.submit("late", **{option: 1000})  # type: ignore[arg-type]
         if is_claimed:
             claim = await worker.claim()
             assert claim is not None
-            await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+            assert isinstance(await worker.scripts.claim_job(claim, worker.name, LEASE_MS), Attempt)
+        await be_due_in(client, job, option, 0.05)
         await sweep_until_due(worker)
         result = await job.result(timeout=5)
         assert (result.finish_reason, result.tokens) == (FinishReason.DEADLINE, ())
@@ -65,11 +78,11 @@ async def test_a_client_can_end_a_job_that_waits_too_long_without_any_worker(red
 
 async def test_queue_timeout_s_does_not_end_a_job_that_had_a_slot(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job = await client.submit("in time", queue_timeout_s=0.05)
+        job = await client.submit("in time", queue_timeout_s=1000)
         attempt = await worker.start_next()
         assert await deadlines(client) == {}
         await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
-        await asyncio.sleep(0.06)
+        await be_due_in(client, job, "queue_timeout_s", -0.01)
         assert await JobScripts(worker.redis, worker.keys).expire(job.id) == "none"
         assert (await job.status()).state is JobState.QUEUED
 
@@ -78,9 +91,10 @@ async def test_deadline_s_ends_a_job_whose_worker_does_not_answer_with_the_token
     redis_url: str, queue: str
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job = await client.submit("slow", deadline_s=0.05)
+        job = await client.submit("slow", deadline_s=1000)
         attempt = await worker.start_next()
         await attempt.emit([1, 2], "ab")
+        await be_due_in(client, job, "deadline_s", 0)
         await sweep_until_due(worker)
         result = await job.result(timeout=5)
         assert (result.finish_reason, result.tokens, result.text) == (FinishReason.DEADLINE, (1, 2), "ab")
