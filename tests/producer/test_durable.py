@@ -81,15 +81,20 @@ async def test_without_enough_replicas_the_error_names_the_job_which_is_submitte
 def test_the_command_line_waits_for_replicas(
     servers: tuple[Server, Server], queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 0.2)
     options = ["submit", "x", "--redis-url", url_of(servers[0]), "--queue", queue, "--durable"]
-    accepted, unconfirmed = (CliRunner().invoke(build_app("submit"), [*options, number]) for number in ("1", "2"))
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 4.0)
+    accepted = CliRunner().invoke(build_app("submit"), [*options, "1"])
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 0.2)
+    unconfirmed = CliRunner().invoke(build_app("submit"), [*options, "2"])
     assert (accepted.exit_code, accepted.stdout.partition(".")[0]) == (0, queue)
     assert isinstance(unconfirmed.exception, NotDurable)
     assert exit_code_of(unconfirmed.exception) == 3
 
 
-async def test_each_master_of_a_cluster_waits_for_its_replica(tmp_path: Path, queue: str) -> None:
+async def test_each_master_of_a_cluster_waits_for_its_replica(
+    tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 4.0)
     with ClusterServers(tmp_path, n_replicas=1) as cluster:
         async with AsyncClient(cluster.url, queue, partitions=6) as client:
             assert len(await client.submit_many([{"prompt": "x"} for _ in range(60)], durable=1)) == 60
