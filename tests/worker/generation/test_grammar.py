@@ -455,9 +455,9 @@ def test_a_grammar_is_compiled_although_the_machine_gives_the_process_no_time(vo
 def test_a_process_that_does_not_answer_is_replaced_and_its_grammar_tried_again(
     vocab: Vocab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamaq.worker.generation.grammar.sandbox.LONGEST_WAIT_FACTOR", 1)
     sandbox = GrammarSandbox(vocab, timeout_s=0.3)
     sandbox.compile(JobParams(regex="b"))
+    monkeypatch.setattr("llamaq.worker.generation.grammar.sandbox.LONGEST_WAIT_FACTOR", 1)
     assert sandbox._process is not None
     stop(sandbox._process._popen)
     with pytest.raises(JobRejected, match="too busy"):
