@@ -6,6 +6,7 @@ import asyncio
 import os
 import zlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -78,7 +79,7 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "MAX_FILES", 2)
-    settings = {"key_prefix": queue, "max_file_bytes": 500_000, "max_files_bytes": 600_000, "body_timeout_s": 0.2}
+    settings: dict[str, Any] = {"key_prefix": queue, "max_file_bytes": 500_000, "max_files_bytes": 600_000}
 
     async def chunks(end: bytes = b"") -> AsyncIterator[bytes]:
         yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + end
@@ -87,6 +88,7 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
 
     async with (
         serving_http(redis_url, queue, **settings) as url,
+        serving_http(redis_url, queue, **settings, body_timeout_s=0.2) as impatient,
         httpx.AsyncClient(base_url=url) as http,
     ):
         form = {"Content-Type": "multipart/form-data; boundary=b"}
@@ -108,7 +110,7 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
             ),
         ]
         begun = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
-        async with sending(url, begun + b"Content-Length: 999\r\n\r\n--b") as (reader, _):
+        async with sending(impatient, begun + b"Content-Length: 999\r\n\r\n--b") as (reader, _):
             slow = await reader.readuntil(b"\r\n")
         async with sending(url, begun + b"Content-Length: 999\r\n\r\n--b"):
             pass  # the client leaves in the middle

@@ -82,7 +82,11 @@ async def test_a_wrong_field_is_400_and_named(redis_url: str, queue: str) -> Non
 
 
 async def test_a_body_has_a_largest_size_and_a_longest_time(redis_url: str, queue: str) -> None:
-    async with serving_http(redis_url, queue, max_body_bytes=2000, body_timeout_s=0.2, header_timeout_s=0.2) as url:
+    async with (
+        serving_http(redis_url, queue, max_body_bytes=2000) as url,
+        serving_http(redis_url, queue, body_timeout_s=0.2) as url_of_bodies,
+        serving_http(redis_url, queue, header_timeout_s=0.2) as url_of_headers,
+    ):
         async with httpx.AsyncClient(base_url=url) as http:
             announced = await http.post(CHAT, content=b"x" * 2001)
 
@@ -92,9 +96,9 @@ async def test_a_body_has_a_largest_size_and_a_longest_time(redis_url: str, queu
 
             streamed = await http.post(CHAT, content=chunks())
         begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-        async with sending(url, begun + b"Content-Length: 9\r\n\r\n{") as (reader, _):
+        async with sending(url_of_bodies, begun + b"Content-Length: 9\r\n\r\n{") as (reader, _):
             slow_body = await reader.readuntil(b"\r\n")
-        async with sending(url, begun) as (reader, _):
+        async with sending(url_of_headers, begun) as (reader, _):
             slow_headers = await reader.read()
     assert announced.status_code == streamed.status_code == 413
     assert announced.json()["error"]["code"] == "body_too_large"
