@@ -28,6 +28,7 @@ PROGRESS = [{"total": 30, "cache": 5, "processed": n_processed, "time_ms": 0} fo
 async def events_of(redis_url: str, queue: str, path: str, **fields: bool) -> list[dict[str, Any]]:
     """Return the events of a stream whose job computes its prompt in one chunk and generates two tokens."""
     body = {**BODIES[path], "stream": True, **fields}
+    has_first = asyncio.Event()
     async with (
         gateway(redis_url, queue) as (url, worker, client),
         httpx.AsyncClient(base_url=url) as http,
@@ -44,10 +45,18 @@ async def events_of(redis_url: str, queue: str, path: str, **fields: bool) -> li
             await until(is_followed)
             for n_processed in (5, 30):
                 await attempt.emit_progress(n_processed, 30, cached_tokens=5)
-            await attempt.answer(["a", "b"])
+            await attempt.emit([0], "a")
+            await has_first.wait()  # a reader that has read no event before the end gets both tokens in one chunk
+            await attempt.emit([1], "b")
+            await attempt.finish()
 
         working = asyncio.create_task(work())
-        lines = [line async for line in answer.aiter_lines()]
+        lines = []
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            if '"a"' in line:
+                has_first.set()
+        has_first.set()
         await working
         assert answer.status_code == 200, lines
         return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
