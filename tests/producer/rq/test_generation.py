@@ -100,14 +100,16 @@ def test_the_timeout_of_rq_cancels_the_llamaq_job_and_the_next_attempt_submits_a
     rq_queue: Queue, client: Client, monkeypatch: pytest.MonkeyPatch, redis_url: str, queue: str
 ) -> None:
     monkeypatch.setattr(generation, "PROGRESS_S", 0.1)
-    job = rq_queue.enqueue(generate, "p", job_timeout=1)
+    job = rq_queue.enqueue(generate, "p", job_timeout=2)
     work(rq_queue)  # no llamaq worker serves the queue
     assert fetch(job).get_status() == JobStatus.FAILED
     assert "JobTimeoutException" in str(fetch(job).latest_result().exc_string)
     cancelled = client.job(fetch(job).get_meta()["llamaq"]["job_id"])
     assert cancelled.status().finish_reason is FinishReason.CANCELLED
     with serving(redis_url, queue, echo):
-        fetch(job).requeue()
+        again = fetch(job)
+        again.timeout = 60
+        again.requeue()
         work(rq_queue)
     assert fetch(job).return_value()["text"] == "<p>"
     assert fetch(job).return_value()["job_id"] != cancelled.id
