@@ -48,14 +48,23 @@ async def test_a_worker_full_of_bulk_jobs_waits_for_interactive_jobs_without_pol
         reads.append(priorities)
         return await read(claims, count, priorities)
 
+    is_waiting = asyncio.Event()
+    wait = JobClaims.wait
+
+    async def noted_wait(claims: JobClaims, longest_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
+        if list(priorities) == [Priority.INTERACTIVE]:
+            is_waiting.set()
+        await wait(claims, longest_s, priorities)
+
     monkeypatch.setattr(JobClaims, "read", counted_read)
+    monkeypatch.setattr(JobClaims, "wait", noted_wait)
     monkeypatch.setattr(intake, "BLOCK_S", 60.0)
     async with AsyncClient(redis_url, queue) as client, working(redis_url, queue, capacity=CAPACITY) as worker:
         bulk = [await client.submit("bulk", priority="bulk") for _ in range(CAPACITY + 1)]
         await until(lambda: len(worker.admitted) == CAPACITY)
-        await asyncio.sleep(0.3)  # polls would add up in this time
+        await is_waiting.wait()
         n_reads = len(reads)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.5)  # polls would add up in this time
         assert len(reads) == n_reads
         job = await client.submit("interactive")
         await until(lambda: job.id in worker.admitted)
