@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -218,7 +220,12 @@ async def test_the_lease_of_a_waiting_suspect_is_renewed(
             return (await suspect.status()).worker == worker.name
 
         await until_true(is_claimed)
-        await asyncio.sleep(1.5 * LEASE_S)  # the lease expires if it is not renewed
+        entry: Any = await client.redis.hget(keys.job, "entry")
+        idle_ms: list[int] = []
+        while sum(after < before for before, after in pairwise(idle_ms)) < 5:  # more than a lease passes meanwhile
+            await asyncio.sleep(0.01)
+            pending: Any = await client.redis.xpending_range(keys.interactive, GROUP, entry, entry, 1)
+            idle_ms.append(pending[0]["time_since_delivered"])
         assert await other.scripts.reclaim(keys.interactive, 10, LEASE_MS, trusted_until_ms=FOREVER) == []
         worker.end(good)
         await until(lambda: suspect.id in worker.admitted)
