@@ -25,19 +25,31 @@ from llamaq.worker.local.embedded_redis import find_server
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 60.0
+CLUSTER_BUS_OFFSET = 10_000
 SLOTS = 16384
 SERVICE = "llamaq-master"
 
 
 def free_ports(count: int, highest: int = 55_000) -> list[int]:
-    """Return free ports up to `highest`. A cluster server listens on its port and on a second port, 10,000 higher."""
+    """Return free ports up to `highest`.
+
+    A cluster server listens on its port and on a second port, 10,000 higher. The second ports are free too.
+    """
     found: list[int] = []
+    taken: set[int] = set()
     while len(found) < count:
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket() as second:
             probe.bind((HOST, 0))
             port: int = probe.getsockname()[1]
-        if port not in found and port <= highest:
-            found.append(port)
+            ports = {port, port + CLUSTER_BUS_OFFSET}
+            if port > highest or ports & taken:
+                continue
+            try:
+                second.bind((HOST, port + CLUSTER_BUS_OFFSET))
+            except OSError:  # another test uses it
+                continue
+        found.append(port)
+        taken |= ports
     return found
 
 
