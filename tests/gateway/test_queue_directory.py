@@ -129,3 +129,20 @@ async def test_an_outage_ends_the_reads_in_the_background_and_reaches_the_next_r
         directory.fails = False
         await asyncio.gather(directory.served(), directory.served())
         assert directory.is_refreshing
+
+
+async def test_a_read_in_flight_ends_with_the_directory(redis_url: str, queue: str) -> None:
+    """Otherwise it would find its connection closed, and connect again."""
+    has_begun = asyncio.Event()
+
+    class SilentDirectory(QueueDirectory):
+        async def _read(self) -> None:
+            has_begun.set()
+            await asyncio.Event().wait()
+
+    directory = SilentDirectory(serve_settings(redis_url=redis_url, queue=queue))
+    asking = asyncio.create_task(directory.served())
+    await has_begun.wait()
+    await directory.aclose()
+    await asyncio.wait([asking], timeout=10)
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -11,6 +11,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, Worker, WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
@@ -67,6 +68,8 @@ class QueueDirectory:
     async def aclose(self) -> None:
         """Close all clients. The jobs of open streams are cancelled."""
         await self._refreshing.cancel()
+        if self._reading is not None:  # its callers are shielded from it; it would connect again after the close
+            await cancel_tasks(self._reading)
         await asyncio.gather(*(client.aclose() for client in {self._default, *self._clients.values()}))
 
     async def served(self, *, is_fresh: bool = False) -> Served:
