@@ -138,6 +138,7 @@ async def test_every_error_after_the_submit_names_the_job(
     async def forbidden(*_: Any) -> Any:
         raise NoPermissionError("this user has no permissions to run the 'hmget' command")
 
+    monkeypatch.setattr(auto_cancelled_jobs, "LAST_WAIT_S", 10.0)  # the search for a worker
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         failing = asyncio.create_task(client.generate("hello"))
         attempt = await worker.start_next()

@@ -27,9 +27,16 @@ from llamaq.producer import (
     QueueDepth,
     QueueFull,
     ResultTimeout,
+    auto_cancelled_jobs,
 )
 from llamaq.producer.streaming import poll_schedule
 from llamaq.producer.testing import FakeAttempt, FakeWorker
+
+
+@pytest.fixture(autouse=True)
+def long_last_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a call whose timeout is over search for a worker longer than a busy machine needs. The default is 0.1 s."""
+    monkeypatch.setattr(auto_cancelled_jobs, "LAST_WAIT_S", 10.0)
 
 
 async def until_cancelled(attempt: FakeAttempt) -> None:

@@ -33,6 +33,7 @@ from llamaq.producer import (
     QueueDepth,
     ResultTimeout,
     Stream,
+    auto_cancelled_jobs,
 )
 from llamaq.producer.testing import FakeWorker, serving
 
@@ -117,7 +118,8 @@ def test_queue_depth_workers_and_stats_are_returned(served: Client) -> None:
     assert served.stats().queue == served.queue
 
 
-def test_errors_of_the_asyncio_client_are_raised(redis_url: str, queue: str) -> None:
+def test_errors_of_the_asyncio_client_are_raised(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_cancelled_jobs, "LAST_WAIT_S", 10.0)  # the search for a worker
     with Client(redis_url, queue) as client:
         with pytest.raises(InvalidRequest, match="max_tokens"):
             client.generate("x", max_tokens=0)
@@ -257,7 +259,8 @@ def complaints(err: str) -> list[str]:
 def test_a_process_that_does_not_close_its_client_exits_at_once_without_output(redis_url: str, queue: str) -> None:
     code = """
 import sys
-from llamaq.producer import Client
+from llamaq.producer import Client, auto_cancelled_jobs
+auto_cancelled_jobs.LAST_WAIT_S = 10.0  # the search for a worker
 client = Client(*sys.argv[1:])
 job = client.submit("x")
 chunks = client.stream("y")
