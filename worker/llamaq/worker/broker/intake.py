@@ -127,6 +127,7 @@ class Intake:
 
         Returns whether jobs were started.
         """
+        was_full = self.room <= 0
         if reclaimed := await self._reclaim():
             startable = await self._suspects.select_startable(reclaimed)
             if not startable:
@@ -135,6 +136,8 @@ class Intake:
             return bool(startable)
         if self.room <= 0:
             return await self._start_although_full()
+        if was_full:  # a slot became free during the search, which had no room for the jobs of other workers
+            return False
         if await self._starts.start_read(self._job_claims.read(self.room)) or await self._move_jobs():
             return True
         await self._job_claims.wait(self._time_to_reclaim_s(tuple(Priority)))
