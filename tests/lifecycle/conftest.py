@@ -44,15 +44,24 @@ OUTPUT_TAIL_CHARS = 6000
 PACED = """
 import os
 import time
+from pathlib import Path
 from llamaq.worker import DecodeMaximal
 
+LINGER_TOKENS = int(os.environ.get("LINGER_TOKENS", "1000000"))
+MAY_FINISH = Path("may-finish")
+
 class Paced(DecodeMaximal):
-    def build_batch(self, *args, **kwargs):
+    def build_batch(self, slots, *args, **kwargs):
         time.sleep(float(os.environ.get("TICK_S", "0.01")))
-        return super().build_batch(*args, **kwargs)
+        longest = max((slot.run.n_generated for slot in slots if slot.run is not None), default=0)
+        if longest >= LINGER_TOKENS and not MAY_FINISH.exists():
+            time.sleep(0.2)
+        return super().build_batch(slots, *args, **kwargs)
 """
 """A strategy with a minimum time per tick: TICK_S seconds, 0.01 by default. So a job takes about as long on a fast
-machine as on a slow one."""
+machine as on a slow one. If LINGER_TOKENS is set, a tick takes 0.2 seconds longer while a job with that many tokens
+runs, until `Environment.let_jobs_finish` is called. So no job ends before the test has disturbed it, even if the test
+is stopped for a second."""
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
@@ -163,15 +172,18 @@ class Environment:
 
     def worker_variables(self, **variables: str) -> dict[str, str]:
         """Return the settings of a worker with short leases and about 100 ticks a second, as environment variables."""
-        (self.folder / "paced.py").write_text(PACED)
         own = {
             "LLAMAQ_REDIS_URL": self.redis_url,
             "LLAMAQ_QUEUE": self.queue,
             "LLAMAQ_LEASE_S": str(LEASE_S),
             "LLAMAQ_HEARTBEAT_S": "0.2",
-            "LLAMAQ_BATCH_STRATEGY": "paced:Paced",
         }
-        return own | variables
+        return own | self.pace_variables(**variables)
+
+    def pace_variables(self, **variables: str) -> dict[str, str]:
+        """Return the environment variables of a worker with about 100 ticks a second, and `variables`. See `PACED`."""
+        (self.folder / "paced.py").write_text(PACED)
+        return {"LLAMAQ_BATCH_STRATEGY": "paced:Paced"} | variables
 
     def start_worker(self, *arguments: str, wait: bool = True, supervised: bool = False, **variables: str) -> Command:
         """Start a worker with the settings of `worker_variables`. If `wait` is true, wait until the worker is ready."""
@@ -180,6 +192,10 @@ class Environment:
         if wait:
             worker.await_output("worker.ready")
         return worker
+
+    def let_jobs_finish(self) -> None:
+        """End the long ticks of the workers that have LINGER_TOKENS."""
+        (self.folder / "may-finish").touch()
 
     def client(self) -> Client:
         return Client(self.redis_url, self.queue, timeout_s=TIMEOUT_S, event_ttl_s=EVENT_TTL_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -52,11 +52,10 @@ Engine.run = run_with_faults
 sleep; `hang`, which sleeps forever without the GIL, like llama_decode; or `stuck`, which holds the GIL forever."""
 
 
-def start_worker_with_faults(environment: Environment, *, supervised: bool = False) -> Command:
+def start_worker_with_faults(environment: Environment, *, supervised: bool = False, **variables: str) -> Command:
     (environment.folder / "faults_strategy.py").write_text(FAULTS_STRATEGY)
-    return environment.start_worker(
-        supervised=supervised, LLAMAQ_BATCH_STRATEGY="faults_strategy:WithFaults", LLAMAQ_HANG_S=str(HANG_S)
-    )
+    own: Any = {"LLAMAQ_BATCH_STRATEGY": "faults_strategy:WithFaults", "LLAMAQ_HANG_S": str(HANG_S)}
+    return environment.start_worker(supervised=supervised, **(own | variables))
 
 
 def set_faults(environment: Environment, *words: str) -> None:
@@ -116,7 +115,7 @@ def test_a_worker_with_slow_ticks_keeps_its_jobs(environment: Environment, read:
 def test_the_supervisor_replaces_a_child_whose_engine_hangs_and_the_job_continues(
     environment: Environment, read: Read, fault: str
 ) -> None:
-    supervisor = start_worker_with_faults(environment, supervised=True)
+    supervisor = start_worker_with_faults(environment, supervised=True, LINGER_TOKENS="100")
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=200, ignore_eos=True))
         reader.await_tokens(10)
@@ -124,6 +123,7 @@ def test_the_supervisor_replaces_a_child_whose_engine_hangs_and_the_job_continue
         fault_s = time.monotonic()
         supervisor.await_output("child.hung")
         hung_s = time.monotonic() - fault_s
+        environment.let_jobs_finish()
         supervisor.await_output("worker.ready", 2)
         ready_s = time.monotonic() - fault_s
         assert len(reader.finish().tokens) == 200

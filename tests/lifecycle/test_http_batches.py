@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 N_LINES = 60
 
 
+def answer_of(number: int) -> str:
+    """Return the answer of a line. The last one is long: with LINGER_TOKENS, the batch lasts until it may finish."""
+    return f"answer {number}" + " and so on" * 20 * (number == N_LINES - 1)
+
+
 def lines() -> bytes:
     """Return an input file whose answers are known: the grammar of each line allows one text."""
     rows = (
         {
             "custom_id": f"row {number}",
             "url": "/v1/completions",
-            "body": {"prompt": "x", "grammar": f'root ::= "answer {number}"'},
+            "body": {"prompt": "x", "grammar": f'root ::= "{answer_of(number)}"'},
         }
         for number in range(N_LINES)
     )
@@ -29,7 +34,7 @@ def lines() -> bytes:
 
 
 def test_another_server_finishes_the_batch_of_a_killed_one(environment: Environment) -> None:
-    environment.start_worker()
+    environment.start_worker(LINGER_TOKENS="20")
     variables = {"LLAMAQ_REDIS_URL": environment.redis_url, "LLAMAQ_QUEUE": environment.queue}
     variables |= {"LLAMAQ_BATCH_LEASE_S": "1"}
     first = environment.start("serve", "--http-port", "0", **variables)
@@ -40,6 +45,7 @@ def test_another_server_finishes_the_batch_of_a_killed_one(environment: Environm
         wait_until(lambda: http.get(batch_path).json()["request_counts"]["completed"] >= 5, "some answers")
         before = http.get(batch_path).json()["request_counts"]["completed"]
         first.signal(signal.SIGKILL)
+    environment.let_jobs_finish()
     second = environment.start("serve", "--http-port", "0", **variables)
     with httpx.Client(base_url=second.await_output(r"http\.ready url=(http://\S+)")[1], timeout=60) as http:
         wait_until(lambda: http.get(batch_path).json()["status"] == "completed", "the end of the batch")
@@ -49,6 +55,6 @@ def test_another_server_finishes_the_batch_of_a_killed_one(environment: Environm
     assert before < N_LINES
     assert batch["request_counts"] == {"total": N_LINES, "completed": N_LINES, "failed": 0}
     assert {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in answers} == {
-        f"row {number}": f"answer {number}" for number in range(N_LINES)
+        f"row {number}": answer_of(number) for number in range(N_LINES)
     }
     assert len(answers) == N_LINES

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import llama_cpp
 import numpy as np
 import pytest
+from tests.lifecycle.conftest import wait_until
 
 from llamaq.common.protocol.job_events import Started, Tokens
 from llamaq.common.protocol.job_outcome import JobState
@@ -77,9 +78,7 @@ def attempts_of(environment: Environment, job: Job) -> list[str]:
 def test_another_worker_continues_the_streams_of_a_killed_worker_at_the_next_token(
     environment: Environment, read: Read
 ) -> None:
-    first = environment.start_worker(
-        "--n-parallel", "8", TICK_S="0.04"
-    )  # slow ticks: no job may finish before the kill
+    first = environment.start_worker("--n-parallel", "8", LINGER_TOKENS="30")
     with environment.client() as client:
         readers = [read(job) for job in submit_stories(client)]
         drawn = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True))
@@ -112,12 +111,11 @@ def test_jobs_without_per_token_events_continue_after_their_last_checkpoint(
     environment: Environment, read: Read
 ) -> None:
     checkpoints = ("--checkpoint-tokens", "20", "--checkpoint-s", "1000")
-    first = environment.start_worker(*checkpoints)
     with environment.client() as client:
         jobs = submit_stories(client, stream=False)
         reader = read(jobs[0])
-        while min(job.status().generated_tokens for job in jobs) < 40:
-            time.sleep(0.01)
+        first = environment.start_worker(*checkpoints, LINGER_TOKENS="50")
+        wait_until(lambda: min(job.status().generated_tokens for job in jobs) >= 40, "each job has two checkpoints")
         kill_process(first)
         second = environment.start_worker(*checkpoints)
         results = [job.result() for job in jobs]
@@ -139,12 +137,13 @@ def test_jobs_without_per_token_events_continue_after_their_last_checkpoint(
 
 def test_a_job_survives_the_kill_of_three_workers_in_a_row(environment: Environment, read: Read) -> None:
     with environment.client() as client:
-        workers = [environment.start_worker()]
+        workers = [environment.start_worker(LINGER_TOKENS="100")]
         reader = read(client.submit(PROMPTS[0], max_tokens=150, ignore_eos=True, temperature=0))
         for _ in range(3):
             reader.await_tokens(reader.n_tokens + 10)
             kill_process(workers[-1])
-            workers.append(environment.start_worker())
+            workers.append(environment.start_worker(LINGER_TOKENS="100"))
+        environment.let_jobs_finish()
         assert len(reader.finish().tokens) == 150
         assert attempts_of(environment, reader.job) == [worker.worker_id for worker in workers]
 
@@ -154,7 +153,7 @@ def test_a_worker_that_lost_its_lease_while_stopped_writes_nothing_after_it_cont
 ) -> None:
     first = environment.start_worker()
     with environment.client() as client:
-        reader = read(client.submit(PROMPTS[0], max_tokens=250, ignore_eos=True, temperature=0))
+        reader = read(client.submit(PROMPTS[0], max_tokens=1900, ignore_eos=True, temperature=0))
         reader.await_tokens(10)
         first.signal(signal.SIGSTOP)
         n_before = reader.n_tokens
@@ -163,6 +162,8 @@ def test_a_worker_that_lost_its_lease_while_stopped_writes_nothing_after_it_cont
         first.signal(signal.SIGCONT)
         first.await_output("job.lost")
         assert reader.job.status().state is JobState.RUNNING, "the job ended before the first worker continued"
+        reader.await_tokens(reader.n_tokens + 20)
+        reader.job.cancel()
         result = reader.finish()
 
         assert result.stats.worker == second.worker_id
@@ -181,7 +182,7 @@ def test_streams_continue_after_a_restart_of_redis(
     server = EmbeddedRedis(port=free_port, data_dir=folder / "data")
     server.start()
     environment.redis_url = server.url
-    worker = environment.start_worker()
+    worker = environment.start_worker(LINGER_TOKENS="100")
     with environment.client() as client:
         readers = [read(client.submit(prompt, max_tokens=150, ignore_eos=True, temperature=0)) for prompt in PROMPTS]
         late = client.submit(PROMPTS[0], max_tokens=120, ignore_eos=True, stream=False)
@@ -192,6 +193,7 @@ def test_streams_continue_after_a_restart_of_redis(
         worker.await_output("redis_error")
         server.stop()
         with EmbeddedRedis(port=free_port, data_dir=folder / "data"):
+            environment.let_jobs_finish()
             results = [reader.finish() for reader in readers]
             assert [len(result.tokens) for result in results] == [150] * 3
             assert len(late.result().tokens) == 120

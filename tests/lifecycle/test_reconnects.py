@@ -42,13 +42,17 @@ def test_no_token_is_lost_when_connections_are_cut_repeatedly(
     environment.start_worker("--n-parallel", "8", LLAMAQ_LEASE_S="4")
     pause = random.Random(7)
     with environment.client() as client:
+        endless = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
         readers = [read(client.submit(PROMPT, seed=number, **LONG)) for number in range(N_JOBS)]
         whole = client.submit(PROMPT, stream=False, **LONG)
-        readers[0].await_tokens(5)
+        endless.await_tokens(5)
         for _ in range(N_CUTS):
             time.sleep(pause.uniform(0.02, 0.3))  # a random moment
             proxy.cut()
-        assert any(reader.is_alive() for reader in readers), "the jobs ended before the last cut"
+        assert endless.is_alive(), "the jobs ended before the last cut"
+        endless.job.cancel()
+        endless.finish()
+        environment.events_of(endless.job)
         for reader in readers:
             assert len(reader.finish().tokens) == LONG["max_tokens"]
             environment.events_of(reader.job)
@@ -79,7 +83,7 @@ def test_silent_connections_are_noticed_and_replaced(environment: Environment, p
 def test_a_client_continues_after_redis_was_unreachable_for_a_while(
     environment: Environment, proxy: Proxy, read: Read
 ) -> None:
-    environment.start_worker()
+    environment.start_worker(LINGER_TOKENS="100")
     with environment.client() as client:
         reader = read(client.submit(PROMPT, cancel_on_disconnect=True, **LONG))
         reader.await_tokens(10)
@@ -87,5 +91,6 @@ def test_a_client_continues_after_redis_was_unreachable_for_a_while(
         proxy.cut()
         time.sleep(2)  # longer than the lease
         proxy.accept()
+        environment.let_jobs_finish()
         assert len(reader.finish().tokens) == LONG["max_tokens"]
         assert client.generate(PROMPT, max_tokens=3).tokens

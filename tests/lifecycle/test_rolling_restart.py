@@ -58,7 +58,9 @@ def test_a_rolling_restart_of_two_workers_loses_no_token_and_stalls_streams_only
 ) -> None:
     # The lease is long, so a job continues soon only if its worker has requeued it.
     def start() -> Command:
-        return environment.start_worker(supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2")
+        return environment.start_worker(
+            supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2", LINGER_TOKENS="1000"
+        )
 
     workers = [start(), start()]
     with environment.client() as client:

@@ -27,13 +27,15 @@ LONG_LEASE_S = "60"
 def test_a_draining_worker_finishes_its_running_jobs_and_leaves_the_others_in_the_queue(
     environment: Environment, read: Read
 ) -> None:
-    first = environment.start_worker("--n-parallel", "2", "--inbox-window", "0")
+    first = environment.start_worker("--n-parallel", "2", "--inbox-window", "0", LINGER_TOKENS="20")
     with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=60, ignore_eos=True, seed=seed) for seed in range(5)]
         running = [read(job) for job in jobs[:2]]
         for reader in running:
             reader.await_tokens(3)
         first.signal(signal.SIGTERM)
+        first.await_output("worker.stopping")
+        environment.let_jobs_finish()
         results = [reader.finish() for reader in running]
         assert first.end() == 0
 
@@ -50,7 +52,7 @@ def test_a_draining_worker_finishes_its_running_jobs_and_leaves_the_others_in_th
 def test_another_worker_continues_a_job_that_outlasts_the_drain_at_the_next_token(
     environment: Environment, read: Read
 ) -> None:
-    first = environment.start_worker("--drain-s", "0.2", LLAMAQ_LEASE_S=LONG_LEASE_S)
+    first = environment.start_worker("--drain-s", "0.2", LLAMAQ_LEASE_S=LONG_LEASE_S, LINGER_TOKENS="100")
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
         reader.await_tokens(10)

@@ -105,12 +105,13 @@ def test_a_worker_is_supervised_by_default(environment: Environment) -> None:
 
 
 def test_the_job_of_a_killed_child_continues(environment: Environment, read: Read) -> None:
-    supervisor = supervise(environment, 1)
+    supervisor = supervise(environment, 1, LINGER_TOKENS="50")
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=100, ignore_eos=True))
         reader.await_tokens(5)
         (child,) = children_of(supervisor.pid)
         os.kill(child, signal.SIGKILL)
+        environment.let_jobs_finish()
         assert len(reader.finish().tokens) == 100
         environment.events_of(reader.job)
 
@@ -118,13 +119,14 @@ def test_the_job_of_a_killed_child_continues(environment: Environment, read: Rea
 def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: Environment, read: Read) -> None:
     settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
     # The card of a dead worker lives for five heartbeats: here longer than a worker takes to start on a busy machine.
-    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", **settings)
+    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **settings)
     with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
         readers = [read(job) for job in jobs]
         wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
         (child,) = children_of(supervisor.pid)
         os.kill(child, signal.SIGKILL)
+        environment.let_jobs_finish()
         for reader in readers:
             assert len(reader.finish().tokens) == 150
         supervisor.await_output(r"dead_worker\.released worker=\S+ jobs=2")
@@ -138,7 +140,7 @@ def test_the_next_worker_releases_the_jobs_of_a_worker_that_was_killed_with_its_
 ) -> None:
     settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
     # The card of a dead worker lives for five heartbeats: here longer than a worker takes to start on a busy machine.
-    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", **settings)
+    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **settings)
     with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
         readers = [read(job) for job in jobs]
@@ -156,13 +158,15 @@ def test_the_next_worker_releases_the_jobs_of_a_worker_that_was_killed_with_its_
 
 
 def test_after_sigterm_every_child_finishes_its_running_jobs(environment: Environment, read: Read) -> None:
-    supervisor = supervise(environment, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0")
+    supervisor = supervise(environment, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0", LINGER_TOKENS="20")
     with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=80, ignore_eos=True) for _ in range(3)]
         readers = [read(job) for job in jobs[:2]]
         for reader in readers:
             reader.await_tokens(3)
         supervisor.signal(signal.SIGTERM)
+        supervisor.await_output("worker.stopping", 2)
+        environment.let_jobs_finish()
         workers = {reader.finish().stats.worker for reader in readers}
         assert len(workers) == 2
         assert supervisor.end() == 0
