@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from redis import Redis
+from tests.lifecycle.conftest import TIMEOUT_S
 
 from llamaq.cli.exit_codes import EXIT_NO_REDIS
 from llamaq.producer import Client, Job
@@ -116,9 +118,20 @@ def redis_pid(environment: Environment) -> int:
     return pid
 
 
-def start_paced_up(environment: Environment, port: int, *arguments: str) -> Command:
+def kill_and_await_end(pid: int) -> None:
+    """Kill a process, and wait until all its threads have ended: until then, its port is in use."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        ended, _, _ = select.select([descriptor], [], [], TIMEOUT_S)
+        assert ended, f"process {pid} has not ended"
+    finally:
+        os.close(descriptor)
+
+
+def start_paced_up(environment: Environment, port: int, *arguments: str, **variables: str) -> Command:
     """Start `llamaq up` with a worker of one slot and at most 100 ticks a second, and wait until it is ready."""
-    variables = environment.worker_variables(LLAMAQ_N_PARALLEL="1")
+    variables = environment.worker_variables(LLAMAQ_N_PARALLEL="1", **variables)
     del variables["LLAMAQ_REDIS_URL"]
     up = environment.start("up", "--port", str(port), "--no-http", *arguments, **variables)
     up.await_output("worker.ready")
@@ -129,7 +142,7 @@ def start_paced_up(environment: Environment, port: int, *arguments: str) -> Comm
 def test_up_restarts_a_killed_redis_with_its_jobs_and_no_stream_has_a_gap(
     environment: Environment, free_port: int, read: Callable[[Job], Reader], arguments: tuple[str, ...]
 ) -> None:
-    up = start_paced_up(environment, free_port, *arguments)
+    up = start_paced_up(environment, free_port, *arguments, LINGER_TOKENS="30")
     with Client(f"redis://127.0.0.1:{free_port}/0", environment.queue) as client:
         jobs = [client.submit(f"Story {number}", max_tokens=60, ignore_eos=True) for number in range(6)]
         readers = [read(job) for job in jobs]
@@ -137,6 +150,7 @@ def test_up_restarts_a_killed_redis_with_its_jobs_and_no_stream_has_a_gap(
         for n_kills in (1, 2):
             os.kill(redis_pid(environment), signal.SIGKILL)
             up.await_output("redis.started", count=1 + n_kills)
+        environment.let_jobs_finish()
         results = [reader.finish() for reader in readers]
     assert [len(result.tokens) for result in results] == [60] * 6
     assert "redis.died" in up.output
@@ -148,7 +162,7 @@ def test_up_restarts_a_killed_redis_with_its_jobs_and_no_stream_has_a_gap(
 def test_up_ends_with_the_reason_when_its_redis_cannot_be_restarted(environment: Environment, free_port: int) -> None:
     up = start_paced_up(environment, free_port)
     up.signal(signal.SIGSTOP)  # so that the other server gets the port before `up` restarts its own
-    os.kill(redis_pid(environment), signal.SIGKILL)
+    kill_and_await_end(redis_pid(environment))
     with EmbeddedRedis(port=free_port):
         up.signal(signal.SIGCONT)
         assert up.end() == EXIT_NO_REDIS
@@ -213,9 +227,10 @@ def test_the_demo_prints_lines_and_stats_if_its_output_is_not_a_terminal(environ
 
 
 def test_the_demo_continues_when_its_redis_is_killed(environment: Environment) -> None:
-    demo = environment.start("demo", "--jobs", "12", COLUMNS="80")
+    demo = environment.start("demo", "--jobs", "12", COLUMNS="80", **environment.pace_variables(LINGER_TOKENS="30"))
     demo.await_output(r" \| ")
     os.kill(redis_pid(environment), signal.SIGKILL)
+    environment.let_jobs_finish()
     assert demo.end() == 0, demo.output
     assert re.search(r"12 jobs together: \d+ tokens", demo.output)
     assert "Traceback" not in demo.output
@@ -228,7 +243,7 @@ class Terminal:
     def __init__(self, environment: Environment, arguments: list[str], columns: int, lines: int) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        variables = environment.process_variables({"TERM": "xterm-256color"})
+        variables = environment.process_variables({"TERM": "xterm-256color", **environment.pace_variables()})
         del variables["COLUMNS"]
         self.process = subprocess.Popen(
             arguments,
@@ -293,7 +308,7 @@ def test_the_demo_draws_panels_that_fit_a_small_terminal(
 def test_an_interrupted_demo_leaves_no_process_behind(
     environment: Environment, demo_in_terminal: Callable[..., Terminal]
 ) -> None:
-    terminal = demo_in_terminal("--jobs", "64")
+    terminal = demo_in_terminal("--jobs", "64")  # with about 100 ticks a second, they take some 10 s
     terminal.await_drawn("tokens/s")
     os.killpg(terminal.process.pid, signal.SIGINT)
     assert terminal.end() == 130
@@ -304,7 +319,7 @@ def test_an_interrupted_demo_leaves_no_process_behind(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_a_demo_that_receives_a_signal(environment: Environment, number: signal.Signals) -> None:
-    demo = environment.start("demo", "--jobs", "64")
+    demo = environment.start("demo", "--jobs", "64", **environment.pace_variables())
     demo.await_output(r" \| ")
     demo.signal(number)
     assert demo.end() == (130 if number == signal.SIGTERM else -9)
