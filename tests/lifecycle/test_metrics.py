@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment
 
 Values = dict[tuple[str, ...], float]
-N_JOBS, MAX_TOKENS = 10, 60
+N_JOBS, MAX_TOKENS = 20, 60
+"""More jobs than both workers have slots: each of them runs jobs one after the other."""
 
 
 def fetch(port: int, path: str) -> tuple[int, str]:
@@ -53,8 +54,9 @@ def test_jobs_of_two_workers_of_which_one_is_killed_and_restarted_are_counted_ex
     server = environment.start(
         "metrics", "--redis-url", redis_url, "--queue", environment.queue, "--port", "0", "--log-format", "json"
     )
-    killed = environment.start_worker("--checkpoint-tokens", "5", wait=False)
-    environment.start_worker("--metrics-port", "0", LLAMAQ_LOG_FORMAT="json", wait=False)
+    killed = environment.start_worker("--checkpoint-tokens", "5", wait=False, LINGER_TOKENS="12")
+    # Its jobs linger too, so that it leaves some of the jobs to the other worker.
+    environment.start_worker("--metrics-port", "0", LLAMAQ_LOG_FORMAT="json", wait=False, LINGER_TOKENS="12")
     other = environment.commands[-1]
     for worker in (killed, other):
         worker.await_output("worker.ready")
@@ -64,13 +66,16 @@ def test_jobs_of_two_workers_of_which_one_is_killed_and_restarted_are_counted_ex
             for number in range(N_JOBS)
         ]
 
+        killed_id = killed.worker_id
+
         def has_stored_tokens() -> bool:
             states = [job.status() for job in jobs]
-            held = [one for one in states if one.worker == killed.worker_id and one.state is JobState.RUNNING]
+            held = [one for one in states if one.worker == killed_id and one.state is JobState.RUNNING]
             return any(5 < one.generated_tokens < MAX_TOKENS / 2 for one in held)
 
         wait_until(has_stored_tokens, "the worker has stored tokens of a job")
         killed.signal(signal.SIGKILL)
+        environment.let_jobs_finish()
         environment.start_worker(wait=False)
         n_tokens = sum(job.result().stats.generated_tokens for job in jobs)
     assert n_tokens == N_JOBS * MAX_TOKENS
