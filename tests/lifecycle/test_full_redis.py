@@ -48,7 +48,7 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
     environment: Environment, read: Read, redis: Redis
 ) -> None:
     options = ("--n-parallel", "2", "--inbox-window", "0", "--lease-s", str(LEASE_S))
-    worker = environment.start_worker(*options)
+    worker = environment.start_worker(*options, LINGER_TOKENS="200")
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
         quiet = client.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=False)
@@ -61,10 +61,12 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
         worker.await_output("outbox.redis_full")
         with pytest.raises(RedisFull):
             client.submit(PROMPT)
-        n_stalled = reader.n_tokens
+        n_stalled = reader.job.status().generated_tokens
+        wait_until(lambda: reader.n_tokens == n_stalled, "the reader has received all stored tokens")
         time.sleep(3 * LEASE_S)  # longer than the leases, which must be renewed meanwhile
         assert reader.n_tokens == n_stalled
         redis.delete("ballast")
+        environment.let_jobs_finish()
 
         assert len(reader.finish().tokens) == 400
         assert len(quiet.result().tokens) == 300
