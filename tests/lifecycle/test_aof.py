@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
-from tests.support.redis_servers import HOST, Server, free_ports
+from tests.support.redis_servers import HOST, Server, free_ports, wait_until
 
 from llamaq.producer import Client, Job, QueueFull
 
@@ -44,6 +44,10 @@ class Submitter(threading.Thread):
         return self.jobs
 
 
+def n_acknowledged(submitters: list[Submitter]) -> int:
+    return sum(len(submitter.jobs) for submitter in submitters)
+
+
 def test_every_acknowledged_job_finishes_although_redis_is_killed_under_load(
     environment: Environment, folder: Path
 ) -> None:
@@ -56,7 +60,9 @@ def test_every_acknowledged_job_finishes_although_redis_is_killed_under_load(
         with environment.client() as client:
             submitters = [Submitter(client) for _ in range(SUBMITTERS)]
             for _ in range(N_KILLS):
+                n_before = n_acknowledged(submitters)
                 time.sleep(dice.uniform(0.3, 0.8))
+                wait_until(lambda: n_acknowledged(submitters) > n_before + 10, "further jobs are acknowledged")  # noqa: B023
                 server.kill()
                 server.start()
             time.sleep(0.3)
