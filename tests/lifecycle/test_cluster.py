@@ -131,7 +131,7 @@ def test_commands_work_with_a_cluster(cluster_environment: Environment) -> None:
 
 
 def test_jobs_without_a_reader_are_cancelled_on_every_node(cluster_environment: Environment) -> None:
-    start_worker(cluster_environment, "--disconnect-s", "1")
+    start_worker(cluster_environment, "--disconnect-s", "2")
 
     async def close_half_of_the_streams() -> None:
         url, queue = cluster_environment.redis_url, cluster_environment.queue
@@ -139,9 +139,12 @@ def test_jobs_without_a_reader_are_cancelled_on_every_node(cluster_environment: 
             jobs: dict[int, Any] = {}
             while len(jobs) < PARTITIONS:
                 key = secrets.token_hex(4)
-                if JobId.new(client.queue, PARTITIONS, key).partition not in jobs:
-                    job = await client.submit(PROMPT, cancel_on_disconnect=True, idempotency_key=key, **LONG)
-                    jobs[JobId.parse(job.id).partition] = job
+                partition = JobId.new(client.queue, PARTITIONS, key).partition
+                if partition not in jobs:  # all jobs last longer than `disconnect_s`, and the first two much longer
+                    n_tokens = 1900 if partition in (0, 1) else 300
+                    jobs[partition] = await client.submit(
+                        PROMPT, cancel_on_disconnect=True, idempotency_key=key, max_tokens=n_tokens, ignore_eos=True
+                    )
             streams = {partition: job.stream() for partition, job in jobs.items()}
             for stream in streams.values():
                 await anext(stream)
