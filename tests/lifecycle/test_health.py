@@ -12,8 +12,9 @@ from llamaq.cli.exit_codes import EXIT_NO_ANSWER
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment
 
-MAX_AGE_S = 2.0
-"""Longer than a heartbeat interval and the one second between two ticks of an idle engine together."""
+MAX_AGE_S = 3.0
+"""Longer than a heartbeat interval, the one second between two ticks of an idle engine, and a short stop of the machine
+together."""
 
 
 def test_health_succeeds_while_the_worker_ticks_and_fails_when_it_stops(environment: Environment) -> None:
