@@ -146,9 +146,10 @@ def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathF
     """A function that starts a worker process on a new queue, and waits until the queue lists the worker."""
     started: list[ServedQueue] = []
 
-    def start(queue: str, model: Path, **settings: Any) -> ServedQueue:
+    def start(queue: str, model: Path, *, patch: str = "", **settings: Any) -> ServedQueue:
+        """`patch` is Python code that the worker runs at its start."""
         folder = tmp_path_factory.mktemp(queue)
-        (folder / "recording_hook.py").write_text(HOOK)
+        (folder / "recording_hook.py").write_text(HOOK + patch)
         chosen = WorkerSettings(
             redis_url=redis_server.url,
             queue=queue,

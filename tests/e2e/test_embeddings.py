@@ -38,6 +38,19 @@ else:
 
 NOISE = 2e-3
 """Bound on the difference between the same embedding from two batches, whose rounding errors differ."""
+SLOW_BATCHES = """
+import time
+from llamaq.worker.embedding.embedding_engine import EmbeddingEngine
+
+run = EmbeddingEngine.run
+
+def run_slowly(self, batch):
+    time.sleep(0.2)
+    return run(self, batch)
+
+EmbeddingEngine.run = run_slowly
+"""
+"""Code of a worker that computes about five batches a second."""
 TEXTS = ["A cat sleeps on the sofa.", "The sun is hot.", "A kitten sleeps on the couch."]
 
 
@@ -163,12 +176,14 @@ async def test_a_queue_of_another_kind_is_a_501_and_a_long_text_a_400(demo: Serv
     assert "too large" in long.json()["error"]["message"]
 
 
+@pytest.mark.interpreted  # it replaces a method of the engine
 def test_jobs_of_a_killed_worker_are_computed_by_another_one(
     start_worker: StartWorker, embedder: ServedQueue, demo_model: Path, redis_url: str, wait_for: Await
 ) -> None:
     settings: Any = {"embeddings": True, "pooling": Pooling.MEAN, "lease_s": 1.0, "n_parallel": 2, "n_batch": 24}
     texts = [f"The cat number {number} sleeps on the sofa, and the sun is hot." for number in range(40)]
-    first = start_worker("killed-embedder", demo_model, **settings)
+    # Slow batches: both jobs together take 8 s, so that neither ends before the kill.
+    first = start_worker("killed-embedder", demo_model, patch=SLOW_BATCHES, **settings)
     with Client(redis_url, "killed-embedder", timeout_s=60) as client:
         requests: Any = [{"embed": {"inputs": texts[start : start + 20]}} for start in range(0, 40, 20)]
         jobs = client.submit_many(requests)
