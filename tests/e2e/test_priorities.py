@@ -22,15 +22,16 @@ def test_an_interactive_job_does_not_wait_for_bulk_jobs(
     model: Path = write_model(tmp_path_factory.mktemp("models") / "bulk.gguf", spec, seed=1)
     served = start_worker("bulk", model, n_parallel=2, n_ctx=2048, heartbeat_s=0.1, lease_s=2)
     with served.client() as client:
-        bulk = [
-            client.submit(f"bulk {at}", max_tokens=BULK_TOKENS, temperature=0, priority="bulk", timeout_s=50)
-            for at in range(8)
-        ]
+        options: dict[str, Any] = {"max_tokens": BULK_TOKENS, "temperature": 0, "priority": "bulk"}
+        bulk = [client.submit(f"bulk {at}", timeout_s=50, **options) for at in range(8)]
+        more = [client.submit(f"more {at}", **options) for at in range(40)]  # they end after the interactive jobs
         wait_for(lambda: sum(slot.job_id is not None for slot in client.workers()[0].slots) == 2)
         for at in range(4):
             urgent = client.submit(f"urgent {at}", max_tokens=4, temperature=0)
             assert urgent.result(timeout=20).finish_reason is FinishReason.LENGTH
-            assert not all(job.status().finished_ms for job in bulk), "the bulk jobs ended before the interactive job"
+            assert not all(job.status().finished_ms for job in more), "the bulk jobs ended before the interactive job"
+        for job in more:
+            job.cancel()
         results = [job.result(timeout=60) for job in bulk]
         assert client.workers()[0].cache.preemptions > 0
         assert {result.finish_reason for result in results} == {FinishReason.LENGTH}
@@ -43,11 +44,11 @@ def test_an_interactive_job_does_not_wait_for_bulk_jobs(
 def test_preempted_bulk_jobs_wait_and_a_cancelled_one_keeps_all_its_tokens(
     start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory, wait_for: Await
 ) -> None:
-    spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=CHATML)
+    spec = ModelSpec(Architecture.LLAMA, n_ctx=32_768, chat_template=CHATML)
     model: Path = write_model(tmp_path_factory.mktemp("models") / "preempted.gguf", spec, seed=1)
-    served = start_worker("preempted", model, n_parallel=2, n_ctx=4096, bulk_share=0.0)
+    served = start_worker("preempted", model, n_parallel=2, n_ctx=32_768, bulk_share=0.0)
     with served.client() as client:
-        options: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": 12_000, "temperature": 0, "ignore_eos": True}  # they take many seconds
         bulk = [client.submit(f"bulk {at}", priority="bulk", stream=at == 0, **options) for at in range(2)]
         wait_for(lambda: all(job.status().state is JobState.RUNNING for job in bulk))
         wait_for(lambda: bulk[0].status().generated_tokens > 0)
