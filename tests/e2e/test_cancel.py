@@ -20,8 +20,8 @@ from llamaq.producer.sync import Job
 if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue
 
-LONG_PROMPT = [7] * 6000
-"""A prompt whose prefill takes some seconds on the slow worker."""
+LONG_PROMPT = [7] * 30_000
+"""A prompt whose prefill takes tens of seconds on the slow worker."""
 LONG = 8000
 """Number of tokens whose generation takes tens of seconds on the slow worker."""
 

@@ -46,7 +46,7 @@ def test_a_job_keeps_its_lease_during_a_prefill_that_is_longer_than_the_lease(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
     lease_ms = slow.settings.lease_s * 1000
-    job = slow_client.submit(tokens=[7] * 16_000, max_tokens=1, cache_prompt=False)
+    job = slow_client.submit(tokens=[7] * 30_000, max_tokens=1, cache_prompt=False)
     longest_ms = 0
     with Redis.from_url(slow.url) as redis:
 

@@ -143,7 +143,7 @@ def test_a_hook_is_told_of_a_job_that_ended_while_it_waited_in_the_worker(
     n_slots = slow.settings.n_parallel
     blockers = [slow_client.submit("the world", max_tokens=5000) for _ in range(n_slots)]
     wait_for(lambda: slow_client.queue_depth().running == n_slots)
-    limit_s = 0.7 if how == "deadline" else None
+    limit_s = 2.5 if how == "deadline" else None  # within this time, the worker must have claimed the job
     late = slow_client.submit("the world", max_tokens=2, queue_timeout_s=limit_s, metadata={"user": "u1"})
     wait_for(lambda: late.status().attempt)
     if how == "cancelled":
@@ -221,7 +221,9 @@ def test_a_snapshot_shows_busy_slots_and_then_idle_slots(slow_client: Client, wa
     def both_slots_busy() -> Worker | None:
         (worker,) = slow_client.workers()
         at_work = {slot.job_id for slot in worker.slots if slot.generated_tokens}
-        return worker if at_work == {job.id for job in jobs} else None
+        # The slots and the last tick are not of the same moment: the last tick may have completed the second prompt.
+        has_decoded_both = worker.last_tick is not None and worker.last_tick.decode_tokens == len(jobs)
+        return worker if at_work == {job.id for job in jobs} and has_decoded_both else None
 
     worker = wait_for(both_slots_busy)
     assert [slot.index for slot in worker.slots] == list(range(4))
@@ -231,8 +233,6 @@ def test_a_snapshot_shows_busy_slots_and_then_idle_slots(slow_client: Client, wa
     assert {slot.state for slot in worker.slots if not slot.job_id} == {"idle"}
     assert worker.cache.n_cells == worker.card.n_ctx
     assert sum(slot.prompt_tokens for slot in busy) <= worker.cache.reserved_cells < 5000, "max_tokens is not reserved"
-    assert worker.last_tick is not None
-    assert worker.last_tick.decode_tokens == 2
     done_before, ticks_before = worker.jobs_done, worker.ticks
     for job in jobs:
         job.cancel()
