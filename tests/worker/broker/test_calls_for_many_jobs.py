@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 from tests.worker.broker.test_suspects import until, until_true, working
 
 from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, AttemptScripts
@@ -17,6 +17,7 @@ from llamaq.common.protocol.script_types import Attempt, Claimant
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_streams import JobStreams
 
 
@@ -123,3 +124,17 @@ async def test_the_jobs_of_one_priority_are_started_although_the_read_of_the_nex
         with pytest.raises(ResponseError, match="broken on purpose"):
             await streams.read(8)
     await redis.aclose()
+
+
+async def test_an_entry_that_cannot_become_a_dead_letter_does_not_stop_the_jobs_that_are_claimed_with_it(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any) -> None:
+        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    monkeypatch.setattr(JobClaims, "_dead_letter", refuse)
+    async with AsyncClient(redis_url, queue) as client:
+        await client.redis.xadd(client.keys.jobs(queue, 0, Priority.INTERACTIVE), {"id": "not-a-job"})
+        jobs = [await client.submit("hello") for _ in range(2)]
+        async with working(redis_url, queue, capacity=3) as worker:
+            await until(lambda: len(worker.admitted) == len(jobs))

@@ -183,7 +183,11 @@ class JobClaims:
         return [claim for stream, entries in found for claim in await self._accept(stream, entries)]
 
     async def _accept(self, stream: str, entries: Sequence[Entry]) -> list[Claim]:
-        """Return the entries that name a job of this queue. The other entries become dead letters."""
+        """Return the entries that name a job of this queue. The other entries become dead letters.
+
+        If Redis refuses that, for example because it is full, such an entry stays pending. A worker takes it when its
+        lease has expired. It must not prevent the start of the other jobs, which are claimed already.
+        """
         claims = []
         for one in entries:
             try:
@@ -191,7 +195,10 @@ class JobClaims:
                 if job_id.queue != self._queue or not stream.startswith(self._stream_prefix(job_id)):
                     raise InvalidRequest(f"the job belongs to queue {job_id.queue!r}, partition {job_id.partition}")
             except InvalidRequest as exc:
-                await self._dead_letter(stream, one.entry_id.decode(), one.fields, str(exc))
+                try:
+                    await self._dead_letter(stream, one.entry_id.decode(), one.fields, str(exc))
+                except RedisError as error:
+                    log.warning("entry.not_dead_lettered stream=%s entry=%s error=%r", stream, one.entry_id, error)
                 continue
             claims.append(Claim(str(job_id), stream, one.entry_id.decode()))
         return claims
