@@ -198,6 +198,8 @@ class AttemptScripts:
         *,
         total: int | None = None,
         claimant: Claimant | None = None,
+        reader: str = "",
+        numbers: Sequence[int] = (),
     ) -> list[tuple[str, StreamEntries]]:
         """Read new entries of job streams that are on one Redis server, and claim their jobs.
 
@@ -209,6 +211,9 @@ class AttemptScripts:
                 such bound.
             claimant: The worker that claims the jobs of the entries, and prepares them at once. None: no job is
                 claimed.
+            reader: Random text of this process of the claimant. With it, a call with the same numbers gets the same
+                reply, so no job is forgotten if the first reply was lost. Empty: a repeated call reads further entries.
+            numbers: For each stream, how many replies with entries of the stream the reader has received.
 
         Returns:
             The entries of each stream. An entry has no outcome if it names no job of its partition, or if the requests
@@ -219,7 +224,7 @@ class AttemptScripts:
         if claimant is not None:
             total = min(total, MAX_JOBS_IN_CALL)
             claims = [claimant.worker, claimant.model, int(claimant.restart_other_model)]
-        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms, total, *claims])
+        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms, total, *claims, reader, *numbers])
         return [(stream.decode(), [_entry(entry) for entry in entries]) for stream, entries in reply]
 
     async def reclaim(self, stream: str, count: int, lease_ms: int, *, trusted_until_ms: int) -> StreamEntries:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,10 @@ class JobStreams:
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
             for partition in range(partitions)
         ]
+        self._reader = secrets.token_hex(8)
+        self._n_replies = {stream: 0 for streams in self._partitions for stream in streams.values()}
+        """For each stream, the number of replies that had entries of it. After a lost reply, the next call has the same
+        numbers, so it gets the entries of the lost reply."""
         self._guards = [LeaseGuard(claimant.lease_ms / 1000) for _ in range(partitions)]
         self._is_scattered = partitions > 1 and is_cluster(redis)
         self._first_partition = 0
@@ -209,9 +214,16 @@ class JobStreams:
         return [partition for partition in order if partition not in self._probes] or order
 
     async def _read_group(self, streams: Sequence[str], count: int, total: int | None = None) -> Entries:
+        numbers = [self._n_replies[stream] for stream in streams]
         try:
-            return await self._scripts.read(
-                streams, count, self._claimant.lease_ms, total=total, claimant=self._claimant
+            found = await self._scripts.read(
+                streams,
+                count,
+                self._claimant.lease_ms,
+                total=total,
+                claimant=self._claimant,
+                reader=self._reader,
+                numbers=numbers,
             )
         except ResponseError as exc:
             if "NOGROUP" not in str(exc):
@@ -220,6 +232,9 @@ class JobStreams:
             for stream in streams:
                 await self._create_group(stream)
             return []
+        for stream, _ in found:
+            self._n_replies[stream] += 1
+        return found
 
     async def wait(self, wait_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
         """Wait up to `wait_s` for a new entry of these priorities in any partition.

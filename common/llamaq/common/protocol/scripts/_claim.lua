@@ -8,10 +8,57 @@
 local LEFT_MS = 2000
 local MAX_CLAIMED_BYTES = 1048576 -- size of requests from which on a call claims no further job
 
+-- Returns whether a job is as an earlier call has left it, whose reply was lost: the attempt `known` waits in the worker `by`.
+-- With 0, no worker has claimed the job.
+local function is_unchanged(by, state, known)
+  if known == 0 then
+    return not state[12]
+  end
+  return state[1] == 'queued' and tonumber(state[10]) == known and state[11] == by.worker and state[12]
+end
+
+-- Begins an attempt of a job, and returns its number. `state` has the fields that `claim_job` reads.
+local function begin_attempt(by, job, state, from)
+  if by.n_attempts == 0 then -- one call is enough for all later writes
+    allow_writes_when_full(job) -- claimed jobs end, and that frees memory
+  end
+  local attempt = redis.call('HINCRBY', job, 'attempt', 1) -- an error if another client has written a wrong number
+  by.n_attempts = by.n_attempts + 1
+  if state[9] and state[8] ~= state[9] then
+    redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so earlier crashes no longer count
+  elseif from ~= '' and state[12] then
+    add_death(job, from, state[11])
+  end
+  -- The stream of an interrupted job has stopped, so the job waits only a short time for a slot of this worker. After
+  -- each move, a job stays longer in its worker, so that it does not move to and fro.
+  local move_factor = state[6] and 0.25 or 1
+  if from ~= '' then
+    move_factor = tonumber(state[20] or '1') * (state[11] == by.worker and 1 or 2)
+  end
+  local fields = {'status', 'queued', 'worker', by.worker, 'lease_ms', by.lease_ms, 'claimed_ms', by.now,
+    'generated_at_start', state[8]}
+  if state[20] or move_factor ~= 1 then
+    fields[#fields + 1], fields[#fields + 2] = 'move_factor', move_factor
+  end
+  if by.model ~= '' and state[8] == '0' then
+    fields[#fields + 1], fields[#fields + 2] = 'model', by.model
+  end
+  if by.at_risk then
+    fields[#fields + 1], fields[#fields + 2] = 'at_risk', 1
+  elseif state[12] then
+    redis.call('HDEL', job, 'at_risk')
+  end
+  redis.call('HSET', job, unpack(fields))
+  return attempt
+end
+
 -- Claims one job for the worker `by`, and returns the reply that claim.lua describes. The table `by` has the arguments
 -- group, worker, lease_ms, at_risk, model and restarts of claim.lua, `now`, the time of the server in ms, `paused`, whether
 -- the queue is paused, and `has_leased`, whether this call has just given the entry a lease. Two of its fields count:
 -- `n_attempts` the attempts, and `n_bytes` the size of the requests.
+--
+-- If the reply to an earlier call was lost, `claimed` maps each entry of that call to the attempt that it has begun, or to 0
+-- if it has begun none. The reply is then the same again, unless another worker has taken the job meanwhile.
 local function claim_job(by, job, events, stream, entry, channel, from)
   local group, worker, model, now = by.group, by.worker, by.model, by.now
   local state = redis.call('HMGET', job,
@@ -26,6 +73,11 @@ local function claim_job(by, job, events, stream, entry, channel, from)
     return {'done'}
   end
   if from ~= '' and (state[1] ~= 'queued' or tonumber(state[10]) ~= from) then
+    return {'stale'}
+  end
+  local known = by.claimed and by.claimed[entry]
+  if known and not is_unchanged(by, state, known) then
+    remove_death(job, known, worker) -- the worker that has taken the job counted the death of this worker
     return {'stale'}
   end
   if state[3] then
@@ -70,36 +122,7 @@ local function claim_job(by, job, events, stream, entry, channel, from)
 
   local submitted, started = tonumber(state[17] or state[5]), tonumber(state[6] or '-1')
   local waited = now - submitted
-  if by.n_attempts == 0 then -- one call is enough for all later writes
-    allow_writes_when_full(job) -- claimed jobs end, and that frees memory
-  end
-  local attempt = redis.call('HINCRBY', job, 'attempt', 1) -- an error if another client has written a wrong number
-  by.n_attempts = by.n_attempts + 1
-  if state[9] and state[8] ~= state[9] then
-    redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so earlier crashes no longer count
-  elseif from ~= '' and state[12] then
-    add_death(job, from, state[11])
-  end
-  -- The stream of an interrupted job has stopped, so the job waits only a short time for a slot of this worker. After
-  -- each move, a job stays longer in its worker, so that it does not move to and fro.
-  local move_factor = state[6] and 0.25 or 1
-  if from ~= '' then
-    move_factor = tonumber(state[20] or '1') * (state[11] == worker and 1 or 2)
-  end
-  local fields = {'status', 'queued', 'worker', worker, 'lease_ms', by.lease_ms, 'claimed_ms', now,
-    'generated_at_start', state[8]}
-  if state[20] or move_factor ~= 1 then
-    fields[#fields + 1], fields[#fields + 2] = 'move_factor', move_factor
-  end
-  if model ~= '' and state[8] == '0' then
-    fields[#fields + 1], fields[#fields + 2] = 'model', model
-  end
-  if by.at_risk then
-    fields[#fields + 1], fields[#fields + 2] = 'at_risk', 1
-  elseif state[12] then
-    redis.call('HDEL', job, 'at_risk')
-  end
-  redis.call('HSET', job, unpack(fields))
+  local attempt = (known or 0) > 0 and known or begin_attempt(by, job, state, from)
   if not by.has_leased then
     renew_lease(stream, group, WAITING, entry, by.lease_ms)
   end

@@ -2,6 +2,10 @@
 -- dies. The streams of a paused queue are not read. While tenants wait, entries are read in their turns (`_turns.lua`).
 -- With a worker, the jobs of these entries are claimed at once, as in claim.lua: their preparation begins.
 --
+-- If the reply is lost, the worker calls again with the same numbers, and gets the same reply. For this, the entries that a
+-- call has read are recorded until their leases expire. Otherwise nobody would run these jobs until then, and another
+-- worker that takes them would count the death of this worker.
+--
 -- The hashes of the jobs are not in KEYS: the entries name the jobs. All keys have the hash tag of the stream.
 --
 -- KEYS[..]  streams   job streams
@@ -12,6 +16,8 @@
 -- ARGV[5]   worker    id of the worker; '': no job is claimed
 -- ARGV[6]   model     fingerprint of the worker's model; '': not known
 -- ARGV[7]   restart   '1': the worker starts a job of another model again, if possible; '0': it leaves the job
+-- ARGV[8]   reader    random text of this process of the worker; '': nothing is recorded
+-- ARGV[9..] numbers   for each stream: how many replies of `reader` with entries of the stream the worker has received
 --
 -- Returns an array with {stream, entries} for each stream that has new entries. `entries` is an array with
 -- {id, {name, value, ...}, reply} for each entry. `reply` is that of claim.lua to the claim of the job. It is absent if the
@@ -21,8 +27,9 @@
 local group, lease_ms, left = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local by = {
   group = group, worker = ARGV[5], lease_ms = ARGV[3], at_risk = true, model = ARGV[6], restarts = ARGV[7] == '1',
-  now = now_ms(), paused = false, has_leased = true, n_attempts = 0, n_bytes = 0,
+  now = now_ms(), paused = false, n_attempts = 0, n_bytes = 0,
 }
+local reader = ARGV[8] or ''
 local claims = {} -- the replies to all claims
 local count -- number of entries to read from the next stream at most
 local MAX_READ = 1000 -- entries that one command gives leases: Lua passes a few thousand words at most
@@ -147,6 +154,40 @@ local function read_stream(stream)
   return found
 end
 
+-- Returns the key of the record of the last read of a stream by this worker: {reader, number, entry, attempt, ...}. The
+-- attempt is 0 if the job of the entry was not claimed.
+local function record_key(stream)
+  local partition, priority = parts_of(stream)
+  return partition .. 'read:' .. priority .. ':' .. by.worker
+end
+
+local function record_read(stream, number, entries)
+  local record = {reader, number}
+  for _, entry in ipairs(entries) do
+    local reply = entry[3] or {}
+    record[#record + 1], record[#record + 2] = entry[1], reply[1] == 'run' and reply[2] or 0
+  end
+  redis.call('SET', record_key(stream), cmsgpack.pack(record), 'PX', lease_ms)
+end
+
+-- Returns the entries of a call with this number whose reply was lost, and sets `by.claimed`. Returns nil if there is no
+-- such entry. A call that Redis executes late, after the worker has called again and received the reply, reads nothing.
+local function read_again(stream, number)
+  local is_record, record = pcall(cmsgpack.unpack, redis.pcall('GET', record_key(stream)))
+  if not is_record or type(record) ~= 'table' or record[1] ~= reader or record[2] < number then
+    return nil
+  elseif record[2] > number then
+    return {}
+  end
+  local found = {}
+  by.claimed = {}
+  for place = 3, #record, 2 do
+    by.claimed[record[place]] = record[place + 1]
+    found[#found + 1] = redis.call('XRANGE', stream, record[place], record[place])[1]
+  end
+  return #found > 0 and found or nil
+end
+
 -- Claims the jobs of entries that were just read, and appends the reply for each to its entry.
 local function claim_read(stream, entries)
   local partition, queue, number = string.match(stream, '^(.*:{([%w_-]+):(%d+)}:)jobs:')
@@ -167,10 +208,17 @@ local function claim_read(stream, entries)
 end
 
 local replies = {}
-for _, stream in ipairs(KEYS) do
+for place, stream in ipairs(KEYS) do
+  local number = tonumber(ARGV[8 + place])
   count = math.min(tonumber(ARGV[2]), left, MAX_READ)
   if count > 0 and not is_paused(stream) then
-    local is_read, found = pcall(read_stream, stream)
+    by.claimed = nil
+    local again = reader ~= '' and read_again(stream, number)
+    by.has_leased = not again
+    local is_read, found = true, again
+    if not again then
+      is_read, found = pcall(read_stream, stream)
+    end
     if not is_read and #replies == 0 then
       return type(found) == 'table' and found or {err = tostring(found)}
     elseif not is_read then
@@ -178,6 +226,9 @@ for _, stream in ipairs(KEYS) do
     elseif #found > 0 then
       if by.worker ~= '' then
         claim_read(stream, found)
+      end
+      if reader ~= '' then
+        record_read(stream, number, found)
       end
       replies[#replies + 1] = {stream, found}
       left = left - #found
