@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, AttemptScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import Claimant
@@ -44,6 +44,19 @@ def counts(found: list[tuple[str, list[Any]]]) -> dict[str, int]:
         key = f"{name[0].partition('}')[0].rpartition(':')[2]} {name[2]}"
         totals[key] = totals.get(key, 0) + len(entries)
     return totals
+
+
+async def test_a_read_of_more_entries_than_one_call_claims_is_fair_and_takes_interactive_jobs_first(
+    redis_url: str, queue: str
+) -> None:
+    count = 2 * MAX_JOBS_IN_CALL
+    async with opened(redis_url, queue, 2) as (redis, streams):
+        for partition in range(2):
+            await add(redis, queue, partition, INTERACTIVE, count)
+            await add(redis, queue, partition, BULK, count)
+        assert counts(await streams.read(count)) == {
+            "0 interactive": MAX_JOBS_IN_CALL, "1 interactive": MAX_JOBS_IN_CALL
+        }  # fmt: skip
 
 
 async def test_one_read_of_all_streams_returns_at_most_the_requested_entries(redis_url: str, queue: str) -> None:

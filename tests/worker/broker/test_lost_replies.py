@@ -1,4 +1,4 @@
-"""Replies to calls that read entries and claim their jobs are lost: a connection breaks after Redis has executed a call."""
+"""Replies to calls that read entries and claim their jobs are lost: connections break after Redis has executed them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, AttemptScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import Claimant, StreamEntries
@@ -131,8 +131,9 @@ class JobStreams:
         errors: list[RedisError] = []
         n_replies = 0
         while streams and count:
-            batch, streams = streams[:count], streams[count:]
-            share = count // len(batch)
+            n_wanted = min(count, MAX_JOBS_IN_CALL)
+            batch, streams = streams[:n_wanted], streams[n_wanted:]
+            share = n_wanted // len(batch)
             try:
                 replies = await read(batch, share)
             except RedisError:
