@@ -1,4 +1,4 @@
-"""Replies to calls that read entries and claim their jobs are lost: connections break after Redis has executed them."""
+"""Replies to calls that claim jobs are lost: connections break after Redis has executed the calls."""
 
 from __future__ import annotations
 
@@ -142,3 +142,18 @@ async def test_new_jobs_are_read_although_all_jobs_of_a_lost_reply_have_ended(re
 
 def _number(entry: Entry) -> int | None:
     return entry.outcome.number if isinstance(entry.outcome, Attempt) else None
+
+
+async def test_a_job_that_moves_here_is_run_although_the_reply_to_its_claim_was_lost(
+    redis_url: str, queue: str, lost_replies: LostReplies
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, working(redis_url, queue, capacity=2, n_slots=1) as busy:
+        first, waiting = [await client.submit("hello") for _ in range(2)]
+        await until(lambda: len(busy.admitted) == 2)
+        lost_replies.n_left = 1
+        async with working(redis_url, queue, "w2", capacity=1) as idle:
+            await until(lambda: waiting.id in idle.admitted)
+            await until(lambda: list(busy.admitted) == [first.id])
+            status = await waiting.status()
+            assert (status.worker, status.attempt, status.crashes) == ("w2", 3, 0)
+        assert lost_replies.n_left == 0

@@ -17,6 +17,11 @@ local function is_unchanged(by, state, known)
   return state[1] == 'queued' and tonumber(state[10]) == known and state[11] == by.worker and state[12]
 end
 
+-- Returns whether an earlier call has taken the job from the attempt `from` for the worker `by`. The reply to it was lost.
+local function has_moved(by, state, from)
+  return tonumber(state[10]) == from + 1 and state[11] == by.worker and state[12]
+end
+
 -- Begins an attempt of a job, and returns its number. `state` has the fields that `claim_job` reads.
 local function begin_attempt(by, job, state, from)
   if by.n_attempts == 0 then -- one call is enough for all later writes
@@ -26,7 +31,7 @@ local function begin_attempt(by, job, state, from)
   by.n_attempts = by.n_attempts + 1
   if state[9] and state[8] ~= state[9] then
     redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so earlier crashes no longer count
-  elseif from ~= '' and state[12] then
+  elseif from ~= '' and state[12] and state[11] ~= by.worker then
     add_death(job, from, state[11])
   end
   -- The stream of an interrupted job has stopped, so the job waits only a short time for a slot of this worker. After
@@ -72,7 +77,7 @@ local function claim_job(by, job, events, stream, entry, channel, from)
     drop_entry(stream, group, entry)
     return {'done'}
   end
-  if from ~= '' and (state[1] ~= 'queued' or tonumber(state[10]) ~= from) then
+  if from ~= '' and (state[1] ~= 'queued' or (tonumber(state[10]) ~= from and not has_moved(by, state, from))) then
     return {'stale'}
   end
   local known = by.claimed and by.claimed[entry]
