@@ -545,3 +545,17 @@ async def test_a_job_that_another_worker_has_taken_is_not_reported(redis_url: st
         await at.outbox.flush()
         assert at.outbox.n_jobs == 0
         assert at.engine.finished == []
+
+
+async def test_a_job_that_is_requeued_while_it_is_prepared_does_not_reach_the_engine(
+    redis_url: str, queue: str
+) -> None:
+    async with working(redis_url, queue, checkpoints=AT_ONCE) as at:
+        _, suspect, _ = await at.claim()
+        job, lease, request = await at.claim()
+        at.outbox.requeue_all(except_for=suspect)
+        unused = cast(Any, None)
+        assert not at.outbox.set_prepared(Job(lease, request, [1], sampler=unused, detokenizer=unused), [])
+        await at.outbox.flush()
+        assert not at.outbox.is_registered(lease)
+        assert (await job.status()).state is JobState.QUEUED

@@ -188,11 +188,12 @@ class Outbox:
             texts: For each resumed token, the text that the token completed.
 
         Returns:
-            True when the engine may run the job. False when its lease was lost during the preparation.
+            True when the engine may run the job. False when its lease was lost or it was requeued during the
+            preparation.
         """
         registered = self._jobs.of(job.lease)
-        if registered is None:
-            return False
+        if registered is None or registered.must_requeue:
+            return False  # the engine was told to drop a requeued job before it had the job
         registered.prepare(job, texts, self._checkpoints)
         return True
 
