@@ -14,6 +14,7 @@ from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, Entry
 from llamaq.common.redis.client import RetryingRedis
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 BOTH = tuple(Priority)
 
@@ -138,6 +139,25 @@ async def test_new_jobs_are_read_although_all_jobs_of_a_lost_reply_have_ended(re
         await job.cancel()
         new = await client.submit("new")
         assert [one.fields[b"id"].decode() for one in await reader.read(0, 0)] == [new.id]
+
+
+@pytest.mark.starts_processes
+async def test_a_full_redis_accepts_a_repeated_read(queue: str) -> None:
+    with EmbeddedRedis() as server:
+        async with AsyncClient(server.url, queue) as client, FakeWorker(server.url, queue) as connection:
+            moved, here, gone = [await client.submit("hello") for _ in range(3)]
+            reader = Reader(connection, "w1")
+            first = await reader.read(0, 0)
+            claim = Claim(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[0].entry_id.decode())
+            await connection.scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1)
+            await client.redis.delete(client.keys.of_job(gone.id).job)
+            await client.redis.config_set("maxmemory", "1mb")
+            replies = [one.outcome for one in await reader.read(0, 0)]
+            assert [type(one) if isinstance(one, Attempt) else one for one in replies] == ["stale", Attempt, "gone"]
+            assert [(await job.status()).crashes for job in (moved, here)] == [0, 0]
+            await client.redis.delete(client.keys.of_job(here.id).job, client.keys.of_job(moved.id).job)
+            assert [one.outcome for one in await reader.read(0, 0)] == ["gone"] * 3, "the script writes nothing"
+            await client.redis.config_set("maxmemory", "0")
 
 
 def _number(entry: Entry) -> int | None:

@@ -167,7 +167,7 @@ local function record_read(stream, number, entries)
     local reply = entry[3] or {}
     record[#record + 1], record[#record + 2] = entry[1], reply[1] == 'run' and reply[2] or 0
   end
-  redis.call('SET', record_key(stream), cmsgpack.pack(record), 'PX', lease_ms)
+  redis.pcall('SET', record_key(stream), cmsgpack.pack(record), 'PX', lease_ms) -- refused: a full Redis, and nothing changed
 end
 
 -- Returns the entries of a call with this number whose reply was lost, and sets `by.claimed`. Returns nil if there is no
