@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from tests.worker.broker.test_suspects import until, working
+from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, Entry
@@ -53,11 +53,11 @@ class Reader:
         self._name = name
         self._streams = [connection.keys.jobs(connection.queue, 0, priority) for priority in BOTH]
 
-    async def read(self, *numbers: int, count: int = 8) -> list[Entry]:
+    async def read(self, *numbers: int, count: int = 8, lease_ms: int = LEASE_MS) -> list[Entry]:
         """Return the entries of all streams."""
-        claimant = Claimant(self._name, LEASE_MS)
+        claimant = Claimant(self._name, lease_ms)
         found = await self._connection.scripts.read(
-            self._streams, count, LEASE_MS, total=count, claimant=claimant, reader="process", numbers=numbers
+            self._streams, count, lease_ms, total=count, claimant=claimant, reader="process", numbers=numbers
         )
         return [one for _, entries in found for one in entries]
 
@@ -129,6 +129,25 @@ async def test_a_repeated_read_leaves_jobs_that_have_ended_or_are_in_another_wor
         assert (status.worker, status.attempt, status.crashes) == ("w2", 2, 0), "the first worker is alive"
         new = await client.submit("new")
         assert [one.fields[b"id"].decode() for one in await reader.read(1, 0)] == [new.id]
+
+
+async def test_a_worker_without_redis_for_longer_than_its_lease_removes_the_crash_of_a_job_that_it_does_not_know(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as connection:
+        job = await client.submit("hello")
+        reader = Reader(connection, "w1")
+        (first,) = await reader.read(0, 0, lease_ms=1)
+        stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
+        await until_true(lambda: connection.scripts.reclaim(stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
+        claim = Claim(job.id, stream, first.entry_id.decode())
+        verdict = await connection.scripts.check_crash(
+            claim, "w2", last_worker="w1", heartbeat_ms=0, dead_after_s=1, max_crashes=3
+        )
+        assert (verdict, (await job.status()).crashes) == ("ok", 1)
+        assert isinstance(await connection.scripts.claim_job(claim, "w2", LEASE_MS), Attempt)
+        assert [one.outcome for one in await reader.read(0, 0)] == ["stale"]
+        assert (await job.status()).crashes == 0
 
 
 async def test_new_jobs_are_read_although_all_jobs_of_a_lost_reply_have_ended(redis_url: str, queue: str) -> None:

@@ -9,7 +9,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{q:p}:turns:<priority>    | sorted set       | while tenants wait: the tenants, by their turns    |
 | llamaq:{q:p}:turns:<priority>:<tenant> | sorted set | while the tenant waits: its waiting entries        |
 | llamaq:{q:p}:shares:<priority>   | hash             | while tenants have jobs: numbers of claimed jobs   |
-| llamaq:{q:p}:read:<priority>:<worker> | string      | a lease; what the worker has read last             |
+| llamaq:{q:p}:read:<priority>:<worker> | string      | ten minutes; the entries of the worker's last read |
 | llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
 | llamaq:{q:p}:events:<id>         | stream of events | until the output is stored; else as the hash       |
 | llamaq:{q:p}:tokens:<id>         | pub/sub channel  | not stored; receives the events of the stream      |

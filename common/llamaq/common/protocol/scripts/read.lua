@@ -3,8 +3,8 @@
 -- With a worker, the jobs of these entries are claimed at once, as in claim.lua: their preparation begins.
 --
 -- If the reply is lost, the worker calls again with the same numbers, and gets the same reply. For this, the entries that a
--- call has read are recorded until their leases expire. Otherwise nobody would run these jobs until then, and another
--- worker that takes them would count the death of this worker.
+-- call has read are recorded. Otherwise nobody would run these jobs until their leases expire, and another worker that takes
+-- them would count the death of this worker, which does not know them.
 --
 -- The hashes of the jobs are not in KEYS: the entries name the jobs. All keys have the hash tag of the stream.
 --
@@ -33,6 +33,7 @@ local reader = ARGV[8] or ''
 local claims = {} -- the replies to all claims
 local count -- number of entries to read from the next stream at most
 local MAX_READ = 1000 -- entries that one command gives leases: Lua passes a few thousand words at most
+local RECORD_MS = 600000 -- also longer than a lease: then another worker may have counted the death of this worker
 local MAX_PASSED = 1000 -- entries of tenants that one call passes in the order of a stream, about
 
 -- Returns up to `count` entries of a stream in which no entry belongs to a tenant.
@@ -167,7 +168,7 @@ local function record_read(stream, number, entries)
     local reply = entry[3] or {}
     record[#record + 1], record[#record + 2] = entry[1], reply[1] == 'run' and reply[2] or 0
   end
-  redis.pcall('SET', record_key(stream), cmsgpack.pack(record), 'PX', lease_ms) -- refused: a full Redis, and nothing changed
+  redis.pcall('SET', record_key(stream), cmsgpack.pack(record), 'PX', RECORD_MS) -- refused: Redis is full, nothing changed
 end
 
 -- Returns the entries of a call with this number whose reply was lost, and sets `by.claimed`. Returns nil if there is no
