@@ -67,6 +67,17 @@ class SlowEngine(FakeEngine):
         return super().run(batch)
 
 
+class SlowDrafter:
+    """A draft model that drafts nothing. Each call advances a manual clock by `draft_s` seconds."""
+
+    def __init__(self, clock: ManualClock, draft_s: float) -> None:
+        self._clock, self._draft_s = clock, draft_s
+
+    def add_drafts(self, batch: Batch) -> Batch:
+        self._clock.now_s += self._draft_s
+        return batch
+
+
 class Loop:
     """A tick loop with a fake engine, and its effects in order: recorded ticks and messages."""
 
@@ -76,6 +87,7 @@ class Loop:
         engine: type[SlowEngine] = SlowEngine,
         mailbox: type[RecordingMailbox] = RecordingMailbox,
         stream_interval_s: float = 0.0,
+        draft_s: float | None = None,
     ) -> None:
         self.effects: list[object] = []
         self.clock = ManualClock()
@@ -88,6 +100,7 @@ class Loop:
             self.shared,
             hang_s=HANG_S,
             stream_interval_s=stream_interval_s,
+            drafter=None if draft_s is None else SlowDrafter(self.clock, draft_s),
             capacity=capacity,
             clock=self.clock,
         )
@@ -147,9 +160,11 @@ class PublicationsMailbox(RecordingMailbox):
         self._effects += [one for one in messages if not isinstance(one, NewToken)]
 
 
-def publications(stream_interval_s: float, batch_s: float, jobs: Sequence[Job]) -> list[object]:
+def publications(
+    stream_interval_s: float, batch_s: float, jobs: Sequence[Job], draft_s: float | None = None
+) -> list[object]:
     """Return how many tokens are published together, and the names of the other messages."""
-    loop = Loop(mailbox=PublicationsMailbox, stream_interval_s=stream_interval_s)
+    loop = Loop(mailbox=PublicationsMailbox, stream_interval_s=stream_interval_s, draft_s=draft_s)
     loop.engine.batch_s = batch_s
     for job in jobs:
         loop.start(job)
@@ -167,6 +182,13 @@ def test_the_tokens_of_a_tick_that_takes_longer_than_the_interval_are_published_
     at_once = publications(0.0045, 0.005, [make_job(max_tokens=4)])
     assert at_once == [1, "SlotAcquired", 1, 1, 1, "JobEnded"]
     assert publications(0.0, 0.001, [make_job(max_tokens=4)]) == at_once
+
+
+def test_the_time_of_the_draft_model_counts_as_time_of_the_tick() -> None:
+    at_once = publications(0.005, 0.001, [make_job(max_tokens=4)], draft_s=0.0025)
+    assert at_once == [1, "SlotAcquired", 1, 1, 1, "JobEnded"]
+    together = publications(0.005, 0.001, [make_job(max_tokens=4)], draft_s=0.0001)
+    assert together == [1, "SlotAcquired", 3, "JobEnded"]
 
 
 def test_tokens_do_not_wait_for_a_tick_with_a_prompt() -> None:

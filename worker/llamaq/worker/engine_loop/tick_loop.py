@@ -138,6 +138,8 @@ class TickLoop:
         self._publisher = Publisher(shared)
         self._stream_interval_s = stream_interval_s
         self._published_s = clock()
+        self._draft_s = 0.0
+        """How long the draft model took in the last tick."""
         self._snapshot_s = clock()
         self.snapshot = self._take_snapshot()
         """The slots and cells as of the last snapshot."""
@@ -261,7 +263,7 @@ class TickLoop:
         """
         if not batch or batch.n_prefill:
             return False
-        next_s = self._clock() + self._tick_times.predict_s(0)
+        next_s = self._clock() + self._draft_s + self._tick_times.predict_s(0)
         return next_s < self._published_s + self._stream_interval_s and not self._publisher.is_urgent
 
     def _publish(self) -> None:
@@ -270,7 +272,12 @@ class TickLoop:
 
     def _draft(self, batch: TickBatch) -> TickBatch:
         """Return the batch with the drafts of the draft model."""
-        return batch if self._drafter is None else self._drafter.add_drafts(batch)
+        if self._drafter is None:
+            return batch
+        started_s = self._clock()
+        drafted: TickBatch = self._drafter.add_drafts(batch)
+        self._draft_s = self._clock() - started_s
+        return drafted
 
     def _compute(self, batch: TickBatch) -> tuple[Any, float]:
         """Return the results of the batch and the computing time in seconds. An empty batch is not computed."""
