@@ -8,10 +8,11 @@ Each system gets the same number of jobs while its worker does not take any. The
   runs the jobs in its own process. A job calls a function that returns its argument.
 - `stream`: XREADGROUP, XACK and XDEL of entries of the same size, in blocks of 32, without any state of a job.
 
-`jobs_per_s` is the rate of the worker from its first claim on: a paused queue has the jobs, and the worker looks every half
-second whether the pause has ended. `submits_per_s` is the rate of one client that submits one job after the other, or, as
-`submits_per_s_many`, in calls with 100 jobs each. `cpu_us_per_job` is the processor time of the worker and of Redis
-while the worker takes the jobs; other load on the machine changes it little. Systems take turns in every round.
+`jobs_per_s` is the rate of the worker from its first claim on: a paused queue has the jobs, and the worker looks
+every half second whether the pause has ended. `submits_per_s` is the rate of one client that submits one job after
+the other, or, as `submits_per_s_many`, in calls with 100 jobs each. `cpu_us_per_job` is the processor time of the
+worker and of Redis while the worker takes the jobs; other load on the machine changes it little. Systems take turns
+in every round.
 """
 
 from __future__ import annotations
