@@ -3,7 +3,7 @@
 -- With a worker, the jobs of these entries are claimed at once, as in claim.lua: their preparation begins.
 --
 -- If the reply is lost, the worker calls again with the same numbers, and gets the same reply. For this, the entries that a
--- call has read are recorded. Otherwise nobody would run these jobs until their leases expire, and another worker that takes
+-- call has read are recorded. Otherwise these jobs would stand still until their leases expire, and another worker that takes
 -- them would count the death of this worker, which does not know them.
 --
 -- The hashes of the jobs are not in KEYS: the entries name the jobs. All keys have the hash tag of the stream.
