@@ -8,7 +8,6 @@ import inspect
 import os
 import secrets
 import signal
-import socket
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from gguf import PoolingType
 from hypothesis import HealthCheck, settings
 from tests.support.distribution import distribute
 from tests.support.lazy_import import LazyPackage
+from tests.support.ports import reserve_port
 from tests.support.quick import guard_quick_test, has_quick_tests, install_audit_hook, is_quick
 
 import llamaq.worker
@@ -130,10 +130,8 @@ def queue() -> str:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of 127.0.0.1 on which no server listens. No other test uses it."""
+    return reserve_port()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from tests.conformance.outcomes import (
 )
 from tests.conformance.stack_host import StackHost
 from tests.conformance.stand_in_models import StandInModels
+from tests.support.ports import reserve_port
 
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
@@ -86,7 +86,7 @@ class Suite:
         common = {
             "LLAMA_SERVER_BIN_PATH": str(executable),
             "LLAMAQ_CONFORMANCE_OUTCOMES": str(outcomes),
-            "PORT": str(_free_port()),
+            "PORT": str(reserve_port()),
             "PYTHONPATH": os.pathsep.join([str(self.folder), str(HERE)]),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
@@ -155,13 +155,6 @@ def run_llamaq(suite: Suite) -> int:
     print_outcomes(outcomes)
     print_comparison(outcomes, left_out, expected.passed, unexpected)
     return 1 if unexpected else 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

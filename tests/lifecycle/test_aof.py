@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
-from tests.support.redis_servers import HOST, Server, free_ports, wait_until
+from tests.support.ports import HOST, reserve_port
+from tests.support.redis_servers import Server, wait_until
 
 from llamaq.producer import Client, Job, QueueFull
 
@@ -51,7 +52,7 @@ def n_acknowledged(submitters: list[Submitter]) -> int:
 def test_every_acknowledged_job_finishes_although_redis_is_killed_under_load(
     environment: Environment, folder: Path
 ) -> None:
-    server = Server(folder, free_ports(1)[0], DURABLE)
+    server = Server(folder, reserve_port(), DURABLE)
     server.start()
     environment.redis_url = f"redis://{HOST}:{server.port}/0"
     try:

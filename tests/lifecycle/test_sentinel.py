@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from tests.support.redis_servers import HOST, IN_MEMORY, SERVICE, SentinelServers, Server, free_ports, wait_until
+from tests.support.ports import HOST, reserve_ports
+from tests.support.redis_servers import IN_MEMORY, SERVICE, SentinelServers, Server, wait_until
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.protocol.job_events import Started
@@ -96,7 +97,7 @@ class ManualFailover:
     """A master and a replica without Sentinels. `self.address` is a proxy to the current master."""
 
     def __init__(self, folder: Path) -> None:
-        one, other = free_ports(2)
+        one, other = reserve_ports(2)
         self.master, self.replica = Server(folder, one, IN_MEMORY), Server(folder, other, IN_MEMORY)
         self.address = Proxy(f"redis://{HOST}:{one}")
         self.replication = Proxy(f"redis://{HOST}:{one}")

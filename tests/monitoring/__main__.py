@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 from tests.monitoring.queries import ALERTS, FOLDER, alert_queries, panel_queries, without_thresholds, without_variables
+from tests.support.ports import reserve_port
 
 from llamaq.producer import Client, JobFailed, LlamaqError
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -166,7 +166,7 @@ def main() -> int:
         stack.callback(load.join, 120)
         stack.callback(stopped.set)
         load.start()
-        config, port = write_config(folder, ports), str(_free_port())
+        config, port = write_config(folder, ports), str(reserve_port())
         arguments = (f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}")
         listen = f"--web.listen-address=127.0.0.1:{port}"
         stack.enter_context(process(folder / "prometheus.log", "prometheus", *arguments, listen))
@@ -178,13 +178,6 @@ def main() -> int:
     for problem in problems:
         console.print(problem)
     return 1 if problems else 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

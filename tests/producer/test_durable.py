@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.redis_servers import HOST, IN_MEMORY, ClusterServers, Server, free_ports, wait_until
+from tests.support.ports import HOST, reserve_ports
+from tests.support.redis_servers import IN_MEMORY, ClusterServers, Server, wait_until
 from typer.testing import CliRunner
 
 from llamaq.cli.error_report import exit_code_of
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.starts_processes
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Server]]:
     """A master and its replica."""
-    master, replica = (Server(tmp_path, port, IN_MEMORY) for port in free_ports(2))
+    master, replica = (Server(tmp_path, port, IN_MEMORY) for port in reserve_ports(2))
     try:
         master.start()
         replica.start("--replicaof", HOST, str(master.port))

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from redis.exceptions import RedisError
-from tests.support.redis_servers import Server, free_ports
+from tests.support.ports import reserve_port
+from tests.support.redis_servers import Server
 
 from llamaq.common.protocol.keys import Keys
 from llamaq.producer import AsyncClient
@@ -86,7 +87,7 @@ def run_round(folder: Path, mode: str, shim: Path, *, power_cut: bool, run_s: fl
     synced_to = folder / "synced"
     options = ("--save", "", "--appendonly", "yes", "--appendfsync", mode, "--aof-load-truncated", "yes")
     environment = {"LD_PRELOAD": str(shim), "SYNCED_TO": str(synced_to)}
-    server = Server(folder, free_ports(1)[0], options, environment=environment)
+    server = Server(folder, reserve_port(), options, environment=environment)
     server.start()
     url = f"redis://127.0.0.1:{server.port}/0"
     acknowledged = Acknowledged()

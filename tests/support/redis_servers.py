@@ -1,13 +1,12 @@
 """Groups of real redis-servers: a master with a replica and Sentinels, and a cluster.
 
-The servers of a group run in one folder, on free ports of 127.0.0.1, and are killed when the group's context ends.
+The servers of a group run in one folder, on reserved ports of 127.0.0.1, and are killed when the group's context ends.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -20,37 +19,13 @@ from typing import Any, Self
 
 from redis import Redis
 from redis.exceptions import RedisError
+from tests.support.ports import HOST, reserve_ports
 
 from llamaq.worker.local.embedded_redis import find_server
 
-HOST = "127.0.0.1"
 START_TIMEOUT_S = 60.0
-CLUSTER_BUS_OFFSET = 10_000
 SLOTS = 16384
 SERVICE = "llamaq-master"
-
-
-def free_ports(count: int, highest: int = 55_000) -> list[int]:
-    """Return free ports up to `highest`.
-
-    A cluster server listens on its port and on a second port, 10,000 higher. The second ports are free too.
-    """
-    found: list[int] = []
-    taken: set[int] = set()
-    while len(found) < count:
-        with socket.socket() as probe, socket.socket() as second:
-            probe.bind((HOST, 0))
-            port: int = probe.getsockname()[1]
-            ports = {port, port + CLUSTER_BUS_OFFSET}
-            if port > highest or ports & taken:
-                continue
-            try:
-                second.bind((HOST, port + CLUSTER_BUS_OFFSET))
-            except OSError:  # another test uses it
-                continue
-        found.append(port)
-        taken |= ports
-    return found
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -171,7 +146,7 @@ class SentinelServers(ServerGroup):
     """A master and a replica that Sentinels watch. A majority of the Sentinels must agree that a server is down."""
 
     def __init__(self, folder: Path, *, n_sentinels: int = 3, down_ms: int = 500) -> None:
-        master_port, replica_port, *sentinel_ports = free_ports(2 + n_sentinels)
+        master_port, replica_port, *sentinel_ports = reserve_ports(2 + n_sentinels)
         self.data = [Server(folder, master_port, IN_MEMORY), Server(folder, replica_port, IN_MEMORY)]
         config = SENTINEL_CONFIG.format(
             service=SERVICE, host=HOST, port=master_port, quorum=n_sentinels // 2 + 1, down_ms=down_ms
@@ -235,7 +210,7 @@ class ClusterServers(ServerGroup):
     """A cluster whose masters have equal shares of the hash slots. Each master has `n_replicas` replicas."""
 
     def __init__(self, folder: Path, *, n_masters: int = 3, n_replicas: int = 0) -> None:
-        ports = free_ports(n_masters * (1 + n_replicas))
+        ports = reserve_ports(n_masters * (1 + n_replicas))
         self.servers = [Server(folder, port, CLUSTER_OPTIONS) for port in ports]
         self.masters = self.servers[:n_masters]
         self.replicas = {

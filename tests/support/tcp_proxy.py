@@ -23,9 +23,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from tests.support.ports import HOST, reserve_port
+
 T = TypeVar("T")
 
-HOST = "127.0.0.1"
 CHUNK_BYTES = 64 * 1024
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 """SO_LINGER of zero seconds: closing the socket sends RST, like a restarted host or a firewall."""
@@ -34,10 +35,10 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Proxy:
     """Listens on a port of 127.0.0.1 and forwards all data to one server."""
 
-    def __init__(self, url: str, *, port: int = 0) -> None:
-        """Create a proxy to the server at `url`, `redis://host:port/0` or `unix:///path`. Port 0: any free port."""
+    def __init__(self, url: str, *, port: int | None = None) -> None:
+        """Create a proxy to the server at `url`, `redis://host:port/0` or `unix:///path`. None: a reserved port."""
         self._target = urlsplit(url)
-        self._port = port
+        self._port = reserve_port() if port is None else port
         self._loop = asyncio.new_event_loop()
         self._pairs: dict[_ProxiedConnection, asyncio.Task[object] | None] = {}
         self._server: asyncio.Server | None = None
@@ -98,7 +99,6 @@ class Proxy:
 
     async def _open_port(self) -> None:
         self._server = await asyncio.start_server(self._serve, HOST, self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
 
     async def _close_port(self) -> None:
         if self._server is not None:

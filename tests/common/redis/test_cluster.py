@@ -12,7 +12,8 @@ import pytest
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from tests.support.redis_servers import HOST, ClusterServers, Server, wait_until
+from tests.support.ports import HOST
+from tests.support.redis_servers import ClusterServers, Server, wait_until
 
 from llamaq.common.redis.connect import connect, node_of
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from tests.support.redis_servers import HOST, IN_MEMORY, Server, free_ports
+from tests.support.ports import HOST, reserve_ports
+from tests.support.redis_servers import IN_MEMORY, Server
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.errors import InvalidSettings
@@ -90,7 +91,8 @@ def test_the_error_of_an_invalid_url_names_the_setting() -> None:
 
 @pytest.mark.starts_processes
 async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_command(tmp_path: Path) -> None:
-    server = Server(tmp_path, free_ports(1)[0], IN_MEMORY)
+    port, port_of_no_master = reserve_ports(2)
+    server = Server(tmp_path, port, IN_MEMORY)
     server.start()
     redis = connect(f"redis://{HOST}:{server.port}/0", name="test-demoted")
     scripts = AttemptScripts(redis, Keys())
@@ -98,7 +100,7 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
     try:
         hash_fields: dict[Any, Any] = {"status": "running", "attempt": 1, "generated": 0, "worker": "me"}
         await redis.hset(Keys().of_job(increment.job_id).job, mapping=hash_fields)
-        await redis.replicaof(HOST, str(server.port + 1))
+        await redis.replicaof(HOST, str(port_of_no_master))
         with pytest.raises(RedisConnectionError, match="refuses to write"):
             await redis.set("key", "value")
         async with redis.pipeline(transaction=True) as pipe:

@@ -15,7 +15,8 @@ from tests.soak.checker import Checker
 from tests.soak.environment import POLL_S, Environment
 from tests.soak.load import collect, submit
 from tests.soak.report import Outcome, ProgressReport
-from tests.support.redis_servers import Server, free_ports
+from tests.support.ports import reserve_port
+from tests.support.redis_servers import Server
 
 from llamaq.common.errors import LlamaqError, RedisFull
 from llamaq.common.protocol.job_outcome import JobState
@@ -37,7 +38,7 @@ async def full(seed: int, report: ProgressReport, *, megabytes: int = 8) -> Outc
     checker, rng, started_s = Checker(), seeded_random(seed, "full"), time.monotonic()
     options = ("--save", "", "--maxmemory", f"{max(MIN_MEGABYTES, megabytes)}mb", "--maxmemory-policy", "noeviction")
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
-        server = Server(Path(folder), free_ports(1)[0], options)
+        server = Server(Path(folder), reserve_port(), options)
         server.start()
         try:
             async with Environment(redis_url=f"redis://127.0.0.1:{server.port}/0", settings=SETTINGS) as environment:

@@ -13,7 +13,8 @@ from tests.soak.checker import Checker
 from tests.soak.environment import Environment, WorkerProcess
 from tests.soak.report import Outcome, ProgressReport
 from tests.soak.runners import TICK_S, Runners, long_jobs
-from tests.support.redis_servers import Server, free_ports
+from tests.support.ports import reserve_port
+from tests.support.redis_servers import Server
 
 LEASES_S = (6.0, 2.0)
 """The leases of the two workers. Neither may take a job of the other, as long as both live."""
@@ -30,7 +31,7 @@ async def leases(seed: int, report: ProgressReport, *, n_pauses: int = 10) -> Ou
     checker, rng, started_s = Checker(), seeded_random(seed, "leases"), time.monotonic()
     n_seen = n_moved = 0
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
-        server = Server(Path(folder), free_ports(1)[0], ("--save", ""))
+        server = Server(Path(folder), reserve_port(), ("--save", ""))
         server.start()
         try:
             url = f"redis://127.0.0.1:{server.port}/0"

@@ -17,7 +17,8 @@ from tests.soak.checker import Checker
 from tests.soak.environment import Environment, wait_until
 from tests.soak.load import collect, read, run_jobs, submit
 from tests.soak.report import Outcome, ProgressReport
-from tests.support.redis_servers import Server, free_ports
+from tests.support.ports import reserve_port
+from tests.support.redis_servers import Server
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.producer import AsyncClient
@@ -77,7 +78,7 @@ async def restarts(seed: int, report: ProgressReport, *, n_restarts: int = 20) -
     """Kill and restart Redis under load. Redis syncs every write to disk before it acknowledges it."""
     checker, rng, started_s = Checker(), seeded_random(seed, "restarts"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
-        server = Server(Path(folder), free_ports(1)[0], DURABLE)
+        server = Server(Path(folder), reserve_port(), DURABLE)
         server.start()
         try:
             url = f"redis://127.0.0.1:{server.port}/0"

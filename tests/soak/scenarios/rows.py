@@ -23,7 +23,8 @@ from tests.soak.checker import Checker
 from tests.soak.environment import Environment
 from tests.soak.report import Outcome, ProgressReport
 from tests.soak.scenarios.outages import DURABLE
-from tests.support.redis_servers import Server, free_ports
+from tests.support.ports import reserve_port
+from tests.support.redis_servers import Server
 
 from llamaq.producer.bulk import BulkRun
 from llamaq.producer.rq import BulkQueue
@@ -145,7 +146,7 @@ async def compare_runs(
     """Compare the answers of an undisturbed run with those of a run while processes are killed."""
     checker, rng, started_s = Checker(), seeded_random(seed, name), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
-        server = Server(Path(folder), free_ports(1)[0], DURABLE)
+        server = Server(Path(folder), reserve_port(), DURABLE)
         server.start()
         try:
             url = f"redis://127.0.0.1:{server.port}/0"
