@@ -132,15 +132,6 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    done = yield
-    if nextitem is None or not nextitem.nodeid.startswith("tests/e2e/"):
-        for served in _served:
-            _stop(served)
-    return done
-
-
 @pytest.fixture(scope="session")
 def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartWorker]:
     """A function that starts a worker process on a new queue, and waits until the queue lists the worker."""

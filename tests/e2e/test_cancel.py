@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis import Redis
+from tests.support.workers import only_worker
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.keys import JobId, Keys
@@ -46,7 +47,7 @@ def job_ids(slots: tuple[SlotSnapshot, ...]) -> list[str]:
 
 def slot_of(client: Client, job: Job) -> SlotSnapshot | None:
     """Return the slot of the job according to the last heartbeat, or None if the job has no slot."""
-    return next((slot for slot in client.workers()[0].slots if slot.job_id == job.id), None)
+    return next((slot for slot in only_worker(client).slots if slot.job_id == job.id), None)
 
 
 def newest_job(client: Client, served: ServedQueue) -> Job:

@@ -17,6 +17,7 @@ import pytest
 from redis import Redis
 from tests.support.http_server import serving_http
 from tests.support.lazy_import import lazy_import
+from tests.support.workers import only_worker
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app
@@ -79,7 +80,7 @@ def test_the_client_gets_one_scaled_embedding_for_each_text(embedder: ServedQueu
     with embedder.client() as client:
         many = client.embed([*TEXTS, *[f"text {number}" for number in range(40)]])  # of two jobs
         alone = client.embed(TEXTS[2])
-        card = client.workers()[0].card
+        card = only_worker(client).card
         last = client.stats().recent[0].job_id
         with Redis.from_url(embedder.url) as redis:
             assert 0 < redis.ttl(Keys().of_job(last).job) <= 120

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 from tests.support.http_server import serving_http
 from tests.support.lazy_import import lazy_import
+from tests.support.workers import only_worker
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.responses.request_body import read_response_body
@@ -230,7 +231,7 @@ async def test_probabilities_belong_to_the_text(demo: ServedQueue) -> None:
 async def test_a_conversation_that_is_too_long_is_shortened_if_the_request_says_so(demo: ServedQueue) -> None:
     turns: Any = [{"role": role, "content": "word " * 50} for role in ["user", "assistant"] * 20] + HELLO
     with demo.client() as client:
-        card = client.workers()[0].card
+        card = only_worker(client).card
     n_context = min(card.n_ctx, card.n_ctx_train)
     options: Any = {"model": demo.queue, "input": turns, "max_output_tokens": n_context}
     async with connected(demo) as api:

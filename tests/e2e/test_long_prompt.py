@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
+from tests.support.workers import only_worker
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
@@ -52,7 +53,7 @@ def test_a_job_keeps_its_lease_during_a_prefill_that_is_longer_than_the_lease(
 
         def read_for_two_leases() -> bool:
             nonlocal longest_ms
-            slot = next((slot for slot in slow_client.workers()[0].slots if slot.job_id == job.id), None)
+            slot = next((slot for slot in only_worker(slow_client).slots if slot.job_id == job.id), None)
             pending: Any = redis.xpending_range(
                 Keys().jobs(slow.queue, 0, Priority.INTERACTIVE), GROUP, min="-", max="+", count=1
             )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.workers import only_worker
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
 from llamaq.producer import Client, JobFailed, QueueDepth
@@ -114,7 +115,7 @@ def test_a_bulk_job_runs_although_many_interactive_jobs_wait(client: Client, dem
 
 
 def test_a_prompt_longer_than_the_context_fails_and_other_jobs_finish(narrow_client: Client) -> None:
-    n_ctx = narrow_client.workers()[0].card.n_ctx
+    n_ctx = only_worker(narrow_client).card.n_ctx
     others = [narrow_client.submit("the world", max_tokens=40) for _ in range(3)]
     too_long = narrow_client.submit(tokens=[7] * n_ctx, max_tokens=1)
     others += [narrow_client.submit("the world", max_tokens=40) for _ in range(3)]
@@ -127,13 +128,13 @@ def test_a_prompt_longer_than_the_context_fails_and_other_jobs_finish(narrow_cli
 
 
 def test_the_longest_prompt_that_fits_generates_one_token(narrow_client: Client) -> None:
-    n_ctx = narrow_client.workers()[0].card.n_ctx
+    n_ctx = only_worker(narrow_client).card.n_ctx
     result = narrow_client.generate_tokens([7] * (n_ctx - 1), max_tokens=5)
     assert (result.finish_reason, result.stats.generated_tokens) == (FinishReason.LENGTH, 1)
 
 
 def test_a_job_that_reaches_the_context_limit_ends_with_length_and_the_next_job_finishes(narrow_client: Client) -> None:
-    n_ctx = narrow_client.workers()[0].card.n_ctx
+    n_ctx = only_worker(narrow_client).card.n_ctx
     limited = narrow_client.submit(tokens=[7] * (n_ctx - 112), max_tokens=10_000, ignore_eos=True)
     after = narrow_client.submit("the world", max_tokens=30)
     result = limited.result(timeout=60)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis import Redis
+from tests.support.workers import only_worker
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
@@ -44,7 +45,7 @@ def tokenizer(client: Client) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def n_vocab(client: Client) -> int:
-    return client.workers()[0].card.n_vocab
+    return only_worker(client).card.n_vocab
 
 
 # ---- stop strings

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.support.workers import only_worker
+
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
 
@@ -25,7 +27,7 @@ def test_an_interactive_job_does_not_wait_for_bulk_jobs(
         options: dict[str, Any] = {"max_tokens": BULK_TOKENS, "temperature": 0, "priority": "bulk"}
         bulk = [client.submit(f"bulk {at}", timeout_s=50, **options) for at in range(8)]
         more = [client.submit(f"more {at}", **options) for at in range(40)]  # they end after the interactive jobs
-        wait_for(lambda: sum(slot.job_id is not None for slot in client.workers()[0].slots) == 2)
+        wait_for(lambda: sum(slot.job_id is not None for slot in only_worker(client).slots) == 2)
         for at in range(4):
             urgent = client.submit(f"urgent {at}", max_tokens=4, temperature=0)
             assert urgent.result(timeout=20).finish_reason is FinishReason.LENGTH
@@ -33,7 +35,7 @@ def test_an_interactive_job_does_not_wait_for_bulk_jobs(
         for job in more:
             job.cancel()
         results = [job.result(timeout=60) for job in bulk]
-        assert client.workers()[0].cache.preemptions > 0
+        assert only_worker(client).cache.preemptions > 0
         assert {result.finish_reason for result in results} == {FinishReason.LENGTH}
         assert [len(result.tokens) for result in results] == [BULK_TOKENS] * 8
         for job, result in zip(bulk, results, strict=True):

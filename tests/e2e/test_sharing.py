@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.workers import only_worker
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.producer import Client, JobFailed, Result
@@ -91,7 +92,7 @@ def test_a_job_can_request_a_slot(client: Client) -> None:
 
 def test_the_snapshot_of_a_worker_shows_its_cache(client: Client, wait_for: Await) -> None:
     client.generate(FACTS, max_tokens=4)
-    wait_for(lambda: client.workers()[0].cache.entries > 0)  # the next heartbeat shows it
+    wait_for(lambda: only_worker(client).cache.entries > 0)  # the next heartbeat shows it
     (worker,) = client.workers()
     assert 0 < worker.cache.used_cells <= worker.cache.n_cells
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.workers import only_worker
 
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.producer import Client, JobOptions
@@ -24,7 +25,7 @@ WITHOUT_DRAFTS: JobOptions = {**WITH_LOGPROBS, "draft_max": 0}
 
 def totals_with_accepted_drafts(client: Client) -> TickTotals | None:
     """Return the worker's counters once they count an accepted draft: a heartbeat reports them after the job's end."""
-    totals = client.workers()[0].totals
+    totals = only_worker(client).totals
     return totals if totals.accepted_tokens else None
 
 
@@ -44,7 +45,7 @@ def test_a_text_that_repeats_itself_is_drafted_unless_the_job_refuses(narrow_cli
     totals = wait_for(lambda: totals_with_accepted_drafts(narrow_client))
     assert totals.drafted_tokens >= totals.accepted_tokens > 0
     assert totals.decode_tokens > totals.accepted_tokens
-    assert narrow_client.workers()[0].card.speculation == "ngram"
+    assert only_worker(narrow_client).card.speculation == "ngram"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_a_draft_model_drafts_and_the_output_is_that_without_drafts(
         assert stats.drafted_tokens >= stats.accepted_tokens > 0
         totals = wait_for(lambda: totals_with_accepted_drafts(client))
         assert totals.drafted_tokens >= totals.accepted_tokens > 0
-        assert client.workers()[0].card.speculation == "model"
+        assert only_worker(client).card.speculation == "model"
 
 
 def test_tokens_of_one_draft_are_streamed_together_and_in_order(narrow_client: Client) -> None:

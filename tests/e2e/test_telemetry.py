@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from redis import Redis
+from tests.support.workers import only_worker
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState, JobStats
@@ -43,7 +44,7 @@ def test_the_stats_of_a_job_are_its_token_counts_times_and_rates(client: Client,
     assert stats.prefix_cache_ratio == pytest.approx(stats.prefix_cache_tokens / stats.prompt_tokens)
     assert stats.slot in range(demo.settings.n_parallel)
     assert stats.seq_id is not None
-    assert stats.worker == client.workers()[0].card.worker
+    assert stats.worker == only_worker(client).card.worker
     assert stats.mode == "generate"
 
 
@@ -84,9 +85,9 @@ def test_a_tick_measurement_has_the_documented_names(client: Client, demo: Serve
 def test_the_heartbeat_has_the_sums_over_all_ticks(client: Client, wait_for: Await) -> None:
     def next_totals() -> TickTotals:
         """Return the sums of the next heartbeat."""
-        sent_ms = client.workers()[0].heartbeat_ms
-        wait_for(lambda: client.workers()[0].heartbeat_ms > sent_ms)
-        return client.workers()[0].totals
+        sent_ms = only_worker(client).heartbeat_ms
+        wait_for(lambda: only_worker(client).heartbeat_ms > sent_ms)
+        return only_worker(client).totals
 
     before = next_totals()
     stats = client.generate(STORY, max_tokens=30, ignore_eos=True).stats
@@ -174,7 +175,7 @@ def test_a_hook_can_tell_a_failed_job(
     assert code in (None, expected[1])
     (received,) = wait_for(lambda: [one for one in demo.measurements() if one.get("job_id") == job.id])
     assert (received["finish_reason"], received["error_code"]) == expected
-    assert received["worker"] == client.workers()[0].card.worker
+    assert received["worker"] == only_worker(client).card.worker
 
 
 def test_the_stats_stream_has_every_finished_job_newest_first(
@@ -237,8 +238,8 @@ def test_a_snapshot_shows_busy_slots_and_then_idle_slots(slow_client: Client, wa
     for job in jobs:
         job.cancel()
         job.result()
-    after = wait_for(lambda: (worker := slow_client.workers()[0]).jobs_done >= done_before + 2 and worker)
-    wait_for(lambda: {slot.state for slot in slow_client.workers()[0].slots} == {"idle"})
+    after = wait_for(lambda: (worker := only_worker(slow_client)).jobs_done >= done_before + 2 and worker)
+    wait_for(lambda: {slot.state for slot in only_worker(slow_client).slots} == {"idle"})
     assert after.ticks > ticks_before
     assert after.heartbeat_ms > worker.heartbeat_ms
 
@@ -248,7 +249,7 @@ def test_queue_depth_counts_waiting_and_running_jobs(slow: ServedQueue, slow_cli
     jobs = [slow_client.submit("the world", max_tokens=5000) for _ in range(n_slots + 3)]
     depth = wait_for(lambda: (depth := slow_client.queue_depth()).running == n_slots and depth)
     assert (depth.waiting, depth.running) == (3, n_slots)
-    wait_for(lambda: (tick := slow_client.workers()[0].last_tick) is not None and tick.queue_depth >= 3)
+    wait_for(lambda: (tick := only_worker(slow_client).last_tick) is not None and tick.queue_depth >= 3)
     assert slow_client.stats().depth == depth
     for job in jobs:
         job.cancel()
