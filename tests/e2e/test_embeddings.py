@@ -256,7 +256,6 @@ async def test_langchain_gets_the_embeddings_of_its_texts_or_of_its_tokens(
     async with connected(embedder) as http:
         options: Any = {"model": embedder.queue, "base_url": f"{http.base_url}/v1", "api_key": "none", "max_retries": 0}
         options["http_async_client"] = http  # otherwise its connections are never closed
-        options["http_async_client"] = http  # otherwise its connections are never closed
         by_text = langchain_openai.OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
         by_tokens = langchain_openai.OpenAIEmbeddings(**options)
         documents = [await each.aembed_documents(TEXTS) for each in (by_text, by_tokens)]

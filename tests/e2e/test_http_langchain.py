@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import httpx
 import pytest
 from pydantic import BaseModel, ConfigDict
 from tests.support.http_server import serving_http
@@ -28,14 +31,18 @@ class Weather(BaseModel):
     unit: Literal["C", "F"]
 
 
-def model_of(url: str, queue: str, **options: Any) -> langchain_openai.ChatOpenAI:
-    return langchain_openai.ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=queue, max_retries=0, **options)
+@asynccontextmanager
+async def served_model(served: ServedQueue, **options: Any) -> AsyncIterator[langchain_openai.ChatOpenAI]:
+    # The connections of LangChain's own HTTP client are never closed.
+    async with serving_http(served.url, served.queue) as url, httpx.AsyncClient(timeout=60) as http:
+        yield langchain_openai.ChatOpenAI(
+            base_url=f"{url}/v1", api_key="none", model=served.queue, max_retries=0, http_async_client=http, **options
+        )
 
 
 async def test_a_chat_is_answered_streamed_or_not(demo: ServedQueue, client: Client) -> None:
     expected = client.chat([{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0)
-    async with serving_http(demo.url, demo.queue) as url:
-        model = model_of(url, demo.queue, temperature=0, max_tokens=8)
+    async with served_model(demo, temperature=0, max_tokens=8) as model:
         answer = await model.ainvoke("Hello")
         chunks = [chunk async for chunk in model.astream("Hello", stream_usage=True)]
     assert answer.content == "".join(str(chunk.content) for chunk in chunks) == expected.text
@@ -47,16 +54,16 @@ async def test_a_chat_is_answered_streamed_or_not(demo: ServedQueue, client: Cli
 async def test_the_example_of_the_readme_prints_a_story(demo: ServedQueue, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving_http(demo.url, demo.queue) as url:
         example = block("langchain").replace("http://localhost:8080", url).replace('"default"', repr(demo.queue))
-        await asyncio.to_thread(exec, compile(example, "README.md, langchain", "exec"), {})
+        names: dict[str, Any] = {}
+        await asyncio.to_thread(exec, compile(example, "README.md, langchain", "exec"), names)
+        names["model"].root_client.close()
     assert len(capsys.readouterr().out) > 40
 
 
 @pytest.mark.parametrize("use_responses_api", [False, True])
 async def test_tools_are_called_and_their_results_answered(caller: ServedQueue, use_responses_api: bool) -> None:
-    async with serving_http(caller.url, caller.queue) as url:
-        model = model_of(
-            url, caller.queue, use_responses_api=use_responses_api, max_tokens=300, reasoning_effort="none"
-        )
+    options: Any = {"use_responses_api": use_responses_api, "max_tokens": 300, "reasoning_effort": "none"}
+    async with served_model(caller, **options) as model:
         bound = model.bind_tools([Weather], tool_choice="Weather", parallel_tool_calls=False)
         answer = await bound.ainvoke("Hello")
         streamed: Any = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -34,16 +36,19 @@ def stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise its import downloads a list of prices
 
 
-def options_of(url: str, queue: str, **options: Any) -> dict[str, Any]:
-    given = {"model": f"openai/{queue}", "api_base": f"{url}/v1", "api_key": "none", "max_retries": 0}
-    # For requests with tools, LiteLLM imports the package mcp, which it does not require.
-    return {**given, "_skip_mcp_handler": True, **options}
+@asynccontextmanager
+async def served_options(served: ServedQueue, **options: Any) -> AsyncIterator[dict[str, Any]]:
+    """Yield the arguments of a call to a server. LiteLLM's connections are closed at the end."""
+    async with serving_http(served.url, served.queue) as url:
+        given = {"model": f"openai/{served.queue}", "api_base": f"{url}/v1", "api_key": "none", "max_retries": 0}
+        # For requests with tools, LiteLLM imports the package mcp, which it does not require.
+        yield {**given, "messages": HELLO, "_skip_mcp_handler": True, **options}
+        await litellm.close_litellm_async_clients()  # type: ignore[attr-defined,no-untyped-call]
 
 
 async def test_a_chat_is_answered_streamed_or_not(demo: ServedQueue, client: Client) -> None:
     expected = client.chat(HELLO, max_tokens=8, temperature=0)
-    async with serving_http(demo.url, demo.queue) as url:
-        options = options_of(url, demo.queue, messages=HELLO, max_tokens=8, temperature=0)
+    async with served_options(demo, max_tokens=8, temperature=0) as options:
         answer: Any = await litellm.acompletion(**options)
         stream: Any = await litellm.acompletion(**options, stream=True)
         texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
@@ -53,8 +58,7 @@ async def test_a_chat_is_answered_streamed_or_not(demo: ServedQueue, client: Cli
 
 async def test_tools_are_called_and_objects_have_the_form_of_a_class(caller: ServedQueue) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}
-    async with serving_http(caller.url, caller.queue) as url:
-        options = options_of(url, caller.queue, messages=HELLO, max_tokens=300)
+    async with served_options(caller, max_tokens=300) as options:
         options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
         forced = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
         answer: Any = await litellm.acompletion(**options, **forced)

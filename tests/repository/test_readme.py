@@ -140,7 +140,9 @@ def test_the_examples_of_the_openai_package_print_a_story(
     """tests/e2e/test_http_langchain.py runs the example of LangChain, whose import takes long."""
 
     def run(example: str) -> None:
-        exec(compile(example, f"README.md, {name}", "exec"), {})
+        names: dict[str, Any] = {}
+        exec(compile(example, f"README.md, {name}", "exec"), names)
+        names["client"].close()
 
     run_beside_a_server(run, environment, block(name))
     assert len(capsys.readouterr().out) > 40

@@ -66,6 +66,7 @@ def test_the_example_of_generations(served: Redis, queue: str, redis_url: str) -
     assert rq_queue.count == 1
     work(rq_queue)
     assert len(rq_queue.finished_job_registry.get_job_ids()) == 2
+    rq_queue.connection.close()
 
 
 def test_the_commands_and_options_of_the_page_exist() -> None:
