@@ -243,7 +243,7 @@ class FakeEngineWorker:
                     ended.set_result(message.stats.prefix_cache_tokens)
 
         self.shared.outputs.attach(receive)
-        self.ticks.admit(job)
+        self.ticks.admit([job])
         n_cached: int = await ended
         return n_cached
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -71,11 +71,12 @@ class FakeEngineWorker:
     def end(self, job: AsyncJob) -> None:
         self.outputs.put([JobEnded(self.admitted.pop(job.id), JobStats(), FinishReason.STOP)])
 
-    def admit(self, job: Job) -> None:
-        self.admitted[job.id] = job
-        self.history.append(job.id)
-        if len(self.admitted) <= self.n_slots:
-            self.outputs.put([SlotAcquired(job)])
+    def admit(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self.admitted[job.id] = job
+            self.history.append(job.id)
+            if len(self.admitted) <= self.n_slots:
+                self.outputs.put([SlotAcquired(job)])
 
     def cancel(self, job_id: str) -> None:
         """Ignore the cancellation."""

@@ -137,7 +137,7 @@ def first_letters(n_tokens: int) -> str:
 
 def admit_all(loop: Loop, jobs: Sequence[Job]) -> None:
     for job in jobs:
-        loop.ticks.admit(job)
+        loop.ticks.admit([job])
 
 
 def test_the_measurements_of_a_tick_are_recorded_before_its_outputs_are_put_into_the_mailbox() -> None:
@@ -257,7 +257,7 @@ def test_a_preempted_job_is_withdrawn_after_its_tokens_and_the_loss_of_its_slot_
     class Engine(SlowEngine):
         def run(self, batch: Batch) -> list[SlotResult]:
             if len(self.batches) == 1:
-                loop.ticks.admit(urgent)
+                loop.ticks.admit([urgent])
             if len(self.batches) == 2:
                 loop.ticks.stop(HANG_S)
             return super().run(batch)
@@ -300,10 +300,20 @@ def test_an_error_of_the_engine_ends_the_loop_after_the_earlier_outputs_are_publ
 async def test_the_last_outputs_of_an_engine_that_becomes_idle_are_published_at_once() -> None:
     loop = Loop()
     with loop.running():
-        loop.ticks.admit(make_job(max_tokens=1))
+        loop.ticks.admit([make_job(max_tokens=1)])
         async with asyncio.timeout(WAIT_S):
             while not any(isinstance(effect, JobEnded) for effect in loop.effects):  # noqa: ASYNC110 - as above
                 await asyncio.sleep(POLL_S)
+
+
+async def test_jobs_that_are_admitted_together_begin_in_the_same_tick() -> None:
+    loop = Loop()
+    with loop.running():
+        loop.ticks.admit([make_job(max_tokens=2), make_job(max_tokens=2)])
+        async with asyncio.timeout(WAIT_S):
+            while sum(isinstance(effect, JobEnded) for effect in loop.effects) < 2:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(POLL_S)
+    assert [stats.active_slots for stats in loop.effects if isinstance(stats, TickStats)] == [2, 2]
 
 
 def test_the_queue_depth_of_the_gauge_is_in_the_measurements() -> None:
@@ -376,7 +386,7 @@ def test_a_released_attempt_ends_without_an_output_and_a_newer_attempt_stays() -
     new = make_job(max_tokens=1, attempt=2, job_id=old.id)
     loop.start(old)
     loop.ticks.release(old.id, 1)
-    loop.ticks.admit(new)
+    loop.ticks.admit([new])
     loop.ticks.release(old.id, 1)
     loop.run_until_empty()
     assert loop.effects == [JobWithdrawn(new), SlotAcquired(old)]

@@ -53,7 +53,7 @@ class Intake:
         outbox: Outbox,
         preparer: Preparer,
         executor: Executor,
-        admit: Callable[[BaseJob], None],
+        admit: Callable[[Sequence[BaseJob]], None],
         *,
         n_slots: int,
         capacity: int,
@@ -67,7 +67,7 @@ class Intake:
             outbox: Registers claimed jobs and requeues them.
             preparer: Prepares claimed jobs.
             executor: Its threads prepare jobs that take long.
-            admit: Passes a prepared job to the engine thread, without blocking.
+            admit: Passes prepared jobs to the engine thread. Takes a tenth of a millisecond at most.
             n_slots: The slots of this worker.
             capacity: Upper bound on the jobs that this worker has claimed at a time: its slots plus a small window.
             bulk_share: Decides how many bulk jobs are claimed although interactive jobs wait.

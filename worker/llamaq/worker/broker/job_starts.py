@@ -53,7 +53,7 @@ class JobStarts:
         outbox: Outbox,
         preparer: Preparer,
         executor: Executor,
-        admit: Callable[[BaseJob], None],
+        admit: Callable[[Sequence[BaseJob]], None],
         n_slots: int,
     ) -> None:
         """Create the object on the running event loop. `Intake` explains the arguments."""
@@ -199,14 +199,18 @@ class JobStarts:
         If jobs wait for slots, the jobs that were read before a job come first.
         """
         is_ordered = self.n_free_slots < 0
-        for one in preparations:
-            if not isinstance(one.outcome, PreparedJob):
-                self._reject(one)
-                self._order.leave(one.place)
-            elif is_ordered and not self._order.is_first(one.place):
-                self._tasks.start(self._admit_in_turn(one.outcome, one.place))
-            else:
-                self._admit_now(one.outcome, one.place)
+        admitted: list[BaseJob] = []
+        try:
+            for one in preparations:
+                if not isinstance(one.outcome, PreparedJob):
+                    self._reject(one)
+                    self._order.leave(one.place)
+                elif is_ordered and not self._order.is_first(one.place):
+                    self._tasks.start(self._admit_in_turn(one.outcome, one.place))
+                elif self._register_prepared(one.outcome, one.place):
+                    admitted.append(one.outcome.job)
+        finally:
+            self._admit(admitted)
 
     def _reject(self, one: Preparation) -> None:
         error = one.outcome
@@ -227,19 +231,19 @@ class JobStarts:
             prepared.job.close()
             self._order.leave(place)
             raise
-        self._admit_now(prepared, place)
+        if self._register_prepared(prepared, place):
+            self._admit([prepared.job])
 
-    def _admit_now(self, prepared: PreparedJob, place: Place) -> None:
-        """Pass a prepared job to the engine, unless its lease was lost."""
-        is_admitted = False
+    def _register_prepared(self, prepared: PreparedJob, place: Place) -> bool:
+        """Register a prepared job in the outbox. Returns whether the engine shall have it: its lease was not lost."""
+        is_registered = False
         try:
-            is_admitted = self._outbox.set_prepared(prepared.job, prepared.texts)
+            is_registered = self._outbox.set_prepared(prepared.job, prepared.texts)
         finally:
-            if not is_admitted:
+            if not is_registered:
                 prepared.job.close()
             self._order.leave(place)
-        if is_admitted:
-            self._admit(prepared.job)
+        return is_registered
 
     async def close(self) -> None:
         """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.

@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 IDLE_WAIT_S = 1.0
 """An idle engine thread wakes up after this many seconds, to show that it is alive."""
+WAKE_UP_S = 0.0001
+"""About the time in which an idle engine thread wakes up."""
 SNAPSHOT_EVERY_S = 0.25
 DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
@@ -130,6 +132,8 @@ class TickLoop:
         self._capacity = capacity
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._is_idle = False
+        """Whether the engine thread waits for a command."""
         self._stop_s: float | None = None
         self.tick_started_s = clock()
         """When the last tick began, or the idle engine last woke up."""
@@ -146,9 +150,18 @@ class TickLoop:
 
     # ---- commands: called on any thread
 
-    def admit(self, job: BaseJob) -> None:
-        """Submit a prepared job to the scheduler."""
-        self._commands.put(partial(self._scheduler.submit, job))
+    def admit(self, jobs: Sequence[BaseJob]) -> None:
+        """Submit prepared jobs to the scheduler before the same tick. An idle engine begins with them at once.
+
+        The engine thread needs the GIL when it wakes up. The calling thread would keep the GIL until its next system
+        call, so it sleeps for a moment.
+        """
+        if not jobs:
+            return
+        was_idle = self._is_idle
+        self._commands.put(partial(self._submit, jobs))
+        if was_idle:
+            time.sleep(WAKE_UP_S)
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job before the next tick."""
@@ -213,15 +226,26 @@ class TickLoop:
         is_idle = not self._scheduler.has_work and self._commands.empty()  # a caller waits for the result of a command
         return is_idle or self._clock() >= self._stop_s
 
+    def _submit(self, jobs: Sequence[BaseJob]) -> None:
+        for job in jobs:
+            self._scheduler.submit(job)
+
     def _run_commands(self) -> None:
         """Run the commands that have arrived. Without work, wait for the first one."""
         try:
             if not self._scheduler.has_work and self._stop_s is None:
-                self._commands.get(timeout=IDLE_WAIT_S)()
+                self._wait_for_command()()
             while not self._commands.empty():
                 self._commands.get_nowait()()
         except queue.Empty:
             return
+
+    def _wait_for_command(self) -> Callable[[], object]:
+        self._is_idle = True
+        try:
+            return self._commands.get(timeout=IDLE_WAIT_S)
+        finally:
+            self._is_idle = False
 
     def _tick(self) -> None:
         """Run one tick: decide what to compute, compute it while the last tick is published, and apply the results."""

@@ -29,6 +29,9 @@ GREEDY_BELOW = 1e-6
 """Temperatures below this value mean greedy decoding. Logits divided by such a temperature can exceed the range of
 float32."""
 
+PENALTIES: tuple[Sampler, ...] = ("penalties", "dry")
+"""The samplers that only lower logits."""
+
 Apply: TypeAlias = Callable[[Candidates, Sequence[int], int], Candidates]
 """A function of the candidates, the history and the position of the draw in the output."""
 
@@ -44,7 +47,7 @@ class Step(NamedTuple):
     @property
     def is_penalty(self) -> bool:
         """Whether the step only lowers logits."""
-        return self.name in ("penalties", "dry")
+        return self.name in PENALTIES
 
 
 def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: SequenceBreakers) -> list[Step]:
@@ -58,6 +61,8 @@ def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: Seq
         breakers: The sequence breakers of DRY.
     """
     order: Sequence[Sampler] = ("temperature",) if params.mirostat else params.samplers
+    if is_greedy(params):
+        order = [name for name in order if name in PENALTIES]
     makers: dict[Sampler, Callable[[], Apply | None]] = {
         "penalties": lambda: _penalties(params),
         "dry": lambda: _dry(params, breakers),
@@ -66,10 +71,7 @@ def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: Seq
     }
     steps = [(name, makers[name]() if name in makers else _filter(name, params)) for name in order]
     accepting = {"top_k", "top_p", "min_p"} | ({"temperature"} if _has_fixed_temperature(params) else set())
-    chain = [Step(name, apply, name in accepting) for name, apply in steps if apply is not None]
-    if is_greedy(params):
-        return [step for step in chain if step.is_penalty]
-    return chain
+    return [Step(name, apply, name in accepting) for name, apply in steps if apply is not None]
 
 
 def top_k_draw(chain: Sequence[Step], params: SamplingDefaults) -> TopKDraw | None:
@@ -142,10 +144,10 @@ def _penalties(params: SamplingDefaults) -> Apply | None:
     of token i, and scaled_i is logit_i * repeat_penalty if logit_i <= 0, otherwise logit_i / repeat_penalty. Source:
     llama_sampler_penalties_apply.
     """
-    repeat, presence = np.float32(params.repeat_penalty), np.float32(params.presence_penalty)
-    frequency = np.float32(params.frequency_penalty)
-    if params.penalty_last_n == 0 or (repeat == 1 and frequency == 0 and presence == 0):
+    given = (params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
+    if params.penalty_last_n == 0 or given == (1, 0, 0):
         return None
+    repeat, frequency, presence = map(np.float32, given)
     recent = RecentTokens(params.penalty_last_n)
 
     def apply(candidates: Candidates, history: Sequence[int], _position: int) -> Candidates:
