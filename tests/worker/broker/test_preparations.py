@@ -74,7 +74,8 @@ async def test_jobs_are_handed_over_in_groups_while_one_of_them_is_slow() -> Non
         await until(lambda: list(chain.from_iterable(groups)) == [*names, "slow"])
 
 
-async def test_quick_jobs_are_handed_over_at_once_and_without_a_thread() -> None:
+async def test_quick_jobs_are_handed_over_at_once_and_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparations_module, "QUICK_S", 60.0)  # a busy machine may stop this process for a while
     ready: list[Preparation] = []
     executor = Mock(spec=ThreadPoolExecutor)
     preparations = Preparations(NamedPreparer(), executor, ready.extend)
