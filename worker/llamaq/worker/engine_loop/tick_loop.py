@@ -153,8 +153,8 @@ class TickLoop:
     def admit(self, jobs: Sequence[BaseJob]) -> None:
         """Submit prepared jobs to the scheduler before the same tick. An idle engine begins with them at once.
 
-        The engine thread needs the GIL when it wakes up. The calling thread would keep the GIL until its next system
-        call, so it sleeps for a moment.
+        The engine thread needs the GIL when it wakes up. The calling thread would keep the GIL for up to its switch
+        interval, so it sleeps for a moment.
         """
         if not jobs:
             return
