@@ -14,13 +14,15 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken, SlotAcquired
+from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
-from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS, TickLoop
+from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS, SNAPSHOT_EVERY_S, TickLoop
+from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.scheduling.scheduler import SHED_AFTER_S
 from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
-from llamaq.worker.testing.fake_job import make_job
+from llamaq.worker.testing.fake_job import ByteVocab, make_job
 from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler
 
 pytestmark = pytest.mark.interpreted  # the recording classes inherit from compiled ones
@@ -184,10 +186,15 @@ def test_the_tokens_of_a_tick_that_takes_longer_than_the_interval_are_published_
     assert publications(0.0, 0.001, [make_job(max_tokens=4)]) == at_once
 
 
+def drafting_job(max_tokens: int) -> Job:
+    """Return a job for which the draft model drafts."""
+    return make_job(max_tokens=max_tokens, drafting=Drafting(None, 4))
+
+
 def test_the_time_of_the_draft_model_counts_as_time_of_the_tick() -> None:
-    at_once = publications(0.005, 0.001, [make_job(max_tokens=4)], draft_s=0.0025)
+    at_once = publications(0.005, 0.001, [drafting_job(max_tokens=4)], draft_s=0.0025)
     assert at_once == [1, "SlotAcquired", 1, 1, 1, "JobEnded"]
-    together = publications(0.005, 0.001, [make_job(max_tokens=4)], draft_s=0.0001)
+    together = publications(0.005, 0.001, [drafting_job(max_tokens=4)], draft_s=0.0001)
     assert together == [1, "SlotAcquired", 3, "JobEnded"]
 
 
@@ -240,14 +247,113 @@ def test_a_job_that_is_cancelled_while_a_batch_is_computed_publishes_the_token_o
     assert loop.engine.sequences.memory == {}
 
 
-def test_a_stop_string_ends_a_job_before_the_next_batch() -> None:
+def tokens_of(loop: Loop, job: Job) -> list[int]:
+    """Return the tokens of the job that were published."""
+    return [effect.token for effect in loop.effects if isinstance(effect, NewToken) and effect.job is job]
+
+
+def test_a_stop_string_ends_a_job_at_most_one_batch_late_and_the_late_token_is_not_used() -> None:
     loop = Loop()
-    other, job = make_job(max_tokens=6), make_job(max_tokens=6, stop=[first_letters(2)[1]])
+    other, job = make_job(max_tokens=6), make_job(max_tokens=6, stop=[first_letters(3)[2]])
     loop.start(other)
     loop.start(job)
     loop.run_until_empty()
-    assert [len(batch.parts) for batch in loop.engine.batches] == [2, 2, 1, 1, 1, 1]
+    assert [len(batch.parts) for batch in loop.engine.batches] == [2, 2, 2, 2, 1, 1]
+    assert bytes(tokens_of(loop, job)).decode() == first_letters(3)
+    assert bytes(tokens_of(loop, other)).decode() == first_letters(6)
+    ends = [effect for effect in loop.effects if isinstance(effect, JobEnded)]
+    assert [(end.job, end.reason) for end in ends] == [(job, FinishReason.STOP), (other, FinishReason.LENGTH)]
     assert loop.engine.sequences.memory == {}
+
+
+def test_the_texts_of_repeated_ticks_are_made_while_the_next_batch_is_computed() -> None:
+    threads: list[str] = []
+    has_text = threading.Event()
+
+    class WatchedDetokenizer(StreamDetokenizer):
+        def feed(self, token: int) -> str:
+            threads.append(threading.current_thread().name)
+            if len(threads) == 3:
+                has_text.set()
+            return super().feed(token)
+
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            if len(self.batches) == 3:  # the third token, of the second decode tick, has been sampled
+                assert has_text.wait(WAIT_S)
+            return super().run(batch)
+
+    loop, job = Loop(engine=Engine), make_job(max_tokens=5)
+    job.detokenizer = WatchedDetokenizer(ByteVocab().piece)
+    loop.start(job)
+    loop.run_until_empty()
+    engine_thread = threading.current_thread().name
+    assert threads == [engine_thread, "publisher", "publisher", "publisher", engine_thread]
+
+
+def test_tokens_whose_texts_were_not_made_before_an_error_of_the_engine_are_published() -> None:
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            if len(self.batches) == 6:
+                raise OSError("expected")
+            return super().run(batch)
+
+    loop, job = Loop(engine=Engine, stream_interval_s=60.0), make_job(max_tokens=9)
+    loop.start(job)
+    with pytest.raises(OSError, match="expected"):
+        loop.run_until_empty()
+    assert bytes(tokens_of(loop, job)).decode() == first_letters(6)
+
+
+@pytest.mark.parametrize("stream_interval_s", [0.0, 60.0])
+def test_an_error_while_a_text_is_made_ends_the_loop(stream_interval_s: float) -> None:
+    class FaultyDetokenizer(StreamDetokenizer):
+        n_fed = 0
+
+        def feed(self, token: int) -> str:
+            self.n_fed += 1
+            if self.n_fed == 4:
+                raise ValueError("expected")
+            return super().feed(token)
+
+    loop, job = Loop(stream_interval_s=stream_interval_s), make_job(max_tokens=1000)
+    job.detokenizer = FaultyDetokenizer(ByteVocab().piece)
+    loop.start(job)
+    with pytest.raises(ValueError, match="expected"):
+        loop.run_until_empty()
+    assert bytes(tokens_of(loop, job)).decode() == first_letters(3)
+
+
+def test_a_snapshot_that_is_due_ends_the_repetition_of_a_tick() -> None:
+    generated: list[int] = []
+
+    class Watching(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            generated.append(loop.ticks.snapshot.slots[0].generated_tokens or 0)
+            return super().run(batch)
+
+    loop = Loop(engine=Watching)
+    loop.engine.batch_s = SNAPSHOT_EVERY_S / 4
+    loop.start(make_job(max_tokens=20))
+    loop.run_until_empty()
+    assert sorted(set(generated)) == [0, 4, 8, 12, 16]
+
+
+def test_a_repeated_tick_does_not_count_as_a_hang() -> None:
+    ages: list[float] = []
+
+    class Watching(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            ages.append(loop.ticks.tick_age_s)
+            return super().run(batch)
+
+    loop = Loop(engine=Watching)
+    loop.engine.batch_s = 0.01
+    loop.start(make_job(max_tokens=20))
+    loop.run_until_empty()
+    assert len(ages) == 20
+    assert set(ages) == {0.0}
+    assert loop.ticks.hang_after_s == HANG_S
 
 
 def test_a_preempted_job_is_withdrawn_after_its_tokens_and_the_loss_of_its_slot_are_published() -> None:

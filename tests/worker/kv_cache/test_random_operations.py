@@ -140,7 +140,7 @@ class RandomWorker:
         self.clock.now_s += 1
 
     def tick(self) -> None:
-        for output in run_tick(self.scheduler, self.engine):
+        for output in run_tick(self.scheduler, self.engine, repeats=self.random.choice([0, 0, 1, 20])):
             assert output.job.id not in self.ended
             if isinstance(output, NewToken):
                 self.generated[output.job.id].append(output.token)

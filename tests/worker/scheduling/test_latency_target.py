@@ -216,18 +216,18 @@ def test_the_scheduler_reports_every_tick_to_a_strategy_that_reads_times() -> No
 def test_a_timer_measures_from_the_end_of_the_tick_before_unless_there_was_a_pause() -> None:
     clock = ManualClock(0.0)
     timer = TickTimer(clock)
-    assert timer.end(begins_next=False) == 0.0, "nothing was planned"
+    assert timer.end(clock(), begins_next=False) == 0.0, "nothing was planned"
     timer.begin()
     clock.now_s = 1.0
-    assert timer.end(begins_next=True) == 1.0
+    assert timer.end(clock(), begins_next=True) == 1.0
     clock.now_s = 1.5
     timer.begin()
     clock.now_s = 3.0
-    assert timer.end(begins_next=False) == 2.0
+    assert timer.end(clock(), begins_next=False) == 2.0
     clock.now_s = 10.0
     timer.begin()
     clock.now_s = 11.0
-    assert timer.end(begins_next=True) == 1.0
+    assert timer.end(clock(), begins_next=True) == 1.0
 
 
 def test_a_strategy_that_raises_on_a_time_is_logged_once_and_its_batches_are_used(

@@ -119,7 +119,7 @@ JOB_RECIPES = st.builds(
     n_prompt=st.one_of(st.integers(1, 40), st.integers(0, 90)),
     n_resumed=st.sampled_from([0, 0, 0, 1, 6]),
     fails_at=st.sampled_from([None, None, None, 0, 4]),
-    draft_max=st.sampled_from([0, 1, 5, 20]),
+    draft_max=st.sampled_from([0, 0, 1, 5, 20]),
     params=st.fixed_dictionaries(
         {
             "max_tokens": st.one_of(st.none(), st.integers(1, 60)),
@@ -171,10 +171,10 @@ class Jobs(RuleBasedStateMachine):
             self.scheduler.submit(job)
         return multiple(*(job.id for job in jobs))
 
-    @rule(times=st.integers(1, 12))
-    def tick(self, times: int) -> None:
+    @rule(times=st.integers(1, 12), repeats=st.sampled_from([0, 1, 5, 60]))
+    def tick(self, times: int, repeats: int) -> None:
         for _ in range(times):
-            self.collect_outputs()
+            self.collect_outputs(repeats)
 
     @rule(job_id=submitted)
     def cancel(self, job_id: str) -> None:
@@ -224,8 +224,8 @@ class Jobs(RuleBasedStateMachine):
     def has_uncollected_end(self, job_id: str) -> bool:
         return any(isinstance(output, JobEnded) and output.job.id == job_id for output in self.scheduler._outputs)
 
-    def collect_outputs(self) -> None:
-        for output in run_tick(self.scheduler, self.engine):
+    def collect_outputs(self, repeats: int = 0) -> None:
+        for output in run_tick(self.scheduler, self.engine, repeats=repeats):
             job_id = output.job.id
             assert job_id not in self.ends, "an output comes after the end of its job"
             if isinstance(output, NewToken):
@@ -241,8 +241,12 @@ class Jobs(RuleBasedStateMachine):
         assert end.stats.generated_tokens == len(generated)
         if end.reason is FinishReason.LENGTH:
             assert len(job.prompt) + len(generated) >= job.max_length
-        if end.reason is FinishReason.STOP and job.detokenizer.stop_string is None:
+        if end.reason is not FinishReason.STOP:
+            return
+        if job.detokenizer.stop_string is None:
             assert generated_alone(job, len(generated) + 1) == [*generated, ByteVocab.eos]
+        elif not job.resumed:
+            assert not any(stop in ByteVocab().decode(generated[:-1]) for stop in job.request.stop)
 
     @invariant()
     def every_job_generates_the_same_tokens_as_alone(self) -> None:

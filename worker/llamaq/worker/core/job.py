@@ -66,6 +66,8 @@ class Sampler(Protocol):
 class Detokenizer(Protocol):
     """Turns the tokens of one job into text. The text has only whole UTF-8 characters and no part of a stop string."""
 
+    has_stop_strings: bool
+    """Whether a text may end the job."""
     stop_string: str | None
     """The stop string that the generated text contains. After it, no more text is returned. None: there is none."""
     tag_offset: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(slots=True)
@@ -48,6 +49,11 @@ class JobTimes:
         if self.queue_ms is not None:
             return self.queue_ms
         return 0.0 if self.submitted_s is None else (now_s - self.submitted_s) * 1000
+
+    def ends_s(self, now_s: float, timeout_s: float | None) -> float:
+        """Return when `has_expired` becomes true if the job keeps its slot. Infinite if the job may take any time."""
+        deadline_s = inf if self.deadline_s is None else self.deadline_s
+        return deadline_s if timeout_s is None else min(deadline_s, now_s + timeout_s - self.slot_s)
 
     def has_expired(self, now_s: float, timeout_s: float | None) -> bool:
         """Return whether the job has reached its deadline, or had a slot for `timeout_s`."""

@@ -174,6 +174,10 @@ class EmbeddingScheduler:
     # ---- views
 
     @property
+    def repeater(self) -> None:
+        """No tick is repeated: each one computes other texts."""
+
+    @property
     def n_prefill_next(self) -> int:
         """Upper bound on the tokens of the next tick."""
         return min(self._batch_tokens, sum(job.n_tokens for job in self._running))

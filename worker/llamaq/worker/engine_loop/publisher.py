@@ -1,5 +1,7 @@
 """Publishes what the ticks have produced, on its own thread, while the engine thread computes the next batch.
 
+The thread also makes the outputs of repeated ticks, see `LateOutputs`.
+
 To publish means to wake the I/O thread, which then needs the GIL for up to a few milliseconds. If this happened between
 two batches, the device would wait. `llama_decode` releases the GIL, so the I/O thread can use it during the decode.
 
@@ -13,8 +15,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -71,14 +74,17 @@ class Publisher:
 
     The thread runs within a `with` block. At the end of the block, everything is published.
 
-    Threads: the engine thread calls all methods. The publishing thread only gets reports, which no thread changes any
-    more. It uses neither the scheduler nor the engine.
+    Threads: the engine thread calls all methods. The publishing thread gets reports, which no thread changes any more.
+    It also runs the work of `begin`, which may call `add_tick`, `add` and `publish`. From `begin` to `wait`, the engine
+    thread calls no other method.
     """
 
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared
         self._next = _Report()
-        self._reports: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        """For each call of `begin`, the exception of its work, or None."""
         self._publishing_thread = threading.Thread(target=self._run, name="publisher")
         self._error: Exception | None = None
 
@@ -104,18 +110,43 @@ class Publisher:
         if self._error is not None:
             raise self._error
         if self._next:
-            self._reports.put(self._next)  # neither blocks nor releases the GIL
+            self._work.put(partial(self._deliver, self._next))  # neither blocks nor releases the GIL
             self._next = _Report()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Run `work` on the publishing thread, after the reports that were published before. Then call `wait`."""
+        self._work.put(partial(self._run_and_tell, work))
+
+    def wait(self) -> None:
+        """Wait until the work of `begin` has been done.
+
+        Raises:
+            Exception: The work has raised it, or an earlier report could not be published.
+        """
+        if (error := self._done.get()) is not None:
+            raise error
+
+    def _run_and_tell(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as exc:  # noqa: BLE001 - `wait` raises it
+            self._done.put(exc)
+        else:
+            self._done.put(None)
+
+    def _deliver(self, report: _Report) -> None:
+        for tick in report.ticks:
+            self._shared.telemetry.record_tick(tick.stats())
+        self._shared.outputs.put(report.messages)
 
     def _run(self) -> None:
         try:
-            while (report := self._reports.get()) is not None:
-                for tick in report.ticks:
-                    self._shared.telemetry.record_tick(tick.stats())
-                self._shared.outputs.put(report.messages)
+            while (work := self._work.get()) is not None:
+                work()
         except Exception as exc:
             log.exception("publisher.failed")
             self._error = exc
+            self._done.put(exc)  # the engine thread may wait
 
     def __enter__(self) -> Self:
         self._publishing_thread.start()
@@ -124,8 +155,8 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._reports.put(self._next)
-        self._reports.put(None)
+        self._work.put(partial(self._deliver, self._next))
+        self._work.put(None)
         self._publishing_thread.join()
         if exc is None and self._error is not None:
             raise self._error

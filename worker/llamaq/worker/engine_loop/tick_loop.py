@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import BaseJob, Output
+from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs, TickRepeater
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
@@ -81,6 +82,9 @@ class JobScheduler(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def repeater(self) -> TickRepeater | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -140,6 +144,9 @@ class TickLoop:
         self._slowest_tick_s = 0.0
         self._tick_times = TickTimePredictor()
         self._publisher = Publisher(shared)
+        repeater = scheduler.repeater
+        self._repeater = repeater
+        self._late = None if repeater is None else LateOutputs(repeater, self._publisher, shared)
         self._stream_interval_s = stream_interval_s
         self._published_s = clock()
         self._draft_s = 0.0
@@ -216,9 +223,14 @@ class TickLoop:
         with self._publisher:
             while not self._has_stopped():
                 self._run_commands()
-                started_s = self.tick_started_s = self._clock()
+                self.tick_started_s = self._clock()
                 self._tick()
-                self._slowest_tick_s = max(self._slowest_tick_s, self._clock() - started_s)
+                self._end_tick()
+
+    def _end_tick(self) -> None:
+        now_s = self._clock()
+        self._slowest_tick_s = max(self._slowest_tick_s, now_s - self.tick_started_s)
+        self.tick_started_s = now_s
 
     def _has_stopped(self) -> bool:
         if self._stop_s is None:
@@ -248,7 +260,10 @@ class TickLoop:
             self._is_idle = False
 
     def _tick(self) -> None:
-        """Run one tick: decide what to compute, compute it while the last tick is published, and apply the results."""
+        """Run one tick: decide what to compute, compute it while the last tick is published, and apply the results.
+
+        While the next batch is the same one, it is computed again at once.
+        """
         scheduler = self._scheduler
         scheduler.expire()
         self._withdraw_when_stopping()
@@ -258,10 +273,9 @@ class TickLoop:
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
         if not self._can_publish_later(batch):
             self._publish()
-        batch = self._draft(batch)
-        results, eval_s = self._compute(batch)
-        outputs = scheduler.apply(batch, results)
-        self._report(batch, eval_s, outputs)
+        tick = self._repeat(self._compute(self._draft(batch)))
+        outputs = scheduler.apply(tick.batch, tick.results)
+        self._report(tick, outputs)
         if not (batch or outputs or has_loaded):
             time.sleep(DISK_WAIT_S)
         self._update_snapshot()
@@ -287,8 +301,12 @@ class TickLoop:
         """
         if not batch or batch.n_prefill:
             return False
+        return self._ends_soon() and not self._publisher.is_urgent
+
+    def _ends_soon(self) -> bool:
+        """Whether the next tick will end less than the stream interval after the last publication."""
         next_s = self._clock() + self._draft_s + self._tick_times.predict_s(0)
-        return next_s < self._published_s + self._stream_interval_s and not self._publisher.is_urgent
+        return next_s < self._published_s + self._stream_interval_s
 
     def _publish(self) -> None:
         self._published_s = self._clock()
@@ -303,27 +321,62 @@ class TickLoop:
         self._draft_s = self._clock() - started_s
         return drafted
 
-    def _compute(self, batch: TickBatch) -> tuple[Any, float]:
-        """Return the results of the batch and the computing time in seconds. An empty batch is not computed."""
+    def _compute(self, batch: TickBatch) -> ComputedTick:
+        """Compute the batch. An empty batch is not computed."""
         started_s = self._clock()
         results = self._engine.run(batch) if batch else []
-        eval_s = self._clock() - started_s
-        self._tick_times.record(batch, eval_s)
-        return results, eval_s
+        ended_s = self._clock()
+        self._tick_times.record(batch, ended_s - started_s)
+        return ComputedTick(batch, results, ended_s - started_s, ended_s)
 
-    def _report(self, batch: TickBatch, eval_s: float, outputs: Sequence[Output]) -> None:
+    def _repeat(self, tick: ComputedTick) -> ComputedTick:
+        """Compute the batch of the tick again, while nothing else has to be done before.
+
+        The outputs of all these ticks are made and published while the next ones are computed.
+
+        Returns:
+            The last tick, which is not applied yet.
+        """
+        repeater, late = self._repeater, self._late
+        if repeater is None or late is None:
+            return tick
+        try:
+            while self._has_nothing_else_to_do() and repeater.extend(tick.results):
+                late.add(tick)
+                if repeater.have_stop_strings or not self._ends_soon():
+                    self._published_s = tick.ended_s
+                    late.begin()
+                self._end_tick()
+                tick = self._compute(tick.batch)
+                if repeater.have_stop_strings:
+                    late.wait()
+                    if repeater.has_stopped:
+                        break
+        finally:
+            late.finish()
+        return tick
+
+    def _has_nothing_else_to_do(self) -> bool:
+        """Whether no command has arrived, no snapshot is due, and the time of a stopping loop is not over."""
+        return self._commands.empty() and not self._is_snapshot_due and not self._has_stopped()
+
+    def _report(self, tick: ComputedTick, outputs: Sequence[Output]) -> None:
         """Add the measurements and the outputs of a tick to what is published. Publish it if no tick follows."""
-        if batch:
+        if tick.batch:
             n_accepted, n_waiting = self._scheduler.n_accepted, self._shared.queue_depth.n_waiting
-            self._publisher.add_tick(TickRecord(batch, eval_s, n_accepted, n_waiting))
+            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, n_accepted, n_waiting))
         self._publisher.add(outputs)
         if not self._scheduler.has_work:
             self._publish()
 
     def _update_snapshot(self) -> None:
         """Take a snapshot when the last one is old, or when the engine becomes idle."""
-        if not self._scheduler.has_work or self._clock() - self._snapshot_s >= SNAPSHOT_EVERY_S:
+        if not self._scheduler.has_work or self._is_snapshot_due:
             self.snapshot = self._take_snapshot()
+
+    @property
+    def _is_snapshot_due(self) -> bool:
+        return self._clock() - self._snapshot_s >= SNAPSHOT_EVERY_S
 
     def _take_snapshot(self) -> Snapshot:
         self._snapshot_s = self._clock()

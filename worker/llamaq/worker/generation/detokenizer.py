@@ -22,6 +22,7 @@ class StreamDetokenizer:
     """
 
     def __init__(self, piece: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+        self.has_stop_strings = bool(stop)
         self.stop_string: str | None = None
         self.tag_offset: int | None = None
         self._piece = piece

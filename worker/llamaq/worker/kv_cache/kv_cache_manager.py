@@ -87,6 +87,17 @@ class KvMemory:
         """
         return self._pool.lacks_cells(n_ahead)
 
+    def n_ticks_with_room(self, n_ahead: int) -> int:
+        """Return for how many ticks there is room, if each running job gets a token in each tick.
+
+        Then entries have to be evicted, to make room for the margins of the running jobs. Without entries, the running
+        jobs then lack cells for their next `n_ahead` tokens.
+        """
+        n_jobs = len(self._pool.active)
+        if self.has_entries:
+            return max(0, self._pool.free_cells // n_jobs)
+        return max(0, self._pool.unpromised_cells // n_jobs - n_ahead)
+
     def has_slot(self, job: Job) -> bool:
         """Whether a slot that the job can use is idle."""
         return self._pool.has_slot(job)

@@ -113,9 +113,14 @@ class SlotPool:
 
     # ---- room for a job
 
+    @property
+    def free_cells(self) -> int:
+        """Number of cells that are neither used nor promised. May be negative."""
+        return self.n_cells - self.ledger.used - self.promised_cells
+
     def missing_cells(self, n_cells: int) -> int:
         """Return how many cells are missing to reserve `n_cells` more cells, 0 when enough cells are free."""
-        return max(0, self.ledger.used + self.promised_cells + n_cells - self.n_cells)
+        return max(0, n_cells - self.free_cells)
 
     def has_slot(self, job: Job) -> bool:
         """Whether a slot that the job can use is idle."""

@@ -136,6 +136,11 @@ class GuardedStrategy:
         self._draft_limit = strategy if isinstance(strategy, DraftLimit) else None
         self._fallback = DecodeMaximal()
 
+    @property
+    def decodes_all(self) -> bool:
+        """Whether a batch without prompts always has the next token of every running stream."""
+        return self._is_trusted
+
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         """Return a batch that obeys all rules, even if the batch of the strategy does not."""
         return _end_chunks_at_checkpoints(self._checked_plan(slots, queue_depth))

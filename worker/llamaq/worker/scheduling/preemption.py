@@ -50,6 +50,13 @@ class Preemption:
         self._on_preempted = on_preempted
         self.n_preempted = 0
 
+    @property
+    def may_preempt(self) -> bool:
+        """Whether an interactive job waits while a bulk job runs, so that a job may be preempted at any time."""
+        return any(self._waiting.interactive) and any(
+            slot.priority is Priority.BULK for slot in self._memory.active_slots
+        )
+
     def preempt_for(self, job: Job) -> bool:
         """Preempt one bulk job for an interactive job: the bulk job that was admitted last.
 

@@ -14,6 +14,8 @@ outputs of each job in order. For each run of a job these are a `SlotAcquired`, 
 job asks for it, the tokens of the run, and a `SlotLost` if the job is preempted. The last output of a job is its
 `JobEnded`. Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one
 `JobEnded` for the job, or `release`, `withdraw`, `shed` or `close` removes the job without a `JobEnded`.
+
+Between `plan` and `apply`, the batch may be computed several times, see `RepeatedTicks`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.job import Job, JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft
 from llamaq.worker.kv_cache.eviction import Room
@@ -38,8 +40,10 @@ from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import Preemption
+from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
 from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.scheduling.tick_times import TickTimer
+from llamaq.worker.scheduling.token_outputs import new_token
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
@@ -93,6 +97,16 @@ class Scheduler:
         self._outputs: list[Output] = []
         self._expired_s = 0.0
         """Time of the last call of `expire`."""
+        self.repeater = RepeatedTicks(
+            memory,
+            self._waiting,
+            strategy,
+            self._preemption,
+            end_tokens=end_tokens,
+            on_tick=self._record_repeated_tick,
+            clock=clock,
+        )
+        """Lets ticks be repeated without a plan."""
 
     # ---- jobs enter and leave
 
@@ -222,11 +236,14 @@ class Scheduler:
             queue_depth: Number of waiting jobs of the queue, counted a short time ago. It includes the waiting jobs of
                 this worker.
         """
+        self.repeater.forbid()
         if not any(slot.state in COMPUTING for slot in self._memory.slots):  # usually the first slot computes
             return Batch()
         self._tick_timer.begin()
         batch = self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
         now_s = self._clock()
+        if not self._outputs:  # they would wait for the end of the repeated ticks
+            self.repeater.consider(batch, now_s)
         for chunk in batch.prefill:
             run = chunk.slot.active
             if run.job.request.prompt_progress and run.prompt_planned_s is None:
@@ -244,18 +261,23 @@ class Scheduler:
             self._record_tick()
         self.n_accepted = 0
         now_s = self._clock()
+        stopped = self.repeater.take_stopped()
         drafts = {part.slot: part.draft for part in batch.decode} | {chunk.slot: NO_DRAFT for chunk in batch.prefill}
         without_room = None
         for result in results:
             if result.slot not in drafts:
                 raise LookupError(f"{result.slot!r} was not in the batch")
+            if result.slot in stopped:
+                self._memory.record_progress(result.slot, result.n_past)
+                self._finish(result.slot, FinishReason.STOP)
+                continue
             self._apply_result(result, drafts[result.slot], now_s)
             if result.no_room:
                 without_room = result.slot
         if without_room:
             self._make_room_for(without_room)
         self._preemption.keep_room()
-        self._time_tick(batch)
+        self._time_tick(batch, self._clock())
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -345,9 +367,13 @@ class Scheduler:
         job.times.lose_slot(self._clock())
         self._outputs.append(SlotLost(job))
 
-    def _time_tick(self, batch: Batch) -> None:
+    def _record_repeated_tick(self, batch: Batch, ended_s: float) -> None:
+        self._record_tick()
+        self._time_tick(batch, ended_s)
+
+    def _time_tick(self, batch: Batch, ended_s: float) -> None:
         """Report the time of the tick to the strategy. Without active slots, the worker may pause after the tick."""
-        seconds = self._tick_timer.end(begins_next=bool(batch and self._memory.active_slots))
+        seconds = self._tick_timer.end(ended_s, begins_next=bool(batch and self._memory.active_slots))
         if batch:
             self._strategy.record_tick(batch, seconds)
             if self._speculation is not None:
@@ -395,17 +421,16 @@ class Scheduler:
             Why the job is finished. None: it continues.
         """
         run = slot.active
-        job, tokens, detokenizer = run.job, run.tokens, run.job.detokenizer
-        for token, logprobs, draw_probability in sampled:
+        job, tokens = run.job, run.tokens
+        for one in sampled:
             if run.prefilled_s is None:
                 run.prefilled_s = now_s
                 if job.first_token_s is None:
                     job.first_token_s = now_s
-            if token in self._end_tokens:
+            if one.token in self._end_tokens:
                 return FinishReason.STOP  # An end token ends the text and is not part of it.
-            tokens.append(token)
-            text = detokenizer.feed(token)
-            self._outputs.append(NewToken(job, token, text, now_s, logprobs, draw_probability, detokenizer.tag_offset))
+            tokens.append(one.token)
+            self._outputs.append(new_token(job, one, now_s))
             if reason := finish_reason(job, len(tokens), run.max_length):
                 return reason
             if slot.state is SlotState.PREFILL:

@@ -61,11 +61,13 @@ class TickTimer:
         if self._started_s is None:
             self._started_s = self._clock()
 
-    def end(self, *, begins_next: bool) -> float:
-        """Return the seconds since the beginning of the tick. `begins_next`: the next tick follows without a pause."""
-        now_s = self._clock()
-        seconds = now_s - (now_s if self._started_s is None else self._started_s)
-        self._started_s = now_s if begins_next else None
+    def end(self, ended_s: float, *, begins_next: bool) -> float:
+        """Return the seconds from the beginning of the tick to `ended_s`.
+
+        `begins_next`: the next tick follows without a pause.
+        """
+        seconds = 0.0 if self._started_s is None else ended_s - self._started_s
+        self._started_s = ended_s if begins_next else None
         return seconds
 
 

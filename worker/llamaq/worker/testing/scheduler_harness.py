@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from llamaq.worker.core.batch import SlotResult
 from llamaq.worker.core.job import Output
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
@@ -96,15 +97,35 @@ def make_scheduler(
     )
 
 
-def run_tick(scheduler: Scheduler, engine: FakeEngine) -> list[Output]:
-    """Run one tick as a worker does, and check the scheduler's integrity after each step."""
+def run_tick(scheduler: Scheduler, engine: FakeEngine, *, repeats: int = 0) -> list[Output]:
+    """Run one tick as a worker does, and check the scheduler's integrity after each step.
+
+    Args:
+        scheduler: The scheduler.
+        engine: The engine.
+        repeats: How often the tick is repeated, if it can be repeated that often.
+    """
     scheduler.expire()
     scheduler.admit()
     scheduler.check_integrity()
     scheduler.move(0.0)
     scheduler.check_integrity()
     batch = scheduler.plan()
-    outputs = scheduler.apply(batch, engine.run(batch))
+    results = engine.run(batch)
+    outputs: list[Output] = []
+    late: list[list[SlotResult]] = []
+    repeater = scheduler.repeater
+    for _ in range(repeats):
+        if repeater.has_stopped or not repeater.extend(results):
+            break
+        scheduler.check_integrity()
+        late.append(results)
+        results = engine.run(batch)
+        if repeater.have_stop_strings:
+            outputs += repeater.late_outputs(batch, late.pop(), 0.0)
+    for earlier in late:
+        outputs += repeater.late_outputs(batch, earlier, 0.0)
+    outputs += scheduler.apply(batch, results)
     scheduler.check_integrity()
     return outputs
 

@@ -1,0 +1,339 @@
+"""A tick is repeated without a plan only while the next plan would be the same, and its tokens are as with plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from llamaq.common.errors import ErrorCode
+from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.job_request import Priority
+from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.token_draft import Drafting
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.offload.block_transfers import BlockTransfers
+from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.preemption import CELLS_AHEAD
+from llamaq.worker.scheduling.tick_times import TickTime
+from llamaq.worker.testing import (
+    ByteVocab,
+    FakeEngine,
+    GreedySampler,
+    ManualClock,
+    make_job,
+    make_memory,
+    make_scheduler,
+    next_letter,
+    run_tick,
+    run_to_end,
+)
+
+MANY = 1000
+PROMPT = make_job().prompt
+END_AT = 12
+
+
+class Rig:
+    """A scheduler whose ticks are repeated as often as possible."""
+
+    def __init__(
+        self,
+        *jobs: Job,
+        n_ctx: int = 4096,
+        n_slots: int = 2,
+        margin: int = 8,
+        caches: bool = False,
+        strategy: BatchStrategy | None = None,
+    ) -> None:
+        self.clock = ManualClock()
+        self.engine = FakeEngine(n_ctx=n_ctx, n_seq_max=n_slots + 4, next_token=letter_then_end)
+        offload = BlockTransfers(BlockStore(16, 10**7, can_cut=True), self.engine.sequences) if caches else None
+        self.memory = make_memory(
+            self.engine,
+            n_slots=n_slots,
+            margin=margin,
+            cache=RadixPrefixCache() if caches else NullPrefixCache(),
+            offload=offload,
+        )
+        self.scheduler = make_scheduler(self.engine, self.memory, strategy=strategy, clock=self.clock)
+        self.outputs: list[Output] = []
+        for job in jobs:
+            self.scheduler.submit(job)
+
+    def tick(self, repeats: int = MANY) -> int:
+        """Run a tick, and return how often it was repeated."""
+        n_before = len(self.engine.batches)
+        self.outputs += run_tick(self.scheduler, self.engine, repeats=repeats)
+        return len(self.engine.batches) - n_before - 1
+
+    def prefill(self) -> None:
+        """Run the tick that computes the prompts."""
+        assert self.tick() == 0
+
+    def tokens(self, job: Job) -> list[int]:
+        return [out.token for out in self.outputs if isinstance(out, NewToken) and out.job is job]
+
+    def end(self, job: Job) -> JobEnded:
+        [end] = [out for out in self.outputs if isinstance(out, JobEnded) and out.job is job]
+        return end
+
+
+def letter_then_end(history: Sequence[int]) -> int:
+    """Return letters, and an end token for a prompt that begins with 0 after `END_AT` tokens."""
+    return ByteVocab.eos if history[0] == 0 and len(history) == END_AT + 1 else next_letter(history)
+
+
+def letters(n_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
+    """Return the first tokens after the prompt of `make_job`."""
+    history = list(prompt)
+    for _ in range(n_tokens):
+        history.append(next_letter(history))
+    return history[len(prompt) :]
+
+
+def test_a_tick_is_repeated_until_the_next_token_ends_a_job() -> None:
+    long, short = make_job(max_tokens=40), make_job(max_tokens=10)
+    rig = Rig(long, short)
+    rig.prefill()
+    assert rig.tick() == 8
+    assert rig.end(short).reason is FinishReason.LENGTH
+    assert rig.tick() == 29
+    assert rig.end(long).stats.generated_tokens == 40
+    assert rig.tokens(long) == letters(40)
+    assert rig.tokens(short) == letters(10)
+    assert not rig.engine.sequences.memory
+
+
+def test_an_end_token_ends_the_repetition() -> None:
+    job, other = make_job([0], max_tokens=40), make_job(max_tokens=40)
+    rig = Rig(job, other)
+    rig.prefill()
+    assert rig.tick() == END_AT - 1
+    assert rig.end(job).reason is FinishReason.STOP
+    assert rig.tokens(job) == letters(END_AT, [0])
+
+
+def test_an_error_of_one_job_ends_the_repetition() -> None:
+    faulty, other = make_job(max_tokens=40, sampler=GreedySampler(fails_at=6)), make_job(max_tokens=40)
+    rig = Rig(faulty, other)
+    rig.prefill()
+    assert rig.tick() == 5
+    error = rig.end(faulty).error
+    assert error is not None
+    assert error.code is ErrorCode.GRAMMAR_EXHAUSTED
+    assert rig.tick() == 32
+    assert rig.tokens(other) == letters(40)
+
+
+def test_lost_cells_end_the_repetition() -> None:
+    job = make_job(max_tokens=20)
+    rig = Rig(job)
+    rig.prefill()
+    assert rig.tick(repeats=3) == 3
+    rig.engine.lose_cells(job.id, 2)
+    assert rig.tick() == 0
+    run_all(rig)
+    assert rig.tokens(job) == letters(20)
+
+
+def run_all(rig: Rig) -> None:
+    """Run ticks with plans until no job is left."""
+    rig.outputs += run_to_end(rig.scheduler, rig.engine)
+
+
+def test_a_tick_with_a_prompt_is_not_repeated() -> None:
+    rig = Rig(make_job(max_tokens=90))
+    rig.prefill()
+    rig.scheduler.submit(make_job("x" * 40, max_tokens=1))
+    assert [rig.tick() for _ in range(3)] == [0, 0, 0], "the prompt has three chunks"
+    assert rig.tick() > 0
+
+
+@pytest.mark.parametrize(("n_repeats", "n_ticks"), [(0, 9), (30, 10)])
+def test_a_stop_string_ends_a_job_one_tick_late_and_the_late_token_is_not_used(n_repeats: int, n_ticks: int) -> None:
+    stop = bytes(letters(9)[7:]).decode()
+    stopped, other = make_job(max_tokens=40, stop=[stop]), make_job(max_tokens=40)
+    rig = Rig(stopped, other, caches=True)
+    rig.prefill()
+    while not any(isinstance(out, JobEnded) for out in rig.outputs):
+        rig.tick(n_repeats)
+    assert rig.tokens(stopped) == letters(9)
+    assert rig.end(stopped).reason is FinishReason.STOP
+    assert rig.end(stopped).stats.generated_tokens == 9
+    assert len(rig.engine.batches) == n_ticks
+    assert cached_tokens(rig) == [[*PROMPT, *letters(n_ticks - 1)]]
+    run_all(rig)
+    assert rig.tokens(other) == letters(40)
+
+
+def cached_tokens(rig: Rig) -> list[list[int]]:
+    """Return the tokens of the sequences that no job runs in."""
+    running = {slot.active.seq_id for slot in rig.memory.active_slots}
+    sequences = rig.engine.sequences
+    return [list(sequences.tokens(one)) for one in sequences.memory if one not in running]
+
+
+@pytest.mark.parametrize("fault", ["refuse", "lose_cells", "fail_job"])
+def test_a_fault_of_the_late_tick_of_a_job_that_has_ended_has_no_effect(fault: str) -> None:
+    job = make_job(max_tokens=40, stop=[bytes(letters(5)[3:]).decode()])
+    rig = Rig(job)
+    rig.prefill()
+    rig.tick(repeats=2)
+    batch = rig.scheduler.plan()
+    results = rig.engine.run(batch)
+    assert rig.scheduler.repeater.extend(results)
+    match fault:
+        case "refuse":
+            rig.engine.refuse()
+        case "lose_cells":
+            rig.engine.lose_cells(job.id)
+        case "fail_job":
+            rig.engine.fail_job(job.id)
+    late = rig.engine.run(batch)
+    rig.outputs += rig.scheduler.repeater.late_outputs(batch, results, 0.0)
+    assert rig.scheduler.repeater.has_stopped
+    rig.outputs += rig.scheduler.apply(batch, late)
+    rig.scheduler.check_integrity()
+    assert (rig.end(job).reason, rig.end(job).error) == (FinishReason.STOP, None)
+    assert rig.tokens(job) == letters(5)
+    assert not rig.scheduler.has_work
+
+
+def test_a_deadline_ends_the_repetition() -> None:
+    class TickingEngine(FakeEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            clock.now_s += 1.0
+            return super().run(batch)
+
+    clock = ManualClock()
+    engine = TickingEngine()
+    scheduler = make_scheduler(engine, make_memory(engine), clock=clock)
+    job = make_job(max_tokens=90, timeout_s=10)
+    scheduler.submit(job)
+    outputs = [*run_tick(scheduler, engine), *run_tick(scheduler, engine, repeats=MANY)]
+    assert len(engine.batches) == 10, "each takes a second"
+    outputs += run_tick(scheduler, engine, repeats=MANY)
+    [end] = [out for out in outputs if isinstance(out, JobEnded)]
+    assert (end.reason, end.stats.generated_tokens) == (FinishReason.DEADLINE, 10)
+
+
+def test_the_deadline_of_a_waiting_job_ends_the_repetition() -> None:
+    running, waiting = make_job(max_tokens=90), make_job(max_tokens=1)
+    rig = Rig(running, waiting, n_slots=1)
+    waiting.times.deadline_s = rig.clock() + 5
+    rig.prefill()
+    assert rig.tick(repeats=3) == 3
+    rig.clock.now_s += 5
+    rig.tick()
+    assert rig.end(waiting).reason is FinishReason.DEADLINE
+
+
+def test_jobs_take_cells_without_a_plan_only_up_to_those_ahead_of_a_preemption() -> None:
+    jobs = [make_job(max_tokens=90), make_job(max_tokens=90)]
+    rig = Rig(*jobs, n_ctx=120)
+    rig.prefill()
+    n_ticks = 1 + rig.tick()
+    assert 0 <= 120 - 2 * (len(PROMPT) + n_ticks + CELLS_AHEAD) < 2 * 2
+    while rig.scheduler.has_work:
+        rig.tick()
+    assert rig.scheduler.cache_snapshot().preemptions > 0
+    assert [rig.tokens(job) for job in jobs] == [letters(90), letters(90)]
+
+
+def test_cached_entries_are_evicted_as_early_as_with_a_plan_for_each_tick() -> None:
+    def evict(repeats: int) -> list[int]:
+        """Return how many cells are in use at each eviction."""
+        rig = Rig(make_job([7] * 50, max_tokens=1), n_ctx=200, margin=20, caches=True)
+        rig.prefill()
+        rig.scheduler.submit(make_job([9] * 50, max_tokens=140))
+        used: list[int] = []
+        while rig.scheduler.has_work:
+            rig.tick(repeats)
+            snapshot = rig.scheduler.cache_snapshot()
+            if snapshot.evictions > len(used):
+                used.append(snapshot.used_cells)
+        return used
+
+    assert evict(MANY) == evict(0) != []
+
+
+def test_a_tick_is_not_repeated_while_an_interactive_job_may_preempt_a_bulk_job() -> None:
+    large, bulk = make_job([7] * 100, max_tokens=60), make_job(max_tokens=80, priority=Priority.BULK)
+    rig = Rig(large, bulk, n_ctx=256, n_slots=3)
+    while len(rig.tokens(large)) < 2:
+        rig.tick(repeats=0)
+    rig.scheduler.submit(make_job([8] * 150, max_tokens=2))  # there is room for it only when the large job has ended
+    assert [rig.tick() for _ in range(20)] == [0] * 20
+    rig.scheduler.cancel(bulk.id)
+    rig.tick()
+    assert rig.tick() > 0, "no bulk job is left"
+
+
+def test_ticks_are_repeated_while_jobs_wait_that_cannot_preempt() -> None:
+    rig = Rig(*[make_job(max_tokens=30) for _ in range(2)], *[make_job(max_tokens=3) for _ in range(5)])
+    rig.prefill()
+    assert rig.tick() == 28
+
+
+def test_the_ticks_of_drafting_jobs_are_not_repeated() -> None:
+    job = make_job(max_tokens=9, drafting=Drafting(None, 4))
+    rig = Rig(job, make_job(max_tokens=9))
+    rig.prefill()
+    assert rig.tick() == 0
+
+
+class OddStrategy:
+    """A strategy of a user: decodes for one slot after the other."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def build_batch(self, slots: Sequence[Slot], budget: int, chunk_size: int, *, queue_depth: int) -> Batch:
+        batch = DecodeMaximal().build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
+        self._turn += 1
+        return Batch(batch.decode[self._turn % 2 :][:1], batch.prefill) if len(batch.decode) == 2 else batch
+
+
+def test_the_ticks_of_an_unknown_strategy_are_not_repeated() -> None:
+    rig = Rig(make_job(max_tokens=9), strategy=OddStrategy())
+    rig.prefill()
+    assert rig.tick() == 0
+
+
+def test_a_job_that_has_ended_is_reported_before_ticks_are_repeated() -> None:
+    rig = Rig(make_job(max_tokens=90), make_job(max_tokens=90, timeout_s=3))
+    rig.prefill()
+    rig.clock.now_s += 5
+    assert rig.tick() == 0
+    assert [type(out) for out in rig.outputs].count(JobEnded) == 1
+    assert rig.tick() > 0
+
+
+def test_the_strategy_gets_the_time_of_each_repeated_tick() -> None:
+    class Watching(DecodeMaximal):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def record_tick(self, tick: TickTime) -> None:
+            self.seconds.append(round(tick.seconds, 6))
+
+    strategy = Watching()
+    rig = Rig(make_job(max_tokens=9), strategy=strategy)
+    repeater, start_s = rig.scheduler.repeater, rig.clock()
+    rig.prefill()
+    rig.scheduler._strategy._is_trusted = True
+    batch = rig.scheduler.plan()
+    ticks = []
+    for at_s in (1, 3, 6):
+        results = rig.engine.run(batch)
+        assert repeater.extend(results)
+        ticks.append((results, start_s + at_s))
+    rig.clock.now_s = start_s + 10
+    for results, ended_s in ticks:
+        repeater.late_outputs(batch, results, ended_s)
+    rig.scheduler.apply(batch, rig.engine.run(batch))
+    assert strategy.seconds == [0, 1, 2, 3, 4]

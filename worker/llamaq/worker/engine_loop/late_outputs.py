@@ -1,0 +1,97 @@
+"""Makes the outputs of repeated ticks on the publishing thread, while the engine thread computes the next ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from llamaq.worker.core.job import Output
+from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
+from llamaq.worker.engine_loop.shared_state import SharedState
+
+
+class ComputedTick(NamedTuple):
+    """A tick that the engine has computed."""
+
+    batch: Any
+    """What was computed, a `TickBatch`."""
+    results: Any
+    """The results of the engine."""
+    eval_s: float
+    """Seconds that the engine took."""
+    ended_s: float
+    """When the engine ended, on the clock of the tick loop."""
+
+
+class TickRepeater(Protocol):
+    """Lets the next tick compute the last batch again, without a plan: `RepeatedTicks`."""
+
+    def extend(self, results: Any) -> bool: ...
+    def late_outputs(self, batch: Any, results: Any, ended_s: float) -> Sequence[Output]: ...
+
+    @property
+    def have_stop_strings(self) -> bool: ...
+
+    @property
+    def has_stopped(self) -> bool: ...
+
+
+class LateOutputs:
+    """Makes and publishes the outputs of the ticks that `TickRepeater.extend` has accepted.
+
+    To wake the publishing thread takes longer than to make the outputs of one token. So `begin` passes all ticks on
+    that have been added since the last call.
+
+    Threads: the engine thread calls all methods. From `begin` to `wait`, the publisher belongs to the publishing
+    thread, and the engine thread must not use it.
+    """
+
+    def __init__(self, repeater: TickRepeater, publisher: Publisher, shared: SharedState) -> None:
+        self._repeater = repeater
+        self._publisher = publisher
+        self._shared = shared
+        self._ticks: list[ComputedTick] = []
+        self._is_making = False
+
+    def add(self, tick: ComputedTick) -> None:
+        """Add the next tick."""
+        self._ticks.append(tick)
+
+    def begin(self) -> None:
+        """Make and publish the outputs of the added ticks, on the publishing thread.
+
+        Raises:
+            Exception: The outputs of earlier ticks could not be made.
+        """
+        self.wait()
+        ticks, self._ticks = self._ticks, []
+        self._publisher.begin(partial(self._make, ticks))
+        self._is_making = True
+
+    def wait(self) -> None:
+        """Wait until the outputs of all ticks that were passed on are made. Raises like `begin`."""
+        if not self._is_making:
+            return
+        self._is_making = False
+        try:
+            self._publisher.wait()
+        except Exception:
+            self._ticks.clear()  # their tokens must not follow those that are missing
+            raise
+
+    def finish(self) -> None:
+        """Wait, and make the outputs of the other ticks on this thread, for the next report. Raises like `begin`."""
+        self.wait()
+        ticks, self._ticks = self._ticks, []
+        self._make_outputs(ticks)
+
+    def _make(self, ticks: Sequence[ComputedTick]) -> None:
+        self._make_outputs(ticks)
+        self._publisher.publish()
+
+    def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
+        for tick in ticks:
+            outputs = self._repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
+            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, 0, self._shared.queue_depth.n_waiting))
+            self._publisher.add(outputs)

@@ -1,0 +1,163 @@
+"""Repeats a tick: the next tick computes the next token of the same streams, without a new plan.
+
+Most ticks compute decode tokens only, for the same jobs as the tick before. Then the next batch is known as soon as the
+tokens are sampled. The histories and the KV cells are recorded at once, because the next batch needs them. The texts of
+the tokens are made later, by another thread, while the next batch is computed.
+
+A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
+compute, a waiting job that may preempt another one, cells to evict or to move, a draft, a deadline.
+
+If a job ends by a stop string, this is found when the text is made. The next tick has then begun. It computes the KV
+cell of the job's last token. The token that it samples for the job is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.job import NewToken
+from llamaq.worker.core.slot import Run, Slot
+from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
+from llamaq.worker.scheduling.preemption import CELLS_AHEAD, Preemption
+from llamaq.worker.scheduling.token_outputs import new_token
+from llamaq.worker.scheduling.waiting_queue import WaitingQueue
+
+
+class RepeatedTicks:
+    """Decides how often a tick is repeated, and records the tokens of the repeated ticks.
+
+    A worker makes these calls between `Scheduler.plan` and `Scheduler.apply`:
+
+        results = engine.run(batch)
+        while repeater.extend(results):
+            results = engine.run(batch)
+
+    `late_outputs` returns the outputs of each tick that `extend` has accepted, in their order. It is called for all of
+    them before `apply`. If `have_stop_strings`, it is called before the next `extend`, and if it `has_stopped` a job,
+    `apply` is called next.
+
+    Threads: any thread may call `late_outputs`, also while the engine thread calls `extend` for later ticks. The engine
+    thread calls all other methods.
+
+    Args:
+        memory: The slots and the KV memory.
+        waiting: The jobs without a slot.
+        strategy: Plans the batches.
+        preemption: Preempts running jobs.
+        end_tokens: The model's end-of-generation tokens.
+        on_tick: `late_outputs` calls it with the batch of each tick and the time of its end.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        waiting: WaitingQueue,
+        strategy: GuardedStrategy,
+        preemption: Preemption,
+        *,
+        end_tokens: frozenset[int],
+        on_tick: Callable[[Batch, float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._memory = memory
+        self._waiting = waiting
+        self._strategy = strategy
+        self._preemption = preemption
+        self._end_tokens = end_tokens
+        self._on_tick = on_tick
+        self._clock = clock
+        self._n_left = 0
+        """How often the planned batch can be repeated."""
+        self._until_s = 0.0
+        """When the first deadline of a job is reached."""
+        self.have_stop_strings = False
+        """Whether the text of a token may end a job of the batch."""
+        self._stopped: set[Slot] = set()
+
+    # ---- the decision, made with the plan
+
+    def forbid(self) -> None:
+        """Let no tick be repeated before the next `consider`."""
+        self._n_left = 0
+
+    def consider(self, batch: Batch, now_s: float) -> None:
+        """Let the planned batch be repeated, if the next plan would be the same.
+
+        Args:
+            batch: The batch of the strategy, without drafts.
+            now_s: The time.
+        """
+        if not self._would_be_planned_again(batch):
+            return
+        runs = [part.slot.active for part in batch.decode]
+        n_to_end = min([run.max_length - len(run.tokens) for run in runs]) - 1
+        self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD))
+        self._until_s = self._first_deadline_s(runs, now_s)
+        self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
+
+    def _would_be_planned_again(self, batch: Batch) -> bool:
+        """Whether the next plan would be the same, if no job ends and there is no new job."""
+        return (
+            len(batch.decode) == len(self._memory.active_slots)
+            and self._strategy.decodes_all
+            and not self._memory.has_transfers
+            and not self._preemption.may_preempt
+            and all(part.slot.active.job.drafting is None for part in batch.decode)
+        )
+
+    def _first_deadline_s(self, runs: Iterable[Run], now_s: float) -> float:
+        """Return when the first job must end. A job without a slot has no `timeout_s` that could pass."""
+        running = [run.job.times.ends_s(now_s, run.job.request.timeout_s) for run in runs]
+        return min(running + [job.times.ends_s(now_s, None) for job in self._waiting])
+
+    # ---- the repeated ticks
+
+    def extend(self, results: Sequence[SlotResult]) -> bool:
+        """Append the sampled tokens to the histories, if the next tick can compute the same batch.
+
+        Returns:
+            False if it cannot. Then nothing has changed.
+        """
+        if self._n_left <= 0 or self._clock() >= self._until_s or not all(map(self._continues, results)):
+            return False
+        self._n_left -= 1
+        for slot, n_past, sampled, _, _ in results:
+            slot.active.tokens.append(sampled[0].token)
+            self._memory.record_progress(slot, n_past)
+        return True
+
+    def _continues(self, result: SlotResult) -> bool:
+        """Whether the stream has got one token, and this is not its last one."""
+        slot, n_past, sampled, error, _ = result
+        is_next = error is None and len(sampled) == 1 and n_past == slot.active.n_past + 1
+        return is_next and sampled[0].token not in self._end_tokens
+
+    def late_outputs(self, batch: Batch, results: Iterable[SlotResult], ended_s: float) -> list[NewToken]:
+        """Return the outputs of a tick that `extend` has accepted. The texts of its tokens are made now.
+
+        Args:
+            batch: The batch.
+            results: Its results.
+            ended_s: When the engine ended.
+        """
+        outputs = []
+        for slot, _, sampled, _, _ in results:
+            job = slot.active.job
+            outputs.append(new_token(job, sampled[0], ended_s))
+            if job.detokenizer.stop_string is not None:
+                self._stopped.add(slot)
+        self._on_tick(batch, ended_s)
+        return outputs
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a job has ended by a stop string, and still has its slot."""
+        return bool(self._stopped)
+
+    def take_stopped(self) -> set[Slot]:
+        """Return the slots whose jobs have ended by a stop string since the last call."""
+        stopped, self._stopped = self._stopped, set()
+        return stopped

@@ -1,0 +1,19 @@
+"""Makes the output of a sampled token: its text and its probabilities."""
+
+from __future__ import annotations
+
+from llamaq.worker.core.batch import SampledToken
+from llamaq.worker.core.job import Job, NewToken
+
+
+def new_token(job: Job, sampled: SampledToken, time_s: float) -> NewToken:
+    """Return the output of the next token of a job. Adds the token to the detokenizer of the job.
+
+    Args:
+        job: The job.
+        sampled: The token.
+        time_s: When it was sampled, on the clock of `JobTimes`.
+    """
+    token, logprobs, draw_probability = sampled
+    text = job.detokenizer.feed(token)
+    return NewToken(job, token, text, time_s, logprobs, draw_probability, job.detokenizer.tag_offset)
