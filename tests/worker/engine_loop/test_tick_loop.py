@@ -422,6 +422,29 @@ async def test_jobs_that_are_admitted_together_begin_in_the_same_tick() -> None:
     assert [stats.active_slots for stats in loop.effects if isinstance(stats, TickStats)] == [2, 2]
 
 
+async def test_an_idle_engine_saves_cells_ahead_until_a_command_arrives() -> None:
+    loop = Loop()
+    n_left, n_left_at_command = 1000, None
+
+    def save_ahead() -> bool:
+        nonlocal n_left
+        n_left -= 1
+        if n_left == 500:
+            loop.ticks.call(note_command)
+        return n_left > 0
+
+    def note_command() -> None:
+        nonlocal n_left_at_command
+        n_left_at_command = n_left
+
+    loop.scheduler.save_ahead = save_ahead  # type: ignore[method-assign]
+    with loop.running():
+        async with asyncio.timeout(WAIT_S):
+            while n_left > 0:  # noqa: ASYNC110 - the engine thread has no event for it
+                await asyncio.sleep(POLL_S)
+    assert n_left_at_command == 500
+
+
 def test_the_queue_depth_of_the_gauge_is_in_the_measurements() -> None:
     loop = Loop()
     loop.shared.queue_depth.n_waiting = 7

@@ -464,6 +464,55 @@ def test_entries_beyond_held_cells_are_removed_before_a_new_prompt_is_computed()
     run_to_end(scheduler, engine)
 
 
+def save_all_ahead(scheduler: Scheduler) -> int:
+    """Save all cells that the next job will evict. Returns the number of blocks."""
+    n_blocks = 0
+    while scheduler.save_ahead():
+        n_blocks += 1
+        scheduler.check_integrity()
+    return n_blocks
+
+
+def test_cells_that_were_saved_ahead_are_evicted_at_once_and_can_be_loaded() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=50)
+    for at in range(3):
+        run_all(scheduler, engine, make_job([at] * 40, max_tokens=1))
+    assert scheduler.cache_snapshot().entries == 2
+    assert save_all_ahead(scheduler) == 3, "blocks of 16 tokens of the colder entry"
+    assert scheduler.cache_snapshot().entries == 2
+    assert not scheduler.has_work
+    scheduler.submit(make_job([255] * 3, max_tokens=1, cache_prompt=False))
+    scheduler.admit()
+    scheduler.move(0.0)
+    snapshot = scheduler.cache_snapshot()
+    assert (snapshot.entries, snapshot.used_cells, snapshot.evictions) == (1, 40, 2)
+    run_to_end(scheduler, engine)
+    assert save_all_ahead(scheduler) == 0
+    (end,) = run_all(scheduler, engine, make_job([1] * 40, max_tokens=1)).values()
+    assert (end.stats.prefix_cache_tokens, end.stats.prefix_cache_tier) == (39, CacheTier.HOST)
+
+
+def test_an_entry_is_saved_ahead_also_if_the_next_job_needs_only_its_sequence() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, n_slots=2, n_seq_max=5, host_bytes=10**6)
+    for at in range(3):
+        run_all(scheduler, engine, make_job([at] * 40, max_tokens=1))
+    n_blocks = save_all_ahead(scheduler)
+    assert n_blocks > 0
+    n_evicted = scheduler.cache_snapshot().evictions
+    run_an_unrelated_job(scheduler, engine)
+    assert 3 * (scheduler.cache_snapshot().evictions - n_evicted) == n_blocks
+
+
+def test_an_entry_that_cannot_be_saved_is_not_tried_again_before_something_changes() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([1] * 40, max_tokens=1))
+    engine.sequences.fail_saves()
+    assert not scheduler.save_ahead()
+    assert not scheduler.save_ahead(), "although the save would succeed now"
+    run_all(scheduler, engine, make_job([2] * 40, max_tokens=1))
+    assert save_all_ahead(scheduler) == 3
+
+
 def test_a_job_whose_cells_were_loaded_is_computed_in_the_same_tick() -> None:
     scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([7] * 40, max_tokens=2))

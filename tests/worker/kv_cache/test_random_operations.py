@@ -92,7 +92,15 @@ class RandomWorker:
         self.histories: list[list[int]] = [[self.random.randrange(3)]]
 
     def apply_random(self, n_operations: int) -> None:
-        operations = [self.submit, self.submit, self.cancel, self.lose_cells, self.pass_time, *[self.tick] * 8]
+        operations = [
+            self.submit,
+            self.submit,
+            self.cancel,
+            self.lose_cells,
+            self.pass_time,
+            self.save_ahead,
+            *[self.tick] * 8,
+        ]
         for _ in range(n_operations):
             self.random.choice(operations)()
             self.scheduler.check_integrity()
@@ -135,6 +143,14 @@ class RandomWorker:
         alive = sorted(self.jobs.keys() - self.ended.keys())
         if alive and self.random.random() < 0.2:
             self.engine.lose_cells(self.random.choice(alive))
+
+    def save_ahead(self) -> None:
+        """Do what an idle worker does. Sometimes all jobs end before."""
+        if self.random.random() < 0.1:
+            while self.scheduler.has_work:
+                self.tick()
+        if not self.scheduler.has_work:
+            self.scheduler.save_ahead()
 
     def pass_time(self) -> None:
         self.clock.now_s += 1

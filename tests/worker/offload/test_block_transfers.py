@@ -114,6 +114,36 @@ def test_an_entry_that_is_too_short_is_not_saved() -> None:
     assert not setup.transfers.has_transfers
 
 
+def test_save_ahead_saves_one_block_and_a_later_save_has_less_to_save() -> None:
+    setup = Setup()
+    assert setup.transfers.save_ahead(setup.entry)
+    assert (setup.n_stored(), setup.transfers.has_transfers) == (8, False)
+    assert setup.transfers.start_save(setup.entry)
+    lengths = []
+    while setup.transfers.has_transfers:
+        setup.transfers.step(0)
+        lengths.append(setup.n_stored())
+    assert lengths == [16, 20]
+    assert not setup.transfers.save_ahead(setup.entry), "all blocks of the entry are stored"
+
+
+def test_save_ahead_tells_when_no_block_can_be_saved() -> None:
+    setup = Setup()
+    assert not setup.transfers.save_ahead(Entry(0, pack(TOKENS[: MIN_ENTRY_TOKENS - 1]), SCOPE)), "too short"
+    setup.sequences.fail_saves()
+    assert not setup.transfers.save_ahead(setup.entry)
+    full = BlockTransfers(BlockStore(BLOCK_TOKENS, 10, can_cut=True), setup.sequences)
+    assert not full.save_ahead(setup.entry)
+
+
+def test_blocks_that_are_saved_ahead_may_move_others_to_disk() -> None:
+    setup = Setup(host_bytes=200)
+    while setup.transfers.save_ahead(setup.entry):
+        setup.transfers.check_integrity()
+    assert setup.n_stored() == 20
+    assert len(setup.disk.files) > 0
+
+
 def test_a_failed_save_ends_the_save_of_the_entry() -> None:
     setup = Setup()
     setup.transfers.start_save(setup.entry)

@@ -133,6 +133,10 @@ class EmbeddingScheduler:
         """Move no cells: embeddings leave none behind."""
         return False
 
+    def save_ahead(self) -> bool:
+        """Save nothing: embeddings leave no cells behind."""
+        return False
+
     def plan(self, queue_depth: int = 0) -> TextBatch:  # noqa: ARG002
         """Return the batch of the next tick, which is empty when no job has a slot."""
         turns = self._slots[self._first_slot :] + self._slots[: self._first_slot]

@@ -68,6 +68,7 @@ class JobScheduler(Protocol):
     def expire(self) -> None: ...
     def admit(self) -> None: ...
     def move(self, budget_s: float) -> bool: ...
+    def save_ahead(self) -> bool: ...
     def plan(self, queue_depth: int = 0) -> TickBatch: ...
     def apply(self, batch: Any, results: Any) -> list[Output]: ...
     def snapshot(self) -> tuple[SlotSnapshot, ...]: ...
@@ -246,11 +247,17 @@ class TickLoop:
         """Run the commands that have arrived. Without work, wait for the first one."""
         try:
             if not self._scheduler.has_work and self._stop_s is None:
+                self._save_ahead()
                 self._wait_for_command()()
             while not self._commands.empty():
                 self._commands.get_nowait()()
         except queue.Empty:
             return
+
+    def _save_ahead(self) -> None:
+        """Save cells that the next job will evict, until a command arrives."""
+        while self._commands.empty() and self._scheduler.save_ahead():
+            self.tick_started_s = self._clock()
 
     def _wait_for_command(self) -> Callable[[], object]:
         self._is_idle = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -55,6 +56,8 @@ class Eviction:
         self._drop = drop
         self._held_cells = pool.n_cells if held_cells is None else held_cells
         self._needs_trim = False
+        self._to_save_ahead: deque[Entry] | None = None
+        """The entries that are not saved yet and that `trim` will evict for the next job. None: not known."""
         self._evicted_for_jobs: list[Evicted] = []
         self.n_evicted = 0
 
@@ -136,6 +139,7 @@ class Eviction:
     def request_trim(self) -> None:
         """Make the next `trim` check the limits. Called after an entry was added or a job was admitted."""
         self._needs_trim = True
+        self._to_save_ahead = None
 
     def trim(self) -> None:
         """Evict entries until their cells are within `held_cells` and each idle slot has a free sequence.
@@ -154,6 +158,34 @@ class Eviction:
         self._needs_trim = False
         while self._cache.coldest() is not None and (self._excess_cells() > 0 or self._lacks_sequences()):
             self.evict_coldest()
+
+    def save_ahead(self) -> bool:
+        """Save one block of the entries that `trim` will evict when the next job runs. They stay on the device.
+
+        Called while no job runs. The next job then need not wait until they are saved.
+
+        Returns:
+            False if there is nothing to save.
+        """
+        if self._to_save_ahead is None:
+            self._to_save_ahead = deque(self._next_to_evict())
+        while self._to_save_ahead:
+            entry = self._to_save_ahead[0]
+            if entry in self._cache and self._offload.save_ahead(entry):
+                return True
+            self._to_save_ahead.popleft()
+        return False
+
+    def _next_to_evict(self) -> list[Entry]:
+        """Return the entries that `trim` would evict if a job ran, in this order."""
+        entries = self._cache.entries()
+        staying, n_free = {entry.seq_id for entry in entries}, self._pool.n_free_sequences
+        for n_evicted, entry in enumerate(entries):
+            has_sequences = not self._pool.has_spare_sequences or n_free + n_evicted >= self._pool.n_idle
+            if has_sequences and self._pool.ledger.owned_together(staying) <= self._held_cells:
+                return entries[:n_evicted]
+            staying.remove(entry.seq_id)
+        return entries
 
     def _excess_cells(self) -> int:
         staying = {entry.seq_id for entry in self._cache.entries() if not entry.in_transfer}

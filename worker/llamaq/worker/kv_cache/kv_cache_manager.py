@@ -336,6 +336,14 @@ class KvMemory:
             self._remove_entry(entry)
         return bool(step.loaded)
 
+    def save_ahead(self) -> bool:
+        """Save cells that will be evicted when the next job runs, for less time than a tick. Call it when no job runs.
+
+        Returns:
+            False if there is nothing to save.
+        """
+        return self._eviction.save_ahead()
+
     def close(self, timeout_s: float) -> None:
         """Write the entries to the disk tier, if it exists, within about `timeout_s` seconds. Stops all transfers."""
         self._offload.close(self._cache.entries(), timeout_s)

@@ -63,6 +63,12 @@ class Offload(Protocol):
     def start_save(self, entry: Entry) -> bool:
         """Start to save the entry. Returns False when there is nothing to save. The entry may then be removed."""
 
+    def save_ahead(self, entry: Entry) -> bool:
+        """Save one block of the entry, which stays on the device. Returns False if no block is missing or can be saved.
+
+        A later `start_save` then has less to save, or nothing.
+        """
+
     def read_block(self, block: Block) -> Future[Data | None]:
         """Read the data of a block that `match` has just returned. The future gives None if the file is invalid."""
 
@@ -104,6 +110,9 @@ class NoOffload:
         raise LookupError(f"{stored!r} is not stored")
 
     def start_save(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
+        return False
+
+    def save_ahead(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
         return False
 
     def read_block(self, block: Block) -> Future[Data | None]:

@@ -162,14 +162,18 @@ class BlockTransfers:
         self._start_disk_read(self._loads[-1])
 
     def start_save(self, entry: Entry) -> bool:
-        if entry.n_tokens < MIN_ENTRY_TOKENS:
-            return False
-        spans = deque(self.store.missing_spans(entry.tokens, entry.scope))
+        spans = self._missing_spans(entry)
         if spans:
             self._saves.append(SaveTransfer(entry, spans))
         else:
             self.store.touch(self.store.match(entry.tokens, entry.scope))
         return bool(spans)
+
+    def save_ahead(self, entry: Entry) -> bool:
+        spans = self._missing_spans(entry)
+        is_saved = bool(spans) and self._save_span(entry, spans[0])
+        self._submit_disk_operations()
+        return is_saved
 
     def read_block(self, block: Block) -> Future[Data | None]:
         if block.data is None:
@@ -233,18 +237,26 @@ class BlockTransfers:
 
     # ---- from the device
 
+    def _missing_spans(self, entry: Entry) -> deque[TokenSpan]:
+        """Return the spans of the entry that are worth saving and are not stored."""
+        if entry.n_tokens < MIN_ENTRY_TOKENS:
+            return deque()
+        return deque(self.store.missing_spans(entry.tokens, entry.scope))
+
     def _save_one_block(self, save: SaveTransfer) -> None:
-        entry, span = save.entry, save.spans.popleft()
+        if not self._save_span(save.entry, save.spans.popleft()):
+            save.spans.clear()  # a block needs its parent, so the later spans cannot be stored either
+
+    def _save_span(self, entry: Entry, span: TokenSpan) -> bool:
+        """Save these cells of the entry. Returns False if llama.cpp or the store refuses them."""
         try:
             data = self._sequences.save(
                 entry.seq_id, span.start, span.end, lambda n_bytes: self._allocate(n_bytes, span)
             )
         except EngineError as exc:
             log.warning("cache.save_failed entry=%r error=%s", entry, exc)
-            save.spans.clear()
-            return
-        if self.store.insert(entry.tokens, entry.scope, span, data) is None:
-            save.spans.clear()  # a block needs its parent, so the later spans cannot be stored either
+            return False
+        return self.store.insert(entry.tokens, entry.scope, span, data) is not None
 
     def _allocate(self, n_bytes: int, span: TokenSpan) -> memoryview | None:
         return self._arena.allocate(n_bytes, span.end - span.start) if self._arena else None

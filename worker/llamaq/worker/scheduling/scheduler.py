@@ -229,6 +229,14 @@ class Scheduler:
         """
         return self._memory.move(budget_s)
 
+    def save_ahead(self) -> bool:
+        """Save cells that the next job will evict, for less time than a tick takes. Call it while there is no work.
+
+        Returns:
+            False when there is nothing to save.
+        """
+        return self._memory.save_ahead()
+
     def plan(self, queue_depth: int = 0) -> Batch:
         """Return the batch of the next tick, which is empty when no slot can compute.
 
