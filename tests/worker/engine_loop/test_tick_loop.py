@@ -22,7 +22,7 @@ from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS, SNAPSHOT_EVERY_S, Ti
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.scheduling.scheduler import SHED_AFTER_S
 from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
-from llamaq.worker.testing.fake_job import ByteVocab, make_job
+from llamaq.worker.testing.fake_job import ByteVocab, GreedySampler, make_job
 from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler
 
 pytestmark = pytest.mark.interpreted  # the recording classes inherit from compiled ones
@@ -289,6 +289,36 @@ def test_the_texts_of_repeated_ticks_are_made_while_the_next_batch_is_computed()
     loop.run_until_empty()
     engine_thread = threading.current_thread().name
     assert threads == [engine_thread, "publisher", "publisher", "publisher", engine_thread]
+
+
+class PreparingSampler(GreedySampler):
+    """Records the thread and the length of the history of each preparation."""
+
+    can_prepare = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: list[tuple[str, int]] = []
+        self.was_prepared = threading.Event()
+
+    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
+        self.prepared.append((threading.current_thread().name, len(history) - n_prompt))
+        self.was_prepared.set()
+
+
+def test_a_draw_is_prepared_while_its_batch_is_computed() -> None:
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            if len(self.batches) >= 2:
+                assert sampler.was_prepared.wait(WAIT_S)
+                sampler.was_prepared.clear()
+            return super().run(batch)
+
+    sampler = PreparingSampler()
+    loop = Loop(engine=Engine, stream_interval_s=60.0)
+    loop.start(make_job(max_tokens=6, sampler=sampler))
+    loop.run_until_empty()
+    assert sampler.prepared == [("publisher", n_tokens) for n_tokens in (2, 3, 4, 5)]
 
 
 def test_tokens_whose_texts_were_not_made_before_an_error_of_the_engine_are_published() -> None:

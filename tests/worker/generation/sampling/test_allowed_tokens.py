@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Event, Thread
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 
 N_VOCAB = 3000
+WAIT_S = 60.0
 
 
 class FixedMask:
@@ -89,3 +91,64 @@ def test_only_a_masked_end_token_is_left(temperature: float) -> None:
     assert refused.value.code == ErrorCode.GRAMMAR_EXHAUSTED
     mask[7] = True
     assert sampler.sample(random_logits(N_VOCAB, 1), [1], 1) == 7
+
+
+class CountingGrammar(FixedMask):
+    """Counts its steps. `accept` fails for the token 13, and waits for `may_step`."""
+
+    def __init__(self) -> None:
+        super().__init__(np.arange(N_VOCAB) % 2 == 0)
+        self.accepted: list[list[int]] = []
+        self.may_step = Event()
+        self.is_stepping = Event()
+        self.n_at_once = 0
+
+    def accept(self, generated: Sequence[int]) -> None:
+        self.n_at_once += 1
+        assert self.n_at_once == 1, "two threads use the grammar"
+        self.is_stepping.set()
+        assert self.may_step.wait(WAIT_S)
+        self.accepted.append(list(generated))
+        self.n_at_once -= 1
+        if 13 in generated:
+            raise JobRejected(ErrorCode.INVALID_GRAMMAR, "unlucky")
+
+
+def test_a_draw_waits_for_a_preparation_in_another_thread() -> None:
+    grammar = CountingGrammar()
+    sampler = LogitSampler(SamplingDefaults(temperature=0), seed=1, grammar=cast("TokenConstraint", grammar))
+    assert sampler.can_prepare
+    logits = random_logits(N_VOCAB, 1)
+    drawn: list[int] = []
+    preparing = Thread(target=sampler.prepare, args=([1, 5], 1))
+    preparing.start()
+    assert grammar.is_stepping.wait(WAIT_S)
+    drawing = Thread(target=lambda: drawn.append(sampler.sample(logits, [1, 5], 1)))
+    drawing.start()
+    drawing.join(0.05)
+    assert not drawn, "the grammar is in use"
+    grammar.may_step.set()
+    drawing.join(WAIT_S)
+    preparing.join(WAIT_S)
+    assert grammar.accepted == [[5], [5]]
+    assert drawn[0] % 2 == 0
+
+
+def test_the_next_draws_raise_an_error_of_the_preparation() -> None:
+    grammar = CountingGrammar()
+    grammar.may_step.set()
+    sampler = LogitSampler(SamplingDefaults(), seed=1, grammar=cast("TokenConstraint", grammar))
+    sampler.prepare([1, 13], 1)
+    for _ in range(2):
+        with pytest.raises(JobRejected, match="unlucky"):
+            sampler.sample(random_logits(N_VOCAB, 1), [1, 13], 1)
+    assert grammar.accepted == [[13]], "after the error, the grammar is not used"
+
+
+def test_without_a_grammar_there_is_nothing_to_prepare() -> None:
+    sampler = LogitSampler(SamplingDefaults(), seed=1)
+    assert not sampler.can_prepare
+    sampler.prepare([1], 1)
+    constrained = LogitSampler(SamplingDefaults(), seed=1, grammar=grammar_of(np.ones(N_VOCAB, np.bool_)))
+    constrained.close()
+    constrained.prepare([1], 1)

@@ -35,6 +35,9 @@ class Sampler(Protocol):
     """Whether `sample` raises `JobRejected` if any logit is plus infinity or NaN, and `takes` returns False. Then the
     caller need not find the largest logit."""
 
+    can_prepare: bool
+    """Whether `prepare` has something to do."""
+
     logprobs: TokenLogprobs | None
     """The probabilities of the token that was drawn last. None: the job did not ask for them."""
     draw_probability: float | None
@@ -42,6 +45,12 @@ class Sampler(Protocol):
 
     def takes(self, best: int) -> bool:
         """Whether `sample` would return `best`, the token with the largest logit. Then `sample` need not be called."""
+
+    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
+        """Compute the part of the next draw that does not depend on the logits: the mask of a grammar.
+
+        Another thread may call this while the logits are computed. If `sample` is called meanwhile, it waits.
+        """
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`.

@@ -30,6 +30,11 @@ class TickRepeater(Protocol):
     def extend(self, results: Any) -> bool: ...
     def late_outputs(self, batch: Any, results: Any, ended_s: float) -> Sequence[Output]: ...
 
+    def prepare(self, batch: Any) -> None: ...
+
+    @property
+    def can_prepare(self) -> bool: ...
+
     @property
     def have_stop_strings(self) -> bool: ...
 
@@ -89,6 +94,7 @@ class LateOutputs:
     def _make(self, ticks: Sequence[ComputedTick]) -> None:
         self._make_outputs(ticks)
         self._publisher.publish()
+        self._repeater.prepare(ticks[-1].batch)
 
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
         for tick in ticks:

@@ -350,7 +350,7 @@ class TickLoop:
         try:
             while self._has_nothing_else_to_do() and repeater.extend(tick.results):
                 late.add(tick)
-                if repeater.have_stop_strings or not self._ends_soon():
+                if repeater.have_stop_strings or repeater.can_prepare or not self._ends_soon():
                     self._published_s = tick.ended_s
                     late.begin()
                 self._end_tick()

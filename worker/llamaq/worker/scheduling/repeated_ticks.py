@@ -2,7 +2,7 @@
 
 Most ticks compute decode tokens only, for the same jobs as the tick before. Then the next batch is known as soon as the
 tokens are sampled. The histories and the KV cells are recorded at once, because the next batch needs them. The texts of
-the tokens are made later, by another thread, while the next batch is computed.
+the tokens and the masks of grammars are made later, by another thread, while the next batch is computed.
 
 A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
 compute, a waiting job that may preempt another one, cells to evict or to move, a draft, a deadline.
@@ -38,8 +38,8 @@ class RepeatedTicks:
     them before `apply`. If `have_stop_strings`, it is called before the next `extend`, and if it `has_stopped` a job,
     `apply` is called next.
 
-    Threads: any thread may call `late_outputs`, also while the engine thread calls `extend` for later ticks. The engine
-    thread calls all other methods.
+    Threads: another thread may call `late_outputs` and `prepare`, also while the engine thread calls `extend` for later
+    ticks. The engine thread calls all other methods.
 
     Args:
         memory: The slots and the KV memory.
@@ -75,6 +75,8 @@ class RepeatedTicks:
         """When the first deadline of a job is reached."""
         self.have_stop_strings = False
         """Whether the text of a token may end a job of the batch."""
+        self.can_prepare = False
+        """Whether `prepare` has something to do."""
         self._stopped: set[Slot] = set()
 
     # ---- the decision, made with the plan
@@ -97,6 +99,7 @@ class RepeatedTicks:
         self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD))
         self._until_s = self._first_deadline_s(runs, now_s)
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
+        self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
 
     def _would_be_planned_again(self, batch: Batch) -> bool:
         """Whether the next plan would be the same, if no job ends and there is no new job."""
@@ -151,6 +154,13 @@ class RepeatedTicks:
                 self._stopped.add(slot)
         self._on_tick(batch, ended_s)
         return outputs
+
+    def prepare(self, batch: Batch) -> None:
+        """Compute what the next draws need besides the logits, while the engine computes the batch."""
+        for part in batch.decode:
+            run = part.slot.active
+            if run.job.sampler.can_prepare:
+                run.job.sampler.prepare(run.tokens, run.n_prompt)
 
     @property
     def has_stopped(self) -> bool:

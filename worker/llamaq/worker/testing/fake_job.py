@@ -48,6 +48,7 @@ class GreedySampler:
     """
 
     checks_logits = False
+    can_prepare = False
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
@@ -58,6 +59,9 @@ class GreedySampler:
 
     def takes(self, best: int) -> bool:  # noqa: ARG002 - part of the protocol
         return False
+
+    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
+        """Do nothing: there is no grammar."""
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         if self.closed:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 
 import numpy as np
+import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
@@ -19,6 +21,8 @@ NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
 class AllowedTokens:
     """Restricts the candidates of a job.
 
+    Threads: the engine thread calls all methods. Another thread may call `prepare` at the same time.
+
     Args:
         grammar: Restricts the tokens. None: all are allowed.
         reasoning: Bounds the reasoning. None: it is not bounded.
@@ -29,6 +33,26 @@ class AllowedTokens:
         self._grammar = grammar
         self._reasoning = reasoning
         self._only_best = only_best
+        self._lock = Lock()
+        """Held while the grammar reads tokens or computes a mask."""
+        self._error: Exception | None = None
+        """The error of `prepare`, after which the state of the grammar is not known."""
+
+    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
+        """Compute the mask for the token that follows `history`. An error is raised by the next `restrict`."""
+        if self._grammar is None:
+            return
+        try:
+            self._mask(self._grammar, history, n_prompt)
+        except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
+            self._error = exc
+
+    def _mask(self, grammar: TokenConstraint, history: Sequence[int], n_prompt: int) -> npt.NDArray[np.bool_]:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            grammar.accept(history[n_prompt:])
+            return grammar.allowed_mask()
 
     def restrict(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
         """Return the allowed tokens. If these are many, return the whole vocabulary, in which the logits of the other
@@ -45,8 +69,7 @@ class AllowedTokens:
         forced = None if self._reasoning is None else self._reasoning.forced_token(history, n_prompt)
         if self._grammar is None:
             return Candidates(logits) if forced is None else Candidates.only(forced)
-        self._grammar.accept(history[n_prompt:])
-        mask = self._grammar.allowed_mask()
+        mask = self._mask(self._grammar, history, n_prompt)
         if forced is not None and mask[forced]:
             return Candidates.only(forced)
         if self._only_best and mask[best := int(logits.argmax())]:  # usual, and much faster than masking

@@ -106,10 +106,15 @@ class LogitSampler:
         """Draws from the whole vocabulary after the penalties, if no other samplers than its own are needed."""
         self.checks_logits = self._top_k_draw is not None and not is_bound
         self._never_best = frozenset(self._masked.tolist())
+        self.can_prepare = grammar is not None
 
     def takes(self, best: int) -> bool:
         """Whether `sample` would return the token with the largest logit; see `core.job.Sampler`."""
         return self._takes_best and best not in self._never_best
+
+    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
+        """Compute the mask of the grammar; see `core.job.Sampler`."""
+        self._allowed.prepare(history, n_prompt)
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
