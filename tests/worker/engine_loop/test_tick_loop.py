@@ -94,7 +94,9 @@ class Loop:
         self.effects: list[object] = []
         self.clock = ManualClock()
         self.engine = engine(self.clock)
-        self.scheduler = make_scheduler(self.engine, make_memory(self.engine, n_slots=N_SLOTS), clock=self.clock)
+        memory = make_memory(self.engine, n_slots=N_SLOTS)
+        draft_tokens = 0 if draft_s is None else 4
+        self.scheduler = make_scheduler(self.engine, memory, draft_tokens=draft_tokens, clock=self.clock)
         self.shared = SharedState(RecordingTelemetry(self.effects), mailbox(self.effects))
         self.ticks = TickLoop(
             self.scheduler,

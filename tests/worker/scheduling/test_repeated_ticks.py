@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -12,12 +13,13 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import Drafting
+from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD
+from llamaq.worker.scheduling.speculation import MAX_REPEATS, PLANS_PER_REPEAT
 from llamaq.worker.scheduling.tick_times import TickTime
 from llamaq.worker.testing import (
     ByteVocab,
@@ -48,6 +50,7 @@ class Rig:
         margin: int = 8,
         caches: bool = False,
         strategy: BatchStrategy | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         self.clock = ManualClock()
         self.engine = FakeEngine(n_ctx=n_ctx, n_seq_max=n_slots + 4, next_token=letter_then_end)
@@ -59,7 +62,9 @@ class Rig:
             cache=RadixPrefixCache() if caches else NullPrefixCache(),
             offload=offload,
         )
-        self.scheduler = make_scheduler(self.engine, self.memory, strategy=strategy, clock=self.clock)
+        self.scheduler = make_scheduler(
+            self.engine, self.memory, strategy=strategy, draft_tokens=draft_tokens, clock=self.clock
+        )
         self.outputs: list[Output] = []
         for job in jobs:
             self.scheduler.submit(job)
@@ -279,11 +284,47 @@ def test_ticks_are_repeated_while_jobs_wait_that_cannot_preempt() -> None:
     assert rig.tick() == 28
 
 
-def test_the_ticks_of_drafting_jobs_are_not_repeated() -> None:
-    job = make_job(max_tokens=9, drafting=Drafting(None, 4))
-    rig = Rig(job, make_job(max_tokens=9))
+class LateDrafter:
+    """Drafts one token, from a number of tokens on."""
+
+    def __init__(self, n_before: int) -> None:
+        self.n_before = n_before
+        self.searched: list[int] = []
+
+    def propose(self, history: Sequence[int], n_max: int) -> Draft:
+        self.searched.append(len(history) - len(PROMPT))
+        return Draft((next_letter(history),)[:n_max]) if len(history) - len(PROMPT) >= self.n_before else Draft()
+
+
+def test_texts_are_searched_for_drafts_the_less_often_the_longer_none_was_found() -> None:
+    drafter = LateDrafter(800)
+    job = make_job(max_tokens=840, drafting=Drafting(drafter, 4))
+    rig = Rig(job, make_job(max_tokens=840), draft_tokens=8)
     rig.prefill()
-    assert rig.tick() == 0
+    n_repeats = [rig.tick() for _ in range(50)]
+    assert n_repeats[: 4 * PLANS_PER_REPEAT] == [at // PLANS_PER_REPEAT for at in range(1, 4 * PLANS_PER_REPEAT + 1)]
+    assert max(n_repeats) <= MAX_REPEATS
+    while rig.scheduler.has_work:
+        rig.tick()
+    assert max(later - earlier for earlier, later in pairwise(drafter.searched)) == MAX_REPEATS + 1
+    after = [n_tokens for n_tokens in drafter.searched if n_tokens >= 800]
+    assert len(after) > 5, "with drafts, each text is searched in each tick"
+    assert rig.tokens(job) == letters(840)
+
+
+def test_after_a_prompt_texts_are_searched_for_drafts_in_each_tick_again() -> None:
+    rig = Rig(make_job(max_tokens=300, drafting=Drafting(LateDrafter(1000), 4)), draft_tokens=8)
+    rig.prefill()
+    while rig.tick() < 3:
+        pass
+    rig.scheduler.submit(make_job(max_tokens=100))
+    assert [rig.tick() for _ in range(PLANS_PER_REPEAT + 1)] == [0] * PLANS_PER_REPEAT + [1]
+
+
+def test_the_ticks_of_a_worker_that_drafts_are_repeated_if_no_job_drafts() -> None:
+    rig = Rig(make_job(max_tokens=40), draft_tokens=8)
+    rig.prefill()
+    assert rig.tick() == 38
 
 
 class OddStrategy:

@@ -110,6 +110,11 @@ class Batch:
         return sum([len(part.draft.tokens) for part in self.decode])
 
     @property
+    def has_draft_work(self) -> bool:
+        """Whether there is a draft, or something to compute for the draft model."""
+        return self.draft_plan is not NO_DRAFT_PLAN or self.n_drafts > 0
+
+    @property
     def n_tokens(self) -> int:
         return self.n_decode + self.n_drafted + self.n_prefill
 

@@ -121,8 +121,8 @@ class DraftModelSpeculation(Speculation):
         self._n_since_trial, self._since_trial_s = 0, 0.0
         """Number of ticks since the last trial, and their time in seconds."""
 
-    def add_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
-        """Return the batch with a plan for the draft model. See `Speculation.add_drafts`."""
+    def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
+        """Return the batch with a plan for the draft model; see `Speculation.add_drafts`."""
         plain_s = None if self._has_failed else self._times.plain_s(batch.n_decode)
         if plain_s is None:
             return batch  # this tick measures it

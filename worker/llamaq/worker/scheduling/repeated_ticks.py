@@ -5,7 +5,8 @@ tokens are sampled. The histories and the KV cells are recorded at once, because
 the tokens and the masks of grammars are made later, by another thread, while the next batch is computed.
 
 A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
-compute, a waiting job that may preempt another one, cells to evict or to move, a draft, a deadline.
+compute, a waiting job that may preempt another one, cells to evict or to move, a draft, a deadline. Texts are searched
+for drafts the less often, the longer no draft was found.
 
 If a job ends by a stop string, this is found when the text is made. The next tick has then begun. It computes the KV
 cell of the job's last token. The token that it samples for the job is not used.
@@ -13,6 +14,7 @@ cell of the job's last token. The token that it samples for the job is not used.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from llamaq.worker.core.batch import Batch, SlotResult
@@ -21,6 +23,7 @@ from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD, Preemption
+from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.scheduling.token_outputs import new_token
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
@@ -46,6 +49,7 @@ class RepeatedTicks:
         waiting: The jobs without a slot.
         strategy: Plans the batches.
         preemption: Preempts running jobs.
+        speculation: Adds drafts to the batches. None: no tokens are drafted.
         end_tokens: The model's end-of-generation tokens.
         on_tick: `late_outputs` calls it with the batch of each tick and the time of its end.
         clock: Returns the time in seconds.
@@ -57,6 +61,7 @@ class RepeatedTicks:
         waiting: WaitingQueue,
         strategy: GuardedStrategy,
         preemption: Preemption,
+        speculation: Speculation | None = None,
         *,
         end_tokens: frozenset[int],
         on_tick: Callable[[Batch, float], None],
@@ -66,6 +71,7 @@ class RepeatedTicks:
         self._waiting = waiting
         self._strategy = strategy
         self._preemption = preemption
+        self._speculation = speculation
         self._end_tokens = end_tokens
         self._on_tick = on_tick
         self._clock = clock
@@ -89,14 +95,14 @@ class RepeatedTicks:
         """Let the planned batch be repeated, if the next plan would be the same.
 
         Args:
-            batch: The batch of the strategy, without drafts.
+            batch: The batch.
             now_s: The time.
         """
         if not self._would_be_planned_again(batch):
             return
         runs = [part.slot.active for part in batch.decode]
         n_to_end = min([run.max_length - len(run.tokens) for run in runs]) - 1
-        self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD))
+        self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD), self._n_without_search(runs))
         self._until_s = self._first_deadline_s(runs, now_s)
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
         self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
@@ -108,8 +114,14 @@ class RepeatedTicks:
             and self._strategy.decodes_all
             and not self._memory.has_transfers
             and not self._preemption.may_preempt
-            and all(part.slot.active.job.drafting is None for part in batch.decode)
+            and not batch.has_draft_work
         )
+
+    def _n_without_search(self, runs: Iterable[Run]) -> int:
+        """Return for how many ticks no draft needs to be searched for. Unlimited if no job drafts."""
+        if self._speculation is None or all(run.job.drafting is None for run in runs):
+            return sys.maxsize
+        return self._speculation.n_repeats
 
     def _first_deadline_s(self, runs: Iterable[Run], now_s: float) -> float:
         """Return when the first job must end. A job without a slot has no `timeout_s` that could pass."""

@@ -102,6 +102,7 @@ class Scheduler:
             self._waiting,
             strategy,
             self._preemption,
+            speculation,
             end_tokens=end_tokens,
             on_tick=self._record_repeated_tick,
             clock=clock,
@@ -250,14 +251,16 @@ class Scheduler:
         self._tick_timer.begin()
         batch = self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
         now_s = self._clock()
-        if not self._outputs:  # they would wait for the end of the repeated ticks
-            self.repeater.consider(batch, now_s)
         for chunk in batch.prefill:
             run = chunk.slot.active
             if run.job.request.prompt_progress and run.prompt_planned_s is None:
                 run.prompt_planned_s = now_s
                 self._report_progress(run, now_s)
-        return batch if self._speculation is None else self._add_drafts(batch, self._speculation)
+        if self._speculation is not None:
+            batch = self._add_drafts(batch, self._speculation)
+        if not self._outputs:  # they would wait for the end of the repeated ticks
+            self.repeater.consider(batch, now_s)
+        return batch
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
         """Update the slots with the engine's results. Returns all outputs since the last call.

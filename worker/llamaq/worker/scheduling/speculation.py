@@ -25,6 +25,9 @@ RETRY_AFTER = 128
 """After this many ticks with drafts of a grade that promise no gain, one is tried: the text may have changed."""
 RETRY_TOKENS = 2
 """Largest number of tokens of such a draft."""
+PLANS_PER_REPEAT, MAX_REPEATS = 4, 16
+"""For this many plans in a row without a draft, one more tick may be repeated without a search for drafts, up to the
+upper bound. So texts that do not repeat themselves are searched less often, and a draft comes at most so much later."""
 
 
 class _Proposal(NamedTuple):
@@ -53,6 +56,8 @@ class Speculation:
         """Maps each grade to the acceptance of the drafts of all jobs."""
         self._n_passed: dict[int, int] = {}
         """Maps each grade to the number of ticks since a draft was tried that promised nothing."""
+        self._n_without = 0
+        """Number of plans in a row without a draft, since the last prompt."""
 
     def add_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with the drafts that promise a gain.
@@ -62,6 +67,17 @@ class Speculation:
             room: Largest number of draft tokens: the batch and the KV memory have room for no more.
             limit_s: Longest time of a tick with drafts, in seconds.
         """
+        drafted = self._drafted(batch, room, limit_s)
+        self._n_without = 0 if drafted.has_draft_work or drafted.prefill else self._n_without + 1
+        return drafted
+
+    @property
+    def n_repeats(self) -> int:
+        """How often the planned tick, which has no draft, may be repeated before the next search for drafts."""
+        return min(self._n_without // PLANS_PER_REPEAT, MAX_REPEATS)
+
+    def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
+        """Return the batch with drafts; see `add_drafts`."""
         n_decode = batch.n_decode
         plain_s, token_s = self._times.plain_s(n_decode), self._times.draft_token_s
         if plain_s is None:
