@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pytest
+from tests.support.tick_loop_rig import (
+    HANG_S,
+    N_SLOTS,
+    POLL_S,
+    WAIT_S,
+    Loop,
+    RecordingMailbox,
+    SlowEngine,
+)
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
@@ -15,128 +23,12 @@ from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken, SlotAcquired
 from llamaq.worker.core.token_draft import Drafting
-from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
-from llamaq.worker.engine_loop.shared_state import SharedState
-from llamaq.worker.engine_loop.telemetry import Telemetry
-from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS, SNAPSHOT_EVERY_S, TickLoop
-from llamaq.worker.generation.detokenizer import StreamDetokenizer
+from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message
+from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS
 from llamaq.worker.scheduling.scheduler import SHED_AFTER_S
-from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
-from llamaq.worker.testing.fake_job import ByteVocab, GreedySampler, make_job
-from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler
+from llamaq.worker.testing.fake_job import make_job
 
 pytestmark = pytest.mark.interpreted  # the recording classes inherit from compiled ones
-
-N_SLOTS = 2
-HANG_S = 60.0
-POLL_S = 0.001
-WAIT_S = 60.0
-
-
-class RecordingTelemetry(Telemetry):
-    """Adds each recorded tick to a list of effects."""
-
-    def __init__(self, effects: list[object]) -> None:
-        super().__init__()
-        self._effects = effects
-
-    def record_tick(self, stats: TickStats) -> None:
-        super().record_tick(stats)
-        self._effects.append(stats)
-
-
-class RecordingMailbox(OutputMailbox):
-    """Adds each message to a list of effects."""
-
-    def __init__(self, effects: list[object]) -> None:
-        super().__init__()
-        self._effects = effects
-
-    def put(self, messages: Sequence[Message]) -> None:
-        self._effects += messages
-
-
-class SlowEngine(FakeEngine):
-    """A fake engine. Each batch advances a manual clock by `batch_s` seconds."""
-
-    def __init__(self, clock: ManualClock) -> None:
-        super().__init__()
-        self.batch_s = 0.0
-        self._clock = clock
-
-    def run(self, batch: Batch) -> list[SlotResult]:
-        self._clock.now_s += self.batch_s
-        return super().run(batch)
-
-
-class SlowDrafter:
-    """A draft model that drafts nothing. Each call advances a manual clock by `draft_s` seconds."""
-
-    def __init__(self, clock: ManualClock, draft_s: float) -> None:
-        self._clock, self._draft_s = clock, draft_s
-
-    def add_drafts(self, batch: Batch) -> Batch:
-        self._clock.now_s += self._draft_s
-        return batch
-
-
-class Loop:
-    """A tick loop with a fake engine, and its effects in order: recorded ticks and messages."""
-
-    def __init__(
-        self,
-        capacity: int | None = None,
-        engine: type[SlowEngine] = SlowEngine,
-        mailbox: type[RecordingMailbox] = RecordingMailbox,
-        stream_interval_s: float = 0.0,
-        draft_s: float | None = None,
-    ) -> None:
-        self.effects: list[object] = []
-        self.clock = ManualClock()
-        self.engine = engine(self.clock)
-        memory = make_memory(self.engine, n_slots=N_SLOTS)
-        draft_tokens = 0 if draft_s is None else 4
-        self.scheduler = make_scheduler(self.engine, memory, draft_tokens=draft_tokens, clock=self.clock)
-        self.shared = SharedState(RecordingTelemetry(self.effects), mailbox(self.effects))
-        self.ticks = TickLoop(
-            self.scheduler,
-            self.engine,
-            self.shared,
-            hang_s=HANG_S,
-            stream_interval_s=stream_interval_s,
-            drafter=None if draft_s is None else SlowDrafter(self.clock, draft_s),
-            capacity=capacity,
-            clock=self.clock,
-        )
-
-    def start(self, job: Job) -> None:
-        """Give the job a slot."""
-        self.scheduler.submit(job)
-        self.scheduler.admit()
-
-    def run_until_empty(self) -> None:
-        """Run the loop on this thread until no job is left. Jobs without a slot are withdrawn."""
-        self.ticks.stop(HANG_S)
-        self.ticks.run()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Run the loop on a separate thread until the end of the block."""
-        thread = threading.Thread(target=self.ticks.run)
-        thread.start()
-        try:
-            yield
-        finally:
-            self.ticks.stop(0)
-            thread.join()
-
-
-def first_letters(n_tokens: int) -> str:
-    """Return the first letters that the fake model generates after the prompt of `make_job`."""
-    history = list(make_job().prompt)
-    for _ in range(n_tokens):
-        history.append(next_letter(history))
-    return bytes(history[-n_tokens:]).decode()
 
 
 def admit_all(loop: Loop, jobs: Sequence[Job]) -> None:
@@ -247,145 +139,6 @@ def test_a_job_that_is_cancelled_while_a_batch_is_computed_publishes_the_token_o
     assert messages[-1].reason is FinishReason.CANCELLED
     assert len(loop.engine.batches) == 2
     assert loop.engine.sequences.memory == {}
-
-
-def tokens_of(loop: Loop, job: Job) -> list[int]:
-    """Return the tokens of the job that were published."""
-    return [effect.token for effect in loop.effects if isinstance(effect, NewToken) and effect.job is job]
-
-
-def test_a_stop_string_ends_a_job_at_most_one_batch_late_and_the_late_token_is_not_used() -> None:
-    loop = Loop()
-    other, job = make_job(max_tokens=6), make_job(max_tokens=6, stop=[first_letters(3)[2]])
-    loop.start(other)
-    loop.start(job)
-    loop.run_until_empty()
-    assert [len(batch.parts) for batch in loop.engine.batches] == [2, 2, 2, 2, 1, 1]
-    assert bytes(tokens_of(loop, job)).decode() == first_letters(3)
-    assert bytes(tokens_of(loop, other)).decode() == first_letters(6)
-    ends = [effect for effect in loop.effects if isinstance(effect, JobEnded)]
-    assert [(end.job, end.reason) for end in ends] == [(job, FinishReason.STOP), (other, FinishReason.LENGTH)]
-    assert loop.engine.sequences.memory == {}
-
-
-def test_the_texts_of_repeated_ticks_are_made_while_the_next_batch_is_computed() -> None:
-    threads: list[str] = []
-    has_text = threading.Event()
-
-    class WatchedDetokenizer(StreamDetokenizer):
-        def feed(self, token: int) -> str:
-            threads.append(threading.current_thread().name)
-            if len(threads) == 3:
-                has_text.set()
-            return super().feed(token)
-
-    class Engine(SlowEngine):
-        def run(self, batch: Batch) -> list[SlotResult]:
-            if len(self.batches) == 3:  # the third token, of the second decode tick, has been sampled
-                assert has_text.wait(WAIT_S)
-            return super().run(batch)
-
-    loop, job = Loop(engine=Engine), make_job(max_tokens=5)
-    job.detokenizer = WatchedDetokenizer(ByteVocab().piece)
-    loop.start(job)
-    loop.run_until_empty()
-    engine_thread = threading.current_thread().name
-    assert threads == [engine_thread, "publisher", "publisher", "publisher", engine_thread]
-
-
-class PreparingSampler(GreedySampler):
-    """Records the thread and the length of the history of each preparation."""
-
-    can_prepare = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prepared: list[tuple[str, int]] = []
-        self.was_prepared = threading.Event()
-
-    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
-        self.prepared.append((threading.current_thread().name, len(history) - n_prompt))
-        self.was_prepared.set()
-
-
-def test_a_draw_is_prepared_while_its_batch_is_computed() -> None:
-    class Engine(SlowEngine):
-        def run(self, batch: Batch) -> list[SlotResult]:
-            if len(self.batches) >= 2:
-                assert sampler.was_prepared.wait(WAIT_S)
-                sampler.was_prepared.clear()
-            return super().run(batch)
-
-    sampler = PreparingSampler()
-    loop = Loop(engine=Engine, stream_interval_s=60.0)
-    loop.start(make_job(max_tokens=6, sampler=sampler))
-    loop.run_until_empty()
-    assert sampler.prepared == [("publisher", n_tokens) for n_tokens in (2, 3, 4, 5)]
-
-
-def test_tokens_whose_texts_were_not_made_before_an_error_of_the_engine_are_published() -> None:
-    class Engine(SlowEngine):
-        def run(self, batch: Batch) -> list[SlotResult]:
-            if len(self.batches) == 6:
-                raise OSError("expected")
-            return super().run(batch)
-
-    loop, job = Loop(engine=Engine, stream_interval_s=60.0), make_job(max_tokens=9)
-    loop.start(job)
-    with pytest.raises(OSError, match="expected"):
-        loop.run_until_empty()
-    assert bytes(tokens_of(loop, job)).decode() == first_letters(6)
-
-
-@pytest.mark.parametrize("stream_interval_s", [0.0, 60.0])
-def test_an_error_while_a_text_is_made_ends_the_loop(stream_interval_s: float) -> None:
-    class FaultyDetokenizer(StreamDetokenizer):
-        n_fed = 0
-
-        def feed(self, token: int) -> str:
-            self.n_fed += 1
-            if self.n_fed == 4:
-                raise ValueError("expected")
-            return super().feed(token)
-
-    loop, job = Loop(stream_interval_s=stream_interval_s), make_job(max_tokens=1000)
-    job.detokenizer = FaultyDetokenizer(ByteVocab().piece)
-    loop.start(job)
-    with pytest.raises(ValueError, match="expected"):
-        loop.run_until_empty()
-    assert bytes(tokens_of(loop, job)).decode() == first_letters(3)
-
-
-def test_a_snapshot_that_is_due_ends_the_repetition_of_a_tick() -> None:
-    generated: list[int] = []
-
-    class Watching(SlowEngine):
-        def run(self, batch: Batch) -> list[SlotResult]:
-            generated.append(loop.ticks.snapshot.slots[0].generated_tokens or 0)
-            return super().run(batch)
-
-    loop = Loop(engine=Watching)
-    loop.engine.batch_s = SNAPSHOT_EVERY_S / 4
-    loop.start(make_job(max_tokens=20))
-    loop.run_until_empty()
-    assert sorted(set(generated)) == [0, 4, 8, 12, 16]
-
-
-def test_a_repeated_tick_does_not_count_as_a_hang() -> None:
-    ages: list[float] = []
-
-    class Watching(SlowEngine):
-        def run(self, batch: Batch) -> list[SlotResult]:
-            ages.append(loop.ticks.tick_age_s)
-            return super().run(batch)
-
-    loop = Loop(engine=Watching)
-    loop.engine.batch_s = 0.01
-    loop.start(make_job(max_tokens=20))
-    loop.run_until_empty()
-    assert len(ages) == 20
-    assert set(ages) == {0.0}
-    assert loop.ticks.hang_after_s == HANG_S
 
 
 def test_a_preempted_job_is_withdrawn_after_its_tokens_and_the_loss_of_its_slot_are_published() -> None:
