@@ -44,9 +44,11 @@ async def test_a_worker_drops_a_job_that_it_has_claimed_and_claims_it_with_the_n
         job = await client.submit("x")
         claim = await worker.claim()
         assert claim is not None
-        assert not isinstance(await worker.scripts.claim_job(claim, worker.name, LEASE_MS), str)
+        assert not isinstance(await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS), str)
         assert await job.set_priority("bulk")
-        assert await worker.scripts.claim_job(claim, worker.name, LEASE_MS) == "done", "the entry is that of before"
+        assert await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS) == "done", (
+            "the entry is that of before"
+        )
         attempt = await worker.start_next()
         assert (attempt.claim.stream.rpartition(":")[2], attempt.number) == ("bulk", 3)
         assert (await job.status()).crashes == 0

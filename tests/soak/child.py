@@ -20,6 +20,7 @@ from typing import Any
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.script_types import Attempt, FinishReply, Increment
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult
@@ -115,8 +116,9 @@ def add_io_points(faults: Faults) -> None:
                 faults.reach("publish.finished")
 
     after_async(JobClaims, "read", claimed)
+    after_async(JobClaims, "wait_and_read", claimed)
     after_async(JobClaims, "reclaim", reclaimed)
-    after_async(AttemptScripts, "claim_jobs", claimed_jobs)
+    after_async(ClaimScripts, "claim_jobs", claimed_jobs)
     after_async(AttemptScripts, "flush", flushed)
     after_async(AttemptScripts, "finish_jobs", finished)
     original = TickLoop.admit

@@ -28,7 +28,7 @@ async def serve(url: str, queue: str) -> None:
             with suppress(ResponseError):  # Redis is full
                 claims = [
                     Claim(entry.fields[b"id"].decode(), stream, entry.entry_id.decode())
-                    for _, entries in await worker.scripts.read([stream], JOBS_AT_ONCE, LEASE_MS)
+                    for _, entries in await worker.claim_scripts.read([stream], JOBS_AT_ONCE, LEASE_MS)
                     for entry in entries
                 ]
             await asyncio.gather(*(_answer(worker, claim) for claim in claims))
@@ -40,7 +40,7 @@ async def _answer(worker: FakeWorker, claim: Claim) -> None:
     """Answer a job. While Redis is full, this is tried again."""
     while True:
         try:
-            claimed = await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+            claimed = await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
             if isinstance(claimed, Attempt):
                 attempt = FakeAttempt(worker, claim, claimed)
                 await attempt.finish(tokens=[1, 2], text=attempt.request.prompt or "")

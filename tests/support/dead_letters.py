@@ -25,7 +25,7 @@ async def add_dead_job(client: AsyncClient, worker: FakeWorker, prompt: str = "p
     await first.emit([7, 8], "two tokens")
     await worker.scripts.requeue(first.claim, first.number, worker.name)
     for name in ("a", "b", "c"):
-        await worker.scripts.claim_job(first.claim, name, LEASE_MS)
+        await worker.claim_scripts.claim_job(first.claim, name, LEASE_MS)
         await worker.scripts.check_crash(
             first.claim, "heir", last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
         )

@@ -27,6 +27,7 @@ from redis.exceptions import ResponseError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
@@ -59,6 +60,7 @@ class FakeWorker:
         self.queue = queue
         self.keys = Keys(key_prefix)
         self.redis = connect(url, name="llamaq-fake-worker")
+        self.claim_scripts = ClaimScripts(self.redis, self.keys)
         self.scripts = AttemptScripts(self.redis, self.keys)
         self._streams = [self.keys.jobs(queue, 0, priority) for priority in Priority]
 
@@ -126,14 +128,14 @@ class FakeWorker:
     async def claim(self) -> Claim | None:
         """Read the next entry of the queue, interactive jobs first. Returns None if no job waits."""
         for stream in self._streams:
-            for _, entries in await self.scripts.read([stream], 1, LEASE_MS):
+            for _, entries in await self.claim_scripts.read([stream], 1, LEASE_MS):
                 for entry_id, fields, _ in entries:
                     return Claim(fields[b"id"].decode(), stream, entry_id.decode())
         return None
 
     async def begin(self, claim: Claim) -> FakeAttempt | None:
         """Claim a job and start it, as a worker with a free slot does. Returns None if the job cannot be claimed."""
-        claimed = await self.scripts.claim_job(claim, self.name, LEASE_MS)
+        claimed = await self.claim_scripts.claim_job(claim, self.name, LEASE_MS)
         if not isinstance(claimed, Attempt):
             return None
         attempt = FakeAttempt(self, claim, claimed)

@@ -143,7 +143,7 @@ async def test_the_times_of_an_attempt_that_died_are_counted_with_those_of_the_n
         attempt = await start(client, worker)
         first = replace(attempt.increment([1, 2, 3], "abc"), token_times="40 60 10=2")
         await worker.scripts.flush("fake", [first], LEASE_MS, renew=False)
-        again = await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS)
+        again = await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS)
         assert not isinstance(again, str)
         assert again.token_times == "40 60 10=2"
         samples = await samples_of(worker)

@@ -41,7 +41,7 @@ async def test_jobs_that_were_requeued_or_wait_in_a_worker_or_lost_their_worker_
         running, requeued, lost, ended = [await worker.start_next() for _ in range(4)]
         claim = await worker.claim()
         assert claim is not None
-        await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+        await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
         assert await _depth(client) == (2, 4)
         await ended.finish()
         await worker.scripts.requeue(requeued.claim, requeued.number, worker.name)
@@ -64,7 +64,7 @@ async def test_max_queue_counts_waiting_jobs_as_the_depth_does(redis_url: str, q
         await client.submit("x")
         claim = await worker.claim()
         assert claim is not None
-        await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+        await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
         await client.submit("x", priority="bulk")
         with pytest.raises(QueueFull) as full:
             await client.submit("x")

@@ -156,7 +156,7 @@ async def test_an_entry_with_the_same_id_in_the_other_stream_does_not_start_the_
         keys = worker.keys.of_job(job.id)
         entry = (await field(worker, job.id, "entry") or b"").decode()
         await worker.redis.xadd(keys.bulk, {"id": job.id}, id=entry)
-        assert await worker.scripts.claim_job(Claim(job.id, keys.bulk, entry), "another", LEASE_MS) == "done"
+        assert await worker.claim_scripts.claim_job(Claim(job.id, keys.bulk, entry), "another", LEASE_MS) == "done"
         assert await worker.redis.xlen(keys.bulk) == 0
         assert (await job.status()).attempt == 1
 
@@ -169,7 +169,7 @@ async def test_each_start_is_a_new_attempt_and_returns_the_number_of_stored_toke
         job, attempt = await start(client, worker)
         assert attempt.number == 1
         await attempt.emit([1, 2, 3], "abc")
-        again = await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS)
+        again = await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS)
         assert isinstance(again, Attempt)
         assert (again.number, again.generated) == (2, 3)
         status = await job.status()
@@ -181,7 +181,7 @@ async def test_a_claimed_job_waits_until_a_flush_says_that_it_has_a_slot(redis_u
         job = await client.submit("hello")
         claim = await worker.claim()
         assert claim is not None
-        claimed = await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+        claimed = await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
         assert isinstance(claimed, Attempt)
         attempt = FakeAttempt(worker, claim, claimed)
         waiting = replace(attempt.increment(), has_started=False, has_slot=False)
@@ -200,9 +200,9 @@ async def test_claiming_a_missing_job_returns_gone_and_an_ended_job_returns_done
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         await attempt.finish()
-        assert await worker.scripts.claim_job(attempt.claim, "fake", LEASE_MS) == "done"
+        assert await worker.claim_scripts.claim_job(attempt.claim, "fake", LEASE_MS) == "done"
         missing = Claim(str(JobId.new(queue)), attempt.claim.stream, "1-1")
-        assert await worker.scripts.claim_job(missing, "fake", LEASE_MS) == "gone"
+        assert await worker.claim_scripts.claim_job(missing, "fake", LEASE_MS) == "gone"
         assert (await job.status()).attempt == 1
 
 
@@ -212,7 +212,7 @@ async def test_an_entry_that_was_not_made_for_the_job_is_dropped(redis_url: str,
         forged: Any = await worker.redis.xadd(attempt.claim.stream, {"id": job.id})
         claim = await worker.claim()
         assert claim == Claim(job.id, attempt.claim.stream, forged.decode())
-        assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "done"
+        assert await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS) == "done"
         assert (await client.queue_depth()).running == 1
 
 
@@ -224,7 +224,7 @@ async def test_a_job_that_waited_longer_than_its_queue_timeout_ends_with_deadlin
         claim = await worker.claim()
         assert claim is not None
         await asyncio.sleep(0.01)  # until the deadline has passed on the clock of Redis
-        assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "ended"
+        assert await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS) == "ended"
         result = await client.job(job.id).result(timeout=5)
         assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())
 
@@ -234,7 +234,7 @@ async def test_the_queue_timeout_does_not_count_for_a_second_attempt(redis_url: 
         job = await client.submit("in time", queue_timeout_s=1000)
         attempt = await worker.start_next()
         await worker.redis.hset(client.keys.of_job(job.id).job, "queue_deadline_ms", "1")
-        assert isinstance(await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS), Attempt)
+        assert isinstance(await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS), Attempt)
 
 
 async def test_of_several_jobs_that_are_claimed_together_a_damaged_one_affects_no_other(
@@ -245,7 +245,7 @@ async def test_of_several_jobs_that_are_claimed_together_a_damaged_one_affects_n
         claims = [claim for claim in [await worker.claim() for _ in jobs] if claim is not None]
         await worker.redis.set(worker.keys.of_job(jobs[1].id).job, "not a hash")
         await jobs[2].cancel()
-        outcomes = await worker.scripts.claim_jobs([(claim, None) for claim in claims], Claimant("w", LEASE_MS))
+        outcomes = await worker.claim_scripts.claim_jobs([(claim, None) for claim in claims], Claimant("w", LEASE_MS))
         assert isinstance(outcomes[1], ResponseError)
         assert outcomes[2] == "done"
         assert [outcome.number for outcome in outcomes if isinstance(outcome, Attempt)] == [1, 1]
@@ -257,10 +257,10 @@ async def test_a_call_claims_no_more_jobs_than_it_can_return_requests_of(redis_u
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         jobs = [await client.submit("x" * size) for size in (10, 2**20, 10)]
         claims = [claim for claim in [await worker.claim() for _ in jobs] if claim is not None]
-        outcomes = await worker.scripts.claim_jobs([(claim, None) for claim in claims], Claimant("w", LEASE_MS))
+        outcomes = await worker.claim_scripts.claim_jobs([(claim, None) for claim in claims], Claimant("w", LEASE_MS))
         assert [type(outcome) for outcome in outcomes] == [Attempt, Attempt]
         assert (await jobs[2].status()).attempt == 0, "the third job is claimed by another call"
-        (last,) = await worker.scripts.claim_jobs([(claims[2], None)], Claimant("w", LEASE_MS))
+        (last,) = await worker.claim_scripts.claim_jobs([(claims[2], None)], Claimant("w", LEASE_MS))
         assert isinstance(last, Attempt)
 
 
@@ -291,7 +291,7 @@ async def test_a_flush_with_a_gap_stores_nothing_and_returns_the_number_of_store
 async def test_only_the_newest_attempt_writes(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, old = await start(client, worker)
-        await worker.scripts.claim_job(old.claim, "other", LEASE_MS)
+        await worker.claim_scripts.claim_job(old.claim, "other", LEASE_MS)
         assert (await old.emit([1], "a")).code == "lost"
         assert not await old.finish()
         assert await worker.scripts.requeue(old.claim, old.number, "fake") is False
@@ -375,7 +375,7 @@ async def test_a_job_that_ends_before_its_first_flush_has_started(redis_url: str
         job = await client.submit("hello")
         claim = await worker.claim()
         assert claim is not None
-        claimed = await worker.scripts.claim_job(claim, "fake", LEASE_MS)
+        claimed = await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS)
         assert isinstance(claimed, Attempt)
         assert (await job.status()).started_ms is None
         await FakeAttempt(worker, claim, claimed).finish(tokens=[1], text="a")
@@ -455,7 +455,7 @@ async def test_cancelling_a_claimed_job_before_its_start_ends_it(redis_url: str,
         claim = await worker.claim()
         assert claim is not None
         assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "cancelled"
-        assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "done"
+        assert await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS) == "done"
         assert (await client.queue_depth()).running == 0
 
 
@@ -493,7 +493,7 @@ async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_st
         job, attempt = await start(client, worker)
         await attempt.emit([1], "a")
         await job.cancel()
-        assert await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
+        assert await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
         result = await client.job(job.id).result(timeout=5)
         assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
 
@@ -513,12 +513,12 @@ async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, q
         claim = await worker.claim()
         assert claim is not None
         if was_claimed:
-            assert isinstance(await worker.scripts.claim_job(claim, "fake", LEASE_MS), Attempt)
+            assert isinstance(await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS), Attempt)
         assert await worker.scripts.requeue(claim, 1 if was_claimed else None, "fake") is True
         assert (await job.status()).state is JobState.QUEUED
-        reclaimed = await worker.scripts.reclaim(claim.stream, 10, LEASE_MS, trusted_until_ms=0)
+        reclaimed = await worker.claim_scripts.reclaim(claim.stream, 10, LEASE_MS, trusted_until_ms=0)
         assert [(entry, found[b"id"]) for entry, found, _ in reclaimed] == [(claim.entry_id.encode(), job.id.encode())]
-        again = await worker.scripts.claim_job(claim, "other", LEASE_MS)
+        again = await worker.claim_scripts.claim_job(claim, "other", LEASE_MS)
         assert isinstance(again, Attempt)
         assert again.number == (3 if was_claimed else 1)
 
@@ -546,7 +546,7 @@ async def test_of_several_jobs_that_end_together_a_damaged_one_affects_no_other(
         jobs = [await client.submit("hello") for _ in range(4)]
         attempts = [await worker.start_next() for _ in jobs]
         await worker.redis.set(worker.keys.of_job(jobs[1].id).job, "not a hash")
-        await worker.scripts.claim_job(attempts[2].claim, "another", LEASE_MS)
+        await worker.claim_scripts.claim_job(attempts[2].claim, "another", LEASE_MS)
         ends = [(attempt.increment(), terminal_write()) for attempt in attempts]
         outcomes = await worker.scripts.finish_jobs(worker.name, ends)
         assert [outcome.code for outcome in outcomes if isinstance(outcome, FinishReply)] == ["ok", "lost", "ok"]

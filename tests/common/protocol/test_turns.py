@@ -70,7 +70,7 @@ async def test_tenants_take_turns_and_the_jobs_of_each_stay_in_their_order(redis
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         jobs = await submit(client, *"aaaabbc")
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
-        ((_, entries),) = await worker.scripts.read([stream], 10, LEASE_MS)
+        ((_, entries),) = await worker.claim_scripts.read([stream], 10, LEASE_MS)
         assert [fields[b"tenant"].decode() for _, fields, _ in entries] == list("abcabaa")
         order = [fields[b"id"].decode() for _, fields, _ in entries]
         assert [job.id for job in jobs if job.id in order[0:1] + order[3:4] + order[5:]] == [
@@ -155,7 +155,7 @@ async def test_a_claimed_job_that_is_cancelled_no_longer_counts(redis_url: str, 
         assert claim is not None
         assert claim.job_id == jobs[0].id
         assert await jobs[0].cancel()
-        assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "done"
+        assert await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS) == "done"
         assert tenants_of(await start(worker, 3)) == "baa"
 
 
@@ -183,9 +183,9 @@ async def test_a_requeued_job_keeps_its_place_before_all_turns(redis_url: str, q
         attempt = await worker.start_next()
         assert await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
-        (again,) = await worker.scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=0)
+        (again,) = await worker.claim_scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=0)
         assert again[0].decode() == attempt.claim.entry_id
-        assert isinstance(await worker.scripts.claim_job(attempt.claim, "fake", LEASE_MS), Attempt)
+        assert isinstance(await worker.claim_scripts.claim_job(attempt.claim, "fake", LEASE_MS), Attempt)
         assert tenants_of(await start(worker, 3)) == "bab", "the requeued job counts as claimed"
 
 
@@ -216,7 +216,7 @@ async def test_lost_turns_are_repaired(redis_server: EmbeddedRedis, queue: str, 
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
         while claim := await worker.claim():
             claimed.add(claim.job_id)
-        found = await worker.scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=2**52)
+        found = await worker.claim_scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=2**52)
         claimed |= {fields[b"id"].decode() for _, fields, _ in found}
         assert claimed == {job.id for job in jobs}
         for job in jobs:

@@ -10,10 +10,11 @@ import pytest
 from redis.exceptions import OutOfMemoryError, ResponseError
 from tests.worker.broker.test_suspects import until, until_true, working
 
-from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, AttemptScripts
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.script_types import Attempt, Claimant
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, Claimant
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -26,8 +27,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """The number of jobs in each call of `read`, `claim_jobs` and `finish_jobs`. Calls for no job are left out."""
     sizes: dict[str, list[int]] = {"read": [], "claim_jobs": [], "finish_jobs": []}
 
-    def count(name: str, size: Callable[[Sequence[Any], Any], int]) -> None:
-        original = getattr(AttemptScripts, name)
+    def count(scripts: type, name: str, size: Callable[[Sequence[Any], Any], int]) -> None:
+        original = getattr(scripts, name)
 
         async def counted(*args: Any, **kwargs: Any) -> Any:
             reply = await original(*args, **kwargs)
@@ -35,11 +36,13 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
                 sizes[name].append(n_jobs)
             return reply
 
-        monkeypatch.setattr(AttemptScripts, name, counted)
+        monkeypatch.setattr(scripts, name, counted)
 
-    count("read", lambda _, reply: sum(one.outcome is not None for _, entries in reply for one in entries))
-    count("claim_jobs", lambda args, _: len(args[1]))
-    count("finish_jobs", lambda args, _: len(args[2]))
+    count(
+        ClaimScripts, "read", lambda _, reply: sum(one.outcome is not None for _, entries in reply for one in entries)
+    )
+    count(ClaimScripts, "claim_jobs", lambda args, _: len(args[1]))
+    count(AttemptScripts, "finish_jobs", lambda args, _: len(args[2]))
     return sizes
 
 
@@ -77,27 +80,39 @@ async def test_jobs_are_claimed_beside_large_requests_and_entries_that_name_no_j
         assert await client.redis.xlen(client.keys.dead(queue, 0)) == len(prompts)
 
 
+@pytest.mark.parametrize("has_waited", [False, True])
 async def test_a_job_that_is_claimed_while_the_worker_stops_is_requeued_at_once_and_counts_no_crash(
-    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, has_waited: bool
 ) -> None:
-    has_claimed, may_reply = asyncio.Event(), asyncio.Event()
-    read = AttemptScripts.read
+    waits, has_claimed, may_reply = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    read, wait_and_read = JobStreams.read, JobStreams.wait_and_read
 
-    async def read_late(scripts: AttemptScripts, *args: Any, **kwargs: Any) -> Any:
-        if reply := await read(scripts, *args, **kwargs):
+    async def late(entries: Any) -> Any:
+        if entries:
             has_claimed.set()
             await may_reply.wait()
-        return reply
+        return entries
 
-    monkeypatch.setattr(AttemptScripts, "read", read_late)
+    async def read_late(streams: JobStreams, *args: Any) -> Any:
+        return await late(await read(streams, *args))
+
+    async def wait_and_read_late(streams: JobStreams, *args: Any) -> Any:
+        waits.set()
+        return await late(await wait_and_read(streams, *args))
+
+    monkeypatch.setattr(JobStreams, "read", read_late)
+    monkeypatch.setattr(JobStreams, "wait_and_read", wait_and_read_late)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
-        job = await client.submit("hello")
+        job = None if has_waited else await client.submit("hello")
         async with working(redis_url, queue) as worker:
+            if job is None:
+                await waits.wait()
+                job = await client.submit("hello")
             await has_claimed.wait()
             assert worker.outbox.n_jobs == 0
             asyncio.get_running_loop().call_later(0.01, may_reply.set)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
-        ((_, fields, _),) = await other.scripts.reclaim(stream, 10, LEASE_MS, trusted_until_ms=0)
+        ((_, fields, _),) = await other.claim_scripts.reclaim(stream, 10, LEASE_MS, trusted_until_ms=0)
         assert fields[b"id"].decode() == job.id
         assert (await job.status()).crashes == 0
 
@@ -105,14 +120,14 @@ async def test_a_job_that_is_claimed_while_the_worker_stops_is_requeued_at_once_
 async def test_the_jobs_of_one_priority_are_started_although_the_read_of_the_next_one_fails(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = AttemptScripts.read
+    read = ClaimScripts.read
 
-    async def read_interactive(scripts: AttemptScripts, streams: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    async def read_interactive(scripts: ClaimScripts, streams: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         if streams[0].endswith(Priority.BULK):
             raise ResponseError("broken on purpose")
         return await read(scripts, streams, *args, **kwargs)
 
-    monkeypatch.setattr(AttemptScripts, "read", read_interactive)
+    monkeypatch.setattr(ClaimScripts, "read", read_interactive)
     redis = connect(redis_url, name="test")
     streams = JobStreams(redis, Keys(), queue=queue, partitions=2, claimant=Claimant("w1", LEASE_MS))
     await streams.open()

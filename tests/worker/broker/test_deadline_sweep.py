@@ -56,7 +56,7 @@ async def test_a_job_that_waits_too_long_ends_without_a_start(
         if is_claimed:
             claim = await worker.claim()
             assert claim is not None
-            assert isinstance(await worker.scripts.claim_job(claim, worker.name, LEASE_MS), Attempt)
+            assert isinstance(await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS), Attempt)
         await be_due_in(client, job, option, 0.05)
         await sweep_until_due(worker)
         result = await job.result(timeout=5)
@@ -125,9 +125,9 @@ async def test_the_time_in_slots_is_stored_and_a_job_that_used_it_up_ends_at_its
         attempt = await worker.start_next()
         await worker.scripts.flush("fake", [replace(attempt.increment([1], "a"), slot_ms=1500)], LEASE_MS, renew=False)
         await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
-        again = await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS)
+        again = await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS)
         assert not isinstance(again, str)
         assert (again.slot_ms, again.generated) == (1500, 1)
         await worker.redis.hset(client.keys.of_job(job.id).job, "slot_ms", "2000")
-        assert await worker.scripts.claim_job(attempt.claim, "third", LEASE_MS) == "ended"
+        assert await worker.claim_scripts.claim_job(attempt.claim, "third", LEASE_MS) == "ended"
         assert (await job.result(timeout=5)).finish_reason is FinishReason.DEADLINE

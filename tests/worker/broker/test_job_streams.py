@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, AttemptScripts
+from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import Claimant
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant
 from llamaq.common.redis.connect import connect
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.broker.job_streams import JobStreams
@@ -101,7 +101,7 @@ async def test_an_expired_entry_is_found_behind_many_with_a_valid_lease(
     async with opened(redis_url, queue, partitions) as (redis, streams):
         await add(redis, queue, 0, INTERACTIVE, 40)
         stream = Keys().jobs(queue, 0, INTERACTIVE)
-        scripts = AttemptScripts(redis, Keys())
+        scripts = ClaimScripts(redis, Keys())
         streams.observe_time(0, await server_time_ms(redis), 0)
         await scripts.read([stream], 39, 60_000)
         ((_, [taken]),) = await scripts.read([stream], 39, 1)  # the lease of this entry expires at once
@@ -138,13 +138,13 @@ async def test_both_priorities_of_one_partition_are_read_in_one_call(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[list[str]] = []
-    read = AttemptScripts.read
+    read = ClaimScripts.read
 
-    async def recorded(scripts: AttemptScripts, streams: Sequence[str], *args: Any, **more: Any) -> Any:
+    async def recorded(scripts: ClaimScripts, streams: Sequence[str], *args: Any, **more: Any) -> Any:
         calls.append([stream.rpartition(":")[2] for stream in streams])
         return await read(scripts, streams, *args, **more)
 
-    monkeypatch.setattr(AttemptScripts, "read", recorded)
+    monkeypatch.setattr(ClaimScripts, "read", recorded)
     async with opened(redis_url, queue, 1) as (redis, streams):
         await add(redis, queue, 0, INTERACTIVE, 3)
         await add(redis, queue, 0, BULK, 3)
@@ -185,3 +185,66 @@ async def test_a_wait_for_interactive_jobs_does_not_end_for_bulk_jobs(
         assert not for_interactive.done()
         await add(redis, queue, partitions - 1, INTERACTIVE, 1)
         await for_interactive
+
+
+async def test_one_call_waits_for_an_entry_and_reads_it(redis_url: str, queue: str) -> None:
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        assert await streams.wait_and_read(0.01, 3) == []
+        waiting = asyncio.create_task(streams.wait_and_read(30, 3))
+        await until_blocked(redis)
+        await add(redis, queue, 0, BULK, 1)
+        assert counts(await waiting) == {"0 bulk": 1}
+        assert (await redis.xpending(Keys().jobs(queue, 0, BULK), GROUP))["pending"] == 1
+        await add(redis, queue, 0, INTERACTIVE, 2)
+        await add(redis, queue, 0, BULK, 2)
+        assert counts(await streams.wait_and_read(30, 3)) == {"0 interactive": 2, "0 bulk": 1}
+        has_read_all = [streams.has_read_all]
+        assert counts(await streams.read(3)) == {"0 bulk": 1}
+        assert [*has_read_all, streams.has_read_all] == [False, True], "it was asked for three"
+
+
+async def test_a_read_of_some_priorities_and_a_wait_without_a_read_may_leave_entries(
+    redis_url: str, queue: str
+) -> None:
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        has_read_all = [streams.has_read_all]
+
+        async def read_all() -> None:
+            await add(redis, queue, 0, BULK, 1)
+            has_read_all.append(streams.has_read_all)
+            assert counts(await streams.read(2)) == {"0 bulk": 1}
+            has_read_all.append(streams.has_read_all)
+
+        await read_all()
+        await streams.read(1, [INTERACTIVE])
+        await read_all()
+        await streams.wait(0.01)
+        await read_all()
+        assert has_read_all == [False, *[False, True] * 3]
+
+
+async def test_a_wait_ends_although_it_begins_after_its_end_was_asked_for(redis_url: str, queue: str) -> None:
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        waiting = asyncio.create_task(streams.wait_and_read(30, 3))
+        await until_blocked(redis)
+        await streams.end_wait()
+        assert await waiting == []
+        assert await streams.wait_and_read(30, 3) == []
+        (wake,) = [key async for key in redis.scan_iter(f"*{{{queue}:0}}:wake:*")]
+        assert 0 < await redis.ttl(wake) <= 10
+
+
+async def test_the_groups_are_created_again_by_a_wait_with_a_read(redis_url: str, queue: str) -> None:
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        await redis.delete(*(Keys().jobs(queue, 0, priority) for priority in Priority))
+        assert await streams.wait_and_read(0.01, 3) == []
+        await add(redis, queue, 0, INTERACTIVE, 1)
+        assert counts(await streams.wait_and_read(30, 3)) == {"0 interactive": 1}
+
+
+async def until_blocked(redis: Redis) -> None:
+    """Wait until Redis has received a blocking command of this client."""
+    while not any(  # noqa: ASYNC110  # Redis changes it
+        one["name"] == "test-streams" and "b" in one["flags"] for one in await redis.client_list()
+    ):
+        await asyncio.sleep(0.01)

@@ -77,7 +77,7 @@ async def test_the_wait_counts_from_the_time_for_which_a_job_was_submitted(redis
         await sweep_until_due(worker)
         claim = await worker.claim()
         assert claim is not None
-        claimed = await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+        claimed = await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
         assert isinstance(claimed, Attempt)
         waited_ms = await server_time_ms(client.redis) - submitted_ms - 200
         assert 0 <= claimed.waited_ms <= waited_ms

@@ -11,7 +11,7 @@ from tests.worker.broker.test_suspects import FOREVER, until, until_true, workin
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, Entry
-from llamaq.common.redis.client import RetryingRedis
+from llamaq.common.redis.client import Command, RetryingRedis
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -34,14 +34,21 @@ class LostReplies:
 
 @pytest.fixture
 def lost_replies(monkeypatch: pytest.MonkeyPatch) -> LostReplies:
-    lost, send = LostReplies(), RetryingRedis.send
+    lost, send, send_pipeline = LostReplies(), RetryingRedis.send, RetryingRedis.send_pipeline
 
     async def send_and_lose(client: RetryingRedis, args: Any, options: Any) -> Any:
         reply = await send(client, args, options)
         lost.lose(args, reply)
         return reply
 
+    async def send_pipeline_and_lose(client: RetryingRedis, commands: Sequence[Command], transaction: bool) -> Any:
+        replies = await send_pipeline(client, commands, transaction)
+        for (args, _), reply in zip(commands, replies, strict=True):
+            lost.lose(args, reply)
+        return replies
+
     monkeypatch.setattr(RetryingRedis, "send", send_and_lose)
+    monkeypatch.setattr(RetryingRedis, "send_pipeline", send_pipeline_and_lose)
     return lost
 
 
@@ -56,7 +63,7 @@ class Reader:
     async def read(self, *numbers: int, count: int = 8, lease_ms: int = LEASE_MS) -> list[Entry]:
         """Return the entries of all streams."""
         claimant = Claimant(self._name, lease_ms)
-        found = await self._connection.scripts.read(
+        found = await self._connection.claim_scripts.read(
             self._streams, count, lease_ms, total=count, claimant=claimant, reader="process", numbers=numbers
         )
         return [one for _, entries in found for one in entries]
@@ -122,7 +129,7 @@ async def test_a_repeated_read_leaves_jobs_that_have_ended_or_are_in_another_wor
         first = await reader.read(0, 0)
         await cancelled.cancel()
         claim = Claim(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[1].entry_id.decode())
-        assert isinstance(await connection.scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1), Attempt)
+        assert isinstance(await connection.claim_scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1), Attempt)
         assert (await moved.status()).crashes == 1, "the first worker may have died"
         assert [one.outcome for one in await reader.read(0, 0)] == ["stale"]
         status = await moved.status()
@@ -139,13 +146,13 @@ async def test_a_worker_without_redis_for_longer_than_its_lease_removes_the_cras
         reader = Reader(connection, "w1")
         (first,) = await reader.read(0, 0, lease_ms=1)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
-        await until_true(lambda: connection.scripts.reclaim(stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
+        await until_true(lambda: connection.claim_scripts.reclaim(stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
         claim = Claim(job.id, stream, first.entry_id.decode())
         verdict = await connection.scripts.check_crash(
             claim, "w2", last_worker="w1", heartbeat_ms=0, dead_after_s=1, max_crashes=3
         )
         assert (verdict, (await job.status()).crashes) == ("ok", 1)
-        assert isinstance(await connection.scripts.claim_job(claim, "w2", LEASE_MS), Attempt)
+        assert isinstance(await connection.claim_scripts.claim_job(claim, "w2", LEASE_MS), Attempt)
         assert [one.outcome for one in await reader.read(0, 0)] == ["stale"]
         assert (await job.status()).crashes == 0
 
@@ -168,7 +175,7 @@ async def test_a_full_redis_accepts_a_repeated_read(queue: str) -> None:
             reader = Reader(connection, "w1")
             first = await reader.read(0, 0)
             claim = Claim(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[0].entry_id.decode())
-            await connection.scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1)
+            await connection.claim_scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1)
             await client.redis.delete(client.keys.of_job(gone.id).job)
             await client.redis.config_set("maxmemory", "1mb")
             replies = [one.outcome for one in await reader.read(0, 0)]

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
-from llamaq.common.protocol import attempt_script_calls
+from llamaq.common.protocol import claim_script_calls
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import Claim, StreamEntries
@@ -23,7 +23,7 @@ MAX_QUESTION_MS = 100
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time that a job stays with its first worker, and the time between two searches."""
-    monkeypatch.setattr(attempt_script_calls, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
 
 
@@ -65,7 +65,7 @@ async def may_move(worker: FakeWorker, claim: Claim, waited_s: float, *, to: str
         asked_ms = await server_time_ms(worker.redis)
         claimed_ms = int(asked_ms - waited_s * 1000)
         await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "claimed_ms", claimed_ms)
-        found = bool(await worker.scripts.movable_jobs(queue, 0, to, 10, max_crashes=3))
+        found = bool(await worker.claim_scripts.movable_jobs(queue, 0, to, 10, max_crashes=3))
         if await server_time_ms(worker.redis) - asked_ms < MAX_QUESTION_MS:
             return found
 
@@ -75,12 +75,13 @@ async def test_a_job_stays_with_its_worker_at_first_and_longer_after_each_move(r
         await client.submit("hello")
         claim = await worker.claim()
         assert claim is not None
-        await worker.scripts.claim_job(claim, "w0", LEASE_MS, at_risk=False)
+        await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS, at_risk=False)
         assert [await may_move(worker, claim, seconds) for seconds in (0, 0.5, 1.1)] == [False, False, True]
         assert not await may_move(worker, claim, 10, to="w0"), "the worker that has the job"
-        await worker.scripts.claim_job(claim, "w0", LEASE_MS, from_attempt=1, at_risk=False)  # the same worker: no move
+        # the same worker: no move
+        await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS, from_attempt=1, at_risk=False)
         for number in (1, 2):
-            await worker.scripts.claim_job(claim, f"w{number}", LEASE_MS, from_attempt=number + 1, at_risk=False)
+            await worker.claim_scripts.claim_job(claim, f"w{number}", LEASE_MS, from_attempt=number + 1, at_risk=False)
         assert [await may_move(worker, claim, seconds) for seconds in (1.1, 3.5, 4.1)] == [False, False, True]
         await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "move_factor", 10**6)
         assert await may_move(worker, claim, 31), "the time is bounded"
@@ -94,7 +95,7 @@ async def test_an_interrupted_job_soon_moves_to_a_worker_with_a_free_slot_howeve
         claim = (await worker.start_next()).claim
         for _ in range(5):
             assert await worker.begin(claim)
-        await worker.scripts.claim_job(claim, "full", LEASE_MS)
+        await worker.claim_scripts.claim_job(claim, "full", LEASE_MS)
         assert [await may_move(worker, claim, seconds) for seconds in (0.1, 0.3)] == [False, True]
 
 
@@ -103,7 +104,7 @@ async def test_a_suspect_does_not_move_and_other_jobs_with_a_crash_do(redis_url:
         await client.submit("hello")
         claim = await worker.claim()
         assert claim is not None
-        await worker.scripts.claim_job(claim, "w0", LEASE_MS)
+        await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS)
         for crashes, moves in ((1, True), (2, False)):
             await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "crashes", crashes)
             assert await may_move(worker, claim, 10) is moves
@@ -116,12 +117,14 @@ async def test_a_move_counts_as_a_crash_until_the_first_worker_shows_that_it_is_
         job = await client.submit("hello")
         first = await worker.start_next()
         claim = first.claim
-        assert await worker.scripts.claim_job(claim, "second", LEASE_MS, from_attempt=1) == "stale", "it has a slot"
+        assert await worker.claim_scripts.claim_job(claim, "second", LEASE_MS, from_attempt=1) == "stale", (
+            "it has a slot"
+        )
         await worker.scripts.requeue(claim, first.number, worker.name)
         again = await worker.begin(claim)
         assert again is not None
         await client.redis.hset(client.keys.of_job(job.id).job, "status", "queued")  # as before its slot
-        moved = await worker.scripts.claim_job(claim, "second", LEASE_MS, from_attempt=again.number)
+        moved = await worker.claim_scripts.claim_job(claim, "second", LEASE_MS, from_attempt=again.number)
         assert not isinstance(moved, str)
         assert (await job.status()).crashes == 1
         assert (await again.emit([1], "a")).code == "lost"
@@ -151,9 +154,9 @@ async def test_the_lease_of_the_holder_counts_and_not_that_of_the_taker(redis_ur
         for lease_ms in (60_000, 20):
             claim = await worker.claim()
             assert claim is not None
-            assert not isinstance(await worker.scripts.claim_job(claim, f"lease {lease_ms}", lease_ms), str)
+            assert not isinstance(await worker.claim_scripts.claim_job(claim, f"lease {lease_ms}", lease_ms), str)
         taken: StreamEntries = []
         while not taken:
-            taken = await worker.scripts.reclaim(stream, 10, 10, trusted_until_ms=FOREVER)
+            taken = await worker.claim_scripts.reclaim(stream, 10, 10, trusted_until_ms=FOREVER)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [fast.id]
-        assert await worker.scripts.reclaim(stream, 10, 10, trusted_until_ms=0) == []
+        assert await worker.claim_scripts.reclaim(stream, 10, 10, trusted_until_ms=0) == []

@@ -61,7 +61,7 @@ async def test_a_job_with_tokens_waits_for_a_worker_with_its_model(redis_url: st
         _, claim = await begin(client, worker, 3)
         async with model(worker, "second") as second, model(worker, "first") as first:
             assert await second.claim_job(claim) is None
-            taken = await worker.scripts.reclaim(claim.stream, 1, 1000, trusted_until_ms=FOREVER)
+            taken = await worker.claim_scripts.reclaim(claim.stream, 1, 1000, trusted_until_ms=FOREVER)
             assert taken == [], "the entry cannot be taken again at once"
             continued = await first.claim_job(claim)
             assert continued is not None

@@ -80,7 +80,7 @@ class Worker:
         )
         claim = await self.claimer.claim()
         assert claim is not None
-        attempt = await self.claimer.scripts.claim_job(claim, self.claimer.name, LEASE_MS)
+        attempt = await self.claimer.claim_scripts.claim_job(claim, self.claimer.name, LEASE_MS)
         assert isinstance(attempt, Attempt)
         lease = Lease(job.id, 0, claim.stream, claim.entry_id, attempt.number)
         self.outbox.register(lease, attempt, JobTimes(submitted_s=time.monotonic()))
@@ -238,7 +238,7 @@ async def test_generated_tokens_are_stored_before_a_job_is_requeued(
         assert at.outbox.n_jobs == 0
         assert await at.stored(job) == [0, 1, 2]
         assert (await job.status()).state is JobState.QUEUED
-        again = await at.claimer.scripts.claim_job(
+        again = await at.claimer.claim_scripts.claim_job(
             Claim(job.id, running.lease.stream, running.lease.entry_id), "other", LEASE_MS
         )
         assert isinstance(again, Attempt)
@@ -493,7 +493,7 @@ async def test_jobs_are_requeued_while_redis_is_full(own_url: str, queue: str) -
             upkeep = UpkeepScripts(at.claimer.redis, at.client.keys, queue)
             assert await upkeep.release_worker(0, at.claimer.name) == 1
             stream = at.client.keys.of_job(stopped.id).interactive
-            assert len(await at.claimer.scripts.reclaim(stream, 9, LEASE_MS, trusted_until_ms=0)) == 3
+            assert len(await at.claimer.claim_scripts.reclaim(stream, 9, LEASE_MS, trusted_until_ms=0)) == 3
         assert await at.stored(stopped) == [2], "the next worker generates the token that Redis has refused"
 
 
@@ -540,7 +540,7 @@ async def test_a_job_that_another_worker_has_taken_is_not_reported(redis_url: st
     async with working(redis_url, queue) as at:
         job, lease, _ = await at.claim()
         claim = Claim(job.id, lease.stream, lease.entry_id)
-        assert isinstance(await at.claimer.scripts.claim_job(claim, "other", LEASE_MS), Attempt)
+        assert isinstance(await at.claimer.claim_scripts.claim_job(claim, "other", LEASE_MS), Attempt)
         await job.cancel()
         await at.outbox.flush()
         assert at.outbox.n_jobs == 0

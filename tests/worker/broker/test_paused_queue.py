@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from tests.worker.broker.test_suspects import until, until_true, working
 
-from llamaq.common.protocol import attempt_script_calls
+from llamaq.common.protocol import claim_script_calls
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob, QueueDraining, QueueMode
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -20,7 +20,7 @@ NOW_MS = 2**52
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time between two searches of a worker."""
-    monkeypatch.setattr(attempt_script_calls, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
 
 
@@ -81,17 +81,17 @@ async def test_an_interrupted_job_continues_in_a_paused_queue_and_others_are_not
         await attempt.emit([1], "a")
         await client.pause()
         await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
-        taken = await worker.scripts.reclaim(claim.stream, 1, LEASE_MS, trusted_until_ms=NOW_MS)
+        taken = await worker.claim_scripts.reclaim(claim.stream, 1, LEASE_MS, trusted_until_ms=NOW_MS)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [interrupted.id]
         again = await worker.begin(attempt.claim)
         assert again is not None
         assert again.text == "a"
         # A claim that began before the pause requeues the job.
-        assert await worker.scripts.claim_job(claim, "late", LEASE_MS) == "paused"
-        assert await worker.scripts.reclaim(claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS) == []
+        assert await worker.claim_scripts.claim_job(claim, "late", LEASE_MS) == "paused"
+        assert await worker.claim_scripts.reclaim(claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS) == []
         assert (await claimed.status()).attempt == 0
         await client.resume()
-        assert len(await worker.scripts.reclaim(claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS)) == 1
+        assert len(await worker.claim_scripts.reclaim(claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS)) == 1
 
 
 async def test_a_paused_job_is_cancelled_and_reaches_its_deadline(redis_url: str, queue: str) -> None:

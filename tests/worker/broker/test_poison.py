@@ -254,7 +254,7 @@ async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_u
         assert await worker.redis.xlen(claim.stream) == 0
         assert (await worker.redis.xpending(claim.stream, GROUP))["pending"] == 0
         assert await check_crash(worker, claim, "c") == "ok"
-        assert await worker.scripts.claim_job(claim, "successor", LEASE_MS) == "done"
+        assert await worker.claim_scripts.claim_job(claim, "successor", LEASE_MS) == "done"
         assert (DEAD_TTL_S - 60) * 1000 < await worker.redis.pttl(keys.job) <= DEAD_TTL_S * 1000
         assert 0 < await worker.redis.pttl(client.keys.idempotency(queue, 0, "key")) <= 60_000
 
@@ -295,7 +295,7 @@ async def test_a_cancelled_job_ends_as_cancelled_and_not_as_poison(redis_url: st
         await begin(worker, claim, "c")
         await job.cancel()
         assert await check_crash(worker, claim, "c") == "ok"
-        assert await worker.scripts.claim_job(claim, "successor", LEASE_MS) == "ended"
+        assert await worker.claim_scripts.claim_job(claim, "successor", LEASE_MS) == "ended"
         assert (await job.result(timeout=5)).finish_reason is FinishReason.CANCELLED
         assert await client.dead_letters() == ()
 

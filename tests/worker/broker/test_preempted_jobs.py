@@ -12,7 +12,7 @@ from tests.worker.broker.test_outbox import Worker, working
 from tests.worker.broker.test_suspects import until, until_true
 from tests.worker.broker.test_suspects import working as full_worker
 
-from llamaq.common.protocol import attempt_script_calls
+from llamaq.common.protocol import claim_script_calls
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import Priority
@@ -148,7 +148,7 @@ async def test_the_worker_ends_a_preempted_job_at_its_deadline_and_another_clien
 async def test_a_preempted_job_continues_in_a_worker_with_a_free_slot(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_script_calls, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
     async with AsyncClient(redis_url, queue) as client, full_worker(redis_url, queue, n_slots=1) as busy:
         job = await client.submit("bulk", priority="bulk")
@@ -188,7 +188,7 @@ async def test_a_preempted_job_is_requeued_with_another_priority_or_by_the_super
         preempted = replace(again.increment(), has_slot=False)
         await worker.scripts.flush(worker.name, [preempted], LEASE_MS, renew=False)
         claim = Claim(job.id, again.claim.stream, again.claim.entry_id)
-        moved = await worker.scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=again.number)
+        moved = await worker.claim_scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=again.number)
         assert isinstance(moved, Attempt)
         assert moved.generated == 1
         assert moved.queue_ms is not None, "the wait for its first slot has ended"

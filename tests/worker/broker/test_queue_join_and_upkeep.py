@@ -155,8 +155,8 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         assert await sweep_all(scripts, []) == [job.id]
         if loss == "stream":
             await worker.redis.xgroup_create(stream, GROUP, id="0")
-        entries = await worker.scripts.read([stream], 1, 1000) or [
-            (stream, await worker.scripts.reclaim(stream, 1, 1000, trusted_until_ms=FOREVER))
+        entries = await worker.claim_scripts.read([stream], 1, 1000) or [
+            (stream, await worker.claim_scripts.reclaim(stream, 1, 1000, trusted_until_ms=FOREVER))
         ]
         assert [fields[b"id"] for _, found in entries for _, fields, _ in found] == [job.id.encode()]
         assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
@@ -247,7 +247,7 @@ async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url:
         assert await scripts.release_worker(0, "another") == 0
         assert await scripts.release_worker(0, worker.name) == 3
         assert await scripts.release_worker(0, worker.name) == 0
-        taken = await worker.scripts.reclaim(stream, 10, 1000, trusted_until_ms=0)
+        taken = await worker.claim_scripts.reclaim(stream, 10, 1000, trusted_until_ms=0)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [started.id, proven.id, waiting.id]
         assert [(await job.status()).crashes for job in (started, proven, waiting)] == [1, 0, 1]
         assert worker.name not in await consumers(worker.redis, stream)

@@ -139,7 +139,7 @@ async def submit_suspect(client: AsyncClient, other: FakeWorker, **options: Any)
     job = await client.submit("suspect", **options)
     claim = await other.claim()
     assert claim is not None
-    assert isinstance(await other.scripts.claim_job(claim, "dead", LEASE_MS), Attempt)
+    assert isinstance(await other.claim_scripts.claim_job(claim, "dead", LEASE_MS), Attempt)
     code = await other.scripts.check_crash(
         claim, "heir", last_worker="dead", heartbeat_ms=0, dead_after_s=1, max_crashes=2
     )
@@ -227,7 +227,7 @@ async def test_the_lease_of_a_waiting_suspect_is_renewed(
             await asyncio.sleep(0.01)
             pending: Any = await client.redis.xpending_range(keys.interactive, GROUP, entry, entry, 1)
             idle_ms.append(pending[0]["time_since_delivered"])
-        assert await other.scripts.reclaim(keys.interactive, 10, LEASE_MS, trusted_until_ms=FOREVER) == []
+        assert await other.claim_scripts.reclaim(keys.interactive, 10, LEASE_MS, trusted_until_ms=FOREVER) == []
         worker.end(good)
         await until(lambda: suspect.id in worker.admitted)
         assert worker.history[-1] == suspect.id

@@ -1,4 +1,4 @@
-"""The calls of scripts with which a worker claims jobs, stores their output, and ends or returns them."""
+"""The calls of scripts with which a worker stores the output of its jobs, and ends or returns them."""
 
 from __future__ import annotations
 
@@ -12,39 +12,22 @@ from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
-    Attempt,
     Claim,
-    Claimant,
-    ClaimCode,
-    ClaimOutcome,
     CrashVerdict,
-    Entry,
     FinishReply,
     FlushReply,
     Increment,
     StoredEnd,
-    StreamEntries,
     TerminalWrite,
 )
 from llamaq.common.redis.write_refusals import is_job_key_error
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
-
-# How long a job that waits in a worker stays there although another worker has a free slot, and the upper bound of this
-# time. The time is multiplied by the `move_factor` of the job (see _lib.lua).
-MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
-
-# Upper bound on the waiting entries of one stream that are examined for a worker with a free slot.
-MAX_WAITING_EXAMINED = 100
-
-# Upper bound on the jobs that one call of a script claims or ends. Meanwhile Redis executes nothing else.
-MAX_JOBS_IN_CALL = 64
 
 # Approximate number of dead letters that are stored in each partition.
 MAX_DEAD = 1000
@@ -54,42 +37,6 @@ MAX_STATS = 10_000
 
 # A dead job is stored for at least this time, so that an operator can examine and retry it.
 DEAD_TTL_S = 7 * 24 * 3600
-
-
-def _claim_outcome(reply: list[Any]) -> ClaimOutcome:
-    if reply[0] == b"error":
-        return ResponseError(reply[1].decode(errors="replace"))
-    if reply[0] != b"run":
-        code: ClaimCode = reply[0].decode()
-        return code
-    try:
-        return _attempt(*reply[1:])
-    except (ValueError, TypeError) as exc:  # a field of the hash is not a number
-        return ResponseError(f"the reply to the claim is damaged: {exc}")
-
-
-def _attempt(
-    number: int,
-    request: bytes,
-    generated: int,
-    waited_ms: int,
-    queue_ms: int,
-    slot_ms: int,
-    left_ms: int,
-    retries_left: int,
-    token_times: bytes,
-) -> Attempt:
-    return Attempt(
-        int(number),
-        request,
-        int(generated),
-        waited_ms=float(waited_ms),
-        queue_ms=None if queue_ms < 0 else float(queue_ms),
-        slot_ms=float(slot_ms),
-        left_ms=None if left_ms < 0 else float(left_ms),
-        retries_left=None if retries_left < 0 else int(retries_left),
-        token_times=token_times.decode(errors="replace"),
-    )
 
 
 def _finish_outcome(reply: Any) -> FinishReply | ResponseError:
@@ -102,20 +49,12 @@ def _finish_outcome(reply: Any) -> FinishReply | ResponseError:
             return FinishReply("ok" if reply == b"ok" else "lost")
 
 
-def _entry(reply: list[Any]) -> Entry:
-    entry_id, fields, *claimed = reply
-    return Entry(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), *map(_claim_outcome, claimed))
-
-
 class AttemptScripts:
     """Each method raises `RedisError` if Redis cannot execute its script or command."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
-        self._read, self._reclaim, self._movable, self._claim = (
-            redis.register_script(source(name)) for name in ("read", "reclaim", "movable", "claim")
-        )
         self._flush, self._finish, self._requeue, self._retry = (
             redis.register_script(source(name)) for name in ("flush", "finish", "requeue", "retry")
         )
@@ -189,135 +128,6 @@ class AttemptScripts:
             ],
         )
         return bool(reply == b"ok")
-
-    async def read(
-        self,
-        streams: Sequence[str],
-        count: int,
-        lease_ms: int,
-        *,
-        total: int | None = None,
-        claimant: Claimant | None = None,
-        reader: str = "",
-        numbers: Sequence[int] = (),
-    ) -> list[tuple[str, StreamEntries]]:
-        """Read new entries of job streams that are on one Redis server, and claim their jobs.
-
-        Args:
-            streams: The job streams.
-            count: Number of entries to read from each stream at most.
-            lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
-            total: Number of entries to read from all streams together at most, from the first streams first. None: no
-                such bound.
-            claimant: The worker that claims the jobs of the entries, and prepares them at once. None: no job is
-                claimed.
-            reader: Random text of this process of the claimant. With it, a call with the same numbers gets the same
-                reply, so no job is forgotten if the first reply was lost. Empty: a repeated call reads further entries.
-            numbers: For each stream, how many replies with entries of the stream the reader has received.
-
-        Returns:
-            The entries of each stream. An entry has no outcome if it names no job of its partition, or if the requests
-            of the jobs before it are large. At most `MAX_JOBS_IN_CALL` jobs are claimed.
-        """
-        total = count * len(streams) if total is None else total
-        claims: list[Any] = ["", "", 0]
-        if claimant is not None:
-            total = min(total, MAX_JOBS_IN_CALL)
-            claims = [claimant.worker, claimant.model, int(claimant.restart_other_model)]
-        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms, total, *claims, reader, *numbers])
-        return [(stream.decode(), [_entry(entry) for entry in entries]) for stream, entries in reply]
-
-    async def reclaim(self, stream: str, count: int, lease_ms: int, *, trusted_until_ms: int) -> StreamEntries:
-        """Take entries that were requeued or whose lease has expired.
-
-        Args:
-            stream: The job stream.
-            count: Number of entries to take at most.
-            lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
-            trusted_until_ms: Time of the server in milliseconds since the epoch. Until then, entries whose lease looks
-                expired are taken. Later, only requeued entries are taken.
-        """
-        reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, trusted_until_ms])
-        return [_entry(entry) for entry in reply]
-
-    async def movable_jobs(
-        self, queue: str, partition: int, worker: str, count: int, *, max_crashes: int
-    ) -> list[tuple[Claim, int]]:
-        """Return jobs that wait for a slot in other workers, and the numbers of their attempts.
-
-        Args:
-            queue: Name of the queue.
-            partition: The partition.
-            worker: Id of the worker that has a free slot.
-            count: Number of jobs to return at most.
-            max_crashes: A job fails after this many crashes. Jobs that are one crash away from this limit are not
-                returned.
-        """
-        times_ms = [int(MOVE_AFTER_S * 1000), int(MAX_MOVE_AFTER_S * 1000)]
-        reply = await self._movable(
-            keys=[self._keys.jobs(queue, partition, priority) for priority in Priority],
-            args=[GROUP, worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
-        )
-        return [
-            (Claim(job_id.decode(), stream.decode(), entry.decode()), int(attempt))
-            for stream, entry, job_id, attempt in reply
-        ]
-
-    async def claim_job(
-        self,
-        claim: Claim,
-        worker: str,
-        lease_ms: int,
-        *,
-        from_attempt: int | None = None,
-        at_risk: bool = True,
-    ) -> Attempt | ClaimCode:
-        """Claim a job whose entry a worker has read: begin a new attempt, without a slot so far.
-
-        Args:
-            claim: The entry.
-            worker: Id of the worker.
-            lease_ms: How long the worker keeps the job without a renewal, in milliseconds.
-            from_attempt: Number of the attempt that waits for a slot in another worker. The job is claimed only if it
-                still waits there. None: the worker has taken the entry.
-            at_risk: Whether the worker prepares the job at once, so that a crash of the worker counts against the job.
-
-        Returns:
-            The attempt. A code if the job was not claimed.
-        """
-        (outcome,) = await self.claim_jobs([(claim, from_attempt)], Claimant(worker, lease_ms), at_risk=at_risk)
-        if isinstance(outcome, RedisError):
-            raise outcome
-        return outcome
-
-    async def claim_jobs(
-        self, claims: Sequence[tuple[Claim, int | None]], claimant: Claimant, *, at_risk: bool = True
-    ) -> list[ClaimOutcome]:
-        """Claim several jobs of one partition, see `claim_job`.
-
-        Args:
-            claims: The entries, each with its `from_attempt`.
-            claimant: The worker.
-            at_risk: See `claim_job`.
-
-        Returns:
-            For each of the first entries, in the same order, the attempt, or a code if the job was not claimed, or the
-            error with which Redis refused to claim it. There are fewer outcomes than entries if there are many entries,
-            or if their requests are large. The other jobs are unchanged: call again for them.
-        """
-        some = claims[:MAX_JOBS_IN_CALL]
-        keys: list[str] = []
-        values: list[int | str] = []
-        for claim, from_attempt in some:
-            of_job = self._keys.of_job(claim.job_id)
-            keys += [of_job.job, of_job.events, claim.stream]
-            values += [claim.entry_id, of_job.channel, "" if from_attempt is None else from_attempt]
-        restart = int(claimant.restart_other_model)
-        settings: list[Any] = [GROUP, claimant.worker, claimant.lease_ms, int(at_risk), claimant.model, restart]
-        return [
-            _claim_outcome(reply)
-            for reply in await self._claim(keys=keys, args=[*settings, codec.encode_values(values)])
-        ]
 
     async def flush(
         self, worker: str, increments: Sequence[Increment], lease_ms: int, *, renew: bool

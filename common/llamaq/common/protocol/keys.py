@@ -10,6 +10,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{q:p}:turns:<priority>:<tenant> | sorted set | while the tenant waits: its waiting entries        |
 | llamaq:{q:p}:shares:<priority>   | hash             | while tenants have jobs: numbers of claimed jobs   |
 | llamaq:{q:p}:read:<priority>:<worker> | string      | ten minutes; the entries of the worker's last read |
+| llamaq:{q:p}:wake:<reader>       | stream           | ten seconds; ends the wait of a worker that stops  |
 | llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
 | llamaq:{q:p}:events:<id>         | stream of events | until the output is stored; else as the hash       |
 | llamaq:{q:p}:tokens:<id>         | pub/sub channel  | not stored; receives the events of the stream      |
@@ -143,6 +144,10 @@ class Keys:
     def metrics(self, queue: str, partition: int) -> str:
         """Return the key of the counters of jobs. The scripts compose the same key."""
         return f"{self._partition(queue, partition)}:metrics"
+
+    def wake(self, queue: str, partition: int, reader: str) -> str:
+        """Return the key of the stream that ends the wait of a process of a worker for new entries."""
+        return f"{self._partition(queue, partition)}:wake:{reader}"
 
     def dead(self, queue: str, partition: int) -> str:
         return f"{self._partition(queue, partition)}:dead"

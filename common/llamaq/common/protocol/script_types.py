@@ -1,6 +1,6 @@
 """The values that the Lua scripts get and return, as Python objects.
 
-`job_script_calls` and `attempt_script_calls` send and receive them.
+`job_script_calls`, `claim_script_calls` and `attempt_script_calls` send and receive them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from llamaq.common.protocol.job_events import Event, Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import JobId
+
+# Upper bound on the jobs that one call of a script claims or ends. Meanwhile Redis executes nothing else.
+MAX_JOBS_IN_CALL = 64
 
 ClaimCode = Literal["gone", "done", "ended", "stale", "paused", "left"]
 """Why a job was not claimed; claim.lua explains the values."""

@@ -16,10 +16,11 @@ from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, MAX_STATS, AttemptScripts
+from llamaq.common.protocol.attempt_script_calls import MAX_STATS, AttemptScripts
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, WorkerCard
 from llamaq.common.protocol.queue_depth import queue_depth
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.broker.heartbeat_content import describe_worker

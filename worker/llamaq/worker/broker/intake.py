@@ -138,10 +138,25 @@ class Intake:
             return await self._start_although_full()
         if was_full:  # a slot became free during the search, which had no room for the jobs of other workers
             return False
-        if await self._starts.start_read(self._job_claims.read(self.room)) or await self._move_jobs():
+        claims = self._job_claims
+        if not claims.has_read_all and await self._starts.start_read(claims.read(self.room)):
             return True
-        await self._job_claims.wait(self._time_to_reclaim_s(tuple(Priority)))
-        return False
+        return await self._move_jobs() or await self._start_next(self._time_to_reclaim_s(tuple(Priority)))
+
+    async def _start_next(self, wait_s: float) -> bool:
+        """Wait for new jobs. Returns whether jobs were started.
+
+        A worker without a free slot only waits. Otherwise it could claim a job before a worker that has a free slot.
+        """
+        claims = self._job_claims
+        if self._starts.n_free_slots <= 0 or not claims.can_wait_and_read:
+            await claims.wait(wait_s)
+            return False
+        try:
+            return await self._starts.start_read(claims.wait_and_read(wait_s, self.room))
+        except asyncio.CancelledError:
+            await claims.end_wait()
+            raise
 
     def _time_to_reclaim_s(self, priorities: Sequence[Priority]) -> float:
         due_s = min(self._reclaimed_s[priority] for priority in priorities) + BLOCK_S

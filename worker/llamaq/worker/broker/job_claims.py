@@ -19,6 +19,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from llamaq.common.errors import ErrorCode, InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import MAX_DEAD, AttemptScripts
+from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import Priority
@@ -64,7 +65,7 @@ class ClaimReply:
     claim: Claim
     outcome: ClaimOutcome
     claimed_s: float
-    """When the claim was sent."""
+    """About when Redis executed the claim."""
 
     @property
     def claimed(self) -> ClaimedJob | None:
@@ -111,6 +112,7 @@ class JobClaims:
         """
         self._redis = redis
         self._keys = keys
+        self._claim_scripts = ClaimScripts(redis, keys)
         self._scripts = AttemptScripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
@@ -128,16 +130,39 @@ class JobClaims:
         """Claim up to `count` jobs of new entries, interactive jobs first, without a wait."""
         read_s = time.monotonic()
         while found := await self._streams.read(count, priorities):
-            unclaimed = [(stream, [one for one in entries if one.outcome is None]) for stream, entries in found]
-            replies = [
-                ClaimReply(_claim_of(stream, one), one.outcome, read_s)
-                for stream, entries in found
-                for one in entries
-                if one.outcome is not None
-            ]
-            if replies := replies + await self._claim_rest(await self._accept_all(unclaimed)):
+            if replies := await self._claim_found(found, read_s):
                 return replies  # otherwise all entries became dead letters, and more entries may follow
         return []
+
+    @property
+    def can_wait_and_read(self) -> bool:
+        """Whether `wait_and_read` may be called."""
+        return self._streams.can_wait_and_read
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether the last `read` or `wait_and_read` has left no entry. New entries end the next wait."""
+        return self._streams.has_read_all
+
+    async def wait_and_read(self, wait_s: float, count: int) -> list[ClaimReply]:
+        """Wait up to `wait_s` for a new entry, then claim like `read`, in one call. `end_wait` ends the wait."""
+        found = await self._streams.wait_and_read(wait_s, count)
+        return await self._claim_found(found, time.monotonic())  # a wait is long, so the time of the reply is closer
+
+    async def end_wait(self) -> None:
+        """End a running call of `wait_and_read`. No other call may follow."""
+        await self._streams.end_wait()
+
+    async def _claim_found(self, found: Entries, claimed_s: float) -> list[ClaimReply]:
+        """Return the claims of entries that were read. Entries that name no job of this queue become dead letters."""
+        unclaimed = [(stream, [one for one in entries if one.outcome is None]) for stream, entries in found]
+        replies = [
+            ClaimReply(_claim_of(stream, one), one.outcome, claimed_s)
+            for stream, entries in found
+            for one in entries
+            if one.outcome is not None
+        ]
+        return replies + await self._claim_rest(await self._accept_all(unclaimed))
 
     async def _claim_rest(self, claims: Sequence[Claim]) -> list[ClaimReply]:
         """Claim the jobs of new entries that were read together with large requests."""
@@ -158,7 +183,7 @@ class JobClaims:
 
         async def find(partition: int) -> list[tuple[Claim, int]]:
             try:
-                return await self._scripts.movable_jobs(
+                return await self._claim_scripts.movable_jobs(
                     self._queue, partition, self._worker_id, count, max_crashes=self._max_crashes
                 )
             except RedisError as exc:  # on a cluster, the other partitions may answer
@@ -271,7 +296,7 @@ class JobClaims:
             RedisError: Redis is unreachable, or refuses writes.
         """
         claimed_s = time.monotonic()
-        outcomes = await self._scripts.claim_jobs(claims, self._claimant, at_risk=at_risk)
+        outcomes = await self._claim_scripts.claim_jobs(claims, self._claimant, at_risk=at_risk)
         return [ClaimReply(claim, outcome, claimed_s) for (claim, _), outcome in zip(claims, outcomes, strict=False)]
 
     async def complete(self, reply: ClaimReply) -> ClaimedJob | None:

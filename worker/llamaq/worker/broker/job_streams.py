@@ -3,6 +3,9 @@
 A worker waits for new entries with a blocking XREAD ("peek"), which takes no entry, and then reads them. A blocking
 XREADGROUP on several streams could take more entries than the worker has room for. On one server, one XREAD waits for
 the entries of all partitions. On a cluster, partitions may be on different nodes, and each has its own XREAD.
+
+If the queue has one partition, the read is sent together with the XREAD. Redis executes it as soon as there is an
+entry, which saves the time of one call.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.protocol.attempt_script_calls import MAX_JOBS_IN_CALL, AttemptScripts
+from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import Claimant, StreamEntries
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, StreamEntries
 from llamaq.common.redis.connect import is_cluster
 from llamaq.worker.broker.lease_grace_period import LeaseGuard
 
@@ -38,6 +41,10 @@ MAX_PEEKED = 1000
 """Upper bound on the entries that one peek returns for each stream."""
 READ_TIMEOUT_S = 1.0
 """How long a read waits for one partition of a cluster. Then this partition is skipped until it answers again."""
+END_WAIT_S = 0.5
+"""How long `end_wait` waits for Redis."""
+WAKE_TTL_S = 10
+"""The stream that ends a wait is deleted after this time in seconds, longer than any wait."""
 PROBE_S = 0.5
 """Interval at which a partition that was skipped is tested."""
 
@@ -52,18 +59,24 @@ class JobStreams:
 
     def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, claimant: Claimant) -> None:
         self._redis = redis
-        self._scripts = AttemptScripts(redis, keys)
+        self._scripts = ClaimScripts(redis, keys)
         self._claimant = claimant
         self._partitions = [
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
             for partition in range(partitions)
         ]
         self._reader = secrets.token_hex(8)
+        self._wake = keys.wake(queue, 0, self._reader)
+        """Key of a stream whose first entry ends the call of `wait_and_read`."""
         self._n_replies = {stream: 0 for streams in self._partitions for stream in streams.values()}
         """For each stream, the number of replies that had entries of it. After a lost reply, the next call has the same
         numbers, so it gets the entries of the lost reply."""
         self._guards = [LeaseGuard(claimant.lease_ms / 1000) for _ in range(partitions)]
         self._is_scattered = partitions > 1 and is_cluster(redis)
+        self.can_wait_and_read = partitions == 1
+        """Whether `wait_and_read` may be called."""
+        self.has_read_all = False
+        """Whether the last read has left no entry. New entries end the next wait."""
         self._first_partition = 0
         """The partition that the next call starts with."""
         self._probes: dict[int, asyncio.Task[None]] = {}
@@ -109,7 +122,7 @@ class JobStreams:
     async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
         """Read up to `count` new entries and claim their jobs, interactive jobs first, without a wait."""
         if len(self._partitions) == 1:  # one call for both priorities
-            return await self._read_group([self._partitions[0][priority] for priority in priorities], count, count)
+            return await self._read_partition(count, priorities)
         found: Entries = []
         for priority in priorities:
             streams = [self._partitions[partition][priority] for partition in self._in_order()]
@@ -119,6 +132,13 @@ class JobStreams:
                 if not found:
                     raise
                 break  # the next call returns the error: the caller must get the jobs that are claimed now
+        return found
+
+    async def _read_partition(self, count: int, priorities: Sequence[Priority]) -> Entries:
+        """Read the only partition."""
+        self.has_read_all = False
+        found = await self._read_group([self._partitions[0][priority] for priority in priorities], count, count)
+        self.has_read_all = len(priorities) == len(Priority) and _size(found) < min(count, MAX_JOBS_IN_CALL)
         return found
 
     async def _read_fairly(self, streams: list[str], count: int, read: Read) -> Entries:
@@ -215,17 +235,26 @@ class JobStreams:
         return [partition for partition in order if partition not in self._probes] or order
 
     async def _read_group(self, streams: Sequence[str], count: int, total: int | None = None) -> Entries:
-        numbers = [self._n_replies[stream] for stream in streams]
-        try:
-            found = await self._scripts.read(
+        return await self._received(
+            streams,
+            self._scripts.read(
                 streams,
                 count,
                 self._claimant.lease_ms,
                 total=total,
                 claimant=self._claimant,
                 reader=self._reader,
-                numbers=numbers,
-            )
+                numbers=self._numbers(streams),
+            ),
+        )
+
+    def _numbers(self, streams: Sequence[str]) -> list[int]:
+        return [self._n_replies[stream] for stream in streams]
+
+    async def _received(self, streams: Sequence[str], read: Awaitable[Entries]) -> Entries:
+        """Return the entries of a read of these streams."""
+        try:
+            found = await read
         except ResponseError as exc:
             if "NOGROUP" not in str(exc):
                 raise
@@ -237,6 +266,39 @@ class JobStreams:
             self._n_replies[stream] += 1
         return found
 
+    async def wait_and_read(self, wait_s: float, count: int) -> Entries:
+        """Wait up to `wait_s` for a new entry of the only partition, then read up to `count` entries like `read`.
+
+        The call is one round trip. It must not be cancelled, because Redis may read after that: `end_wait` ends it.
+        """
+        streams = [self._partitions[0][priority] for priority in Priority]
+        after = [self._last_peeked.get(stream, b"0-0") for stream in streams]
+        words = ("XREAD", "COUNT", MAX_PEEKED, "BLOCK", int(wait_s * 1000), "STREAMS", *streams, self._wake)
+        self.has_read_all = False
+        found = await self._received(streams, self._read_behind((*words, *after, b"0-0"), streams, count))
+        self.has_read_all = _size(found) < min(count, MAX_JOBS_IN_CALL)
+        return found
+
+    async def _read_behind(self, wait: tuple[Any, ...], streams: Sequence[str], count: int) -> Entries:
+        peeked, found = await self._scripts.wait_and_read(
+            (wait, {}), streams, count, self._claimant, self._reader, self._numbers(streams)
+        )
+        if isinstance(peeked, RedisError):
+            log.debug("streams.peek_failed streams=%s error=%r", streams, peeked)
+        else:
+            self._note_peeked(peeked)
+        return found
+
+    async def end_wait(self) -> None:
+        """End a running call of `wait_and_read`, also one that Redis has not received yet. No other call may follow."""
+        try:
+            async with asyncio.timeout(END_WAIT_S), self._redis.pipeline(transaction=False) as pipe:
+                pipe.xadd(self._wake, {"by": "close"})
+                pipe.expire(self._wake, WAKE_TTL_S)
+                await pipe.execute()
+        except (RedisError, TimeoutError) as exc:  # the wait ends by itself
+            log.debug("streams.wait_not_ended error=%r", exc)
+
     async def wait(self, wait_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
         """Wait up to `wait_s` for a new entry of these priorities in any partition.
 
@@ -244,6 +306,7 @@ class JobStreams:
         awaits unfinished peeks.
         """
         peeked = tuple(priorities)
+        self.has_read_all = False
         for partition in self._in_order() if self._is_scattered else [0]:
             if (partition, peeked) not in self._peeks:
                 partitions = [self._partitions[partition]] if self._is_scattered else self._partitions
@@ -264,6 +327,9 @@ class JobStreams:
             log.debug("streams.peek_failed streams=%s error=%r", streams, exc)
             self._avoid(streams[0])
             return
+        self._note_peeked(reply)
+
+    def _note_peeked(self, reply: Any) -> None:
         for stream, entries in reply or ():
             self._last_peeked[stream.decode()] = entries[-1][0]
 
