@@ -82,7 +82,7 @@ class Costs:
             history.append(token)
             self.disagreeing_ms.append(with_schema_ms - without_ms)
             _, accept_ms = _timed(partial(again.accept, history))
-            self.mask_ms.append(accept_ms + _timed(again.allowed_mask)[1])
+            self.mask_ms.append(accept_ms + _timed(again.allowed_tokens)[1])
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:

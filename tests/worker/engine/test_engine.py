@@ -41,14 +41,12 @@ class Greedy:
     logprobs = draw_probability = None
     checks_logits = False
 
-    def __init__(self, takes_best: bool = False) -> None:
+    def __init__(self) -> None:
         self.gaps: list[float] = []
-        self._takes_best = takes_best
 
-    def takes(self, best: int) -> bool:
-        return self._takes_best
-
-    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+    def sample(
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+    ) -> int:
         assert not logits[:0].flags.owndata
         second, first = np.partition(logits, -2)[-2:]
         self.gaps.append(float((first - second) / logits.std()))
@@ -65,10 +63,12 @@ class Failing(Greedy):
         super().__init__()
         self._error = error
 
-    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+    def sample(
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+    ) -> int:
         if len(history) - n_prompt == 2:
             raise self._error
-        return super().sample(logits, history, n_prompt)
+        return super().sample(logits, history, n_prompt, best)
 
 
 def prefill_slot(index: int, prompt: Sequence[int], sampler: Greedy | None = None) -> Slot:
@@ -222,12 +222,26 @@ def test_a_failing_sampler_fails_only_its_own_job(engine: Engine, caplog: pytest
     assert_equal_output(slots[0], generate_alone(engine, prompt(9, seed=1), 6))
 
 
-def test_a_sampler_that_takes_the_best_token_is_not_called(engine: Engine) -> None:
-    called, spared = Greedy(), Greedy(takes_best=True)
-    slots = [prefill_slot(0, prompt(9, seed=1), spared), prefill_slot(1, prompt(9, seed=1), called)]
-    assert generate(engine, slots, 6) == {}
-    assert slots[0].active.tokens[:11] == slots[1].active.tokens[:11], "later tokens may differ by the shape of a batch"
-    assert (len(spared.gaps), len(called.gaps)) == (0, 6)
+class Best(Greedy):
+    """Samples the token that the engine names as the best, and records what it should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: list[int] = []
+
+    def sample(
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+    ) -> int:
+        self.expected.append(int(logits.argmax()))
+        assert best is not None
+        return best
+
+
+def test_a_sampler_gets_the_token_with_the_largest_logit(engine: Engine) -> None:
+    sampler = Best()
+    slot = prefill_slot(0, prompt(9, seed=1), sampler)
+    assert generate(engine, [slot], 6) == {}
+    assert generated(slot)[:6] == sampler.expected[:6]
 
 
 @pytest.mark.parametrize("n_not_numbers", [1, 500])

@@ -39,7 +39,7 @@ def constraint_of(vocab: Vocab, gbnf: str, root: str = "root") -> TokenConstrain
 
 
 def allows(constraint: TokenConstraint, token: int | None) -> bool:
-    return bool(constraint.allowed_mask()[token or 0])
+    return (token or 0) in constraint.allowed_tokens()
 
 
 def is_whole_output(vocab: Vocab, compiled: str, text: str) -> bool:
@@ -159,7 +159,8 @@ def test_the_tokens_of_an_earlier_attempt_are_accepted_before_the_next_draw(voca
 def test_a_draw_from_tokens_that_the_grammar_allows_is_the_same_without_the_grammar(vocab: Vocab) -> None:
     logits = np.random.default_rng(1).normal(size=vocab.n_tokens).astype(np.float32)
     anything = constraint_of(vocab, "root ::= .*")
-    not_allowed = np.flatnonzero(~anything.allowed_mask()).tolist()
+    allowed = anything.allowed_tokens()
+    not_allowed = [token for token in range(vocab.n_tokens) if token not in allowed]
     free = LogitSampler(SamplingDefaults(), seed=3, masked_tokens=not_allowed).sample(logits.copy(), [], 0)
     assert LogitSampler(SamplingDefaults(), seed=3, grammar=anything).sample(logits, [], 0) == free
 
@@ -167,7 +168,7 @@ def test_a_draw_from_tokens_that_the_grammar_allows_is_the_same_without_the_gram
 def test_draws_come_from_the_allowed_tokens_with_the_largest_logits(vocab: Vocab) -> None:
     logits = np.random.default_rng(2).normal(size=vocab.n_tokens).astype(np.float32)
     grammar = constraint_of(vocab, "root ::= [0-9]")
-    allowed = np.flatnonzero(grammar.allowed_mask()).tolist()
+    allowed = grammar.allowed_tokens().ids.tolist()
     best = sorted(allowed, key=lambda token: -logits[token])[:2]
     params = SamplingDefaults(top_k=2, top_p=1, min_p=0)
     drawn = {LogitSampler(params, seed=n, grammar=grammar).sample(logits, [], 0) for n in range(40)}
@@ -235,7 +236,7 @@ GOOD_GRAMMARS = {
 @pytest.mark.parametrize("grammar", GOOD_GRAMMARS.values(), ids=GOOD_GRAMMARS)
 def test_a_good_grammar_compiles(sandbox: GrammarSandbox, vocab: Vocab, grammar: str) -> None:
     compiled = sandbox.compile(JobParams(grammar=grammar))
-    assert ConstraintTokenizer(vocab).compile(compiled).allowed_mask().any()
+    assert ConstraintTokenizer(vocab).compile(compiled).allowed_tokens()
 
 
 def accepts(vocab: Vocab, gbnf: str, text: str) -> bool:
@@ -286,8 +287,8 @@ def test_a_grammar_accepts_the_texts_that_gbnf_defines(
 
 
 def test_control_tokens_are_never_allowed_as_text(vocab: Vocab) -> None:
-    mask = constraint_of(vocab, "root ::= .+").allowed_mask()
-    assert not any(mask[token] for token in range(vocab.n_tokens) if not vocab.piece(token))
+    allowed = constraint_of(vocab, "root ::= .+").allowed_tokens()
+    assert not any(token in allowed for token in range(vocab.n_tokens) if not vocab.piece(token))
 
 
 def nested_schema(depth: int) -> dict[str, Any]:

@@ -38,9 +38,11 @@ class RecordingSampler(GreedySampler):
         super().__init__()
         self.draws: list[tuple[tuple[int, ...], npt.NDArray[np.float32]]] = []
 
-    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+    def sample(
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+    ) -> int:
         self.draws.append((tuple(history), logits.copy()))
-        return super().sample(logits, history, n_prompt)
+        return super().sample(logits, history, n_prompt, best)
 
 
 @dataclass

@@ -41,10 +41,12 @@ class RecordingSampler(GreedySampler):
         super().__init__()
         self.first: npt.NDArray[np.float32] | None = None
 
-    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+    def sample(
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+    ) -> int:
         if self.first is None:
             self.first = logits.copy()
-        return super().sample(logits, history, n_prompt)
+        return super().sample(logits, history, n_prompt, best)
 
 
 class Setup:

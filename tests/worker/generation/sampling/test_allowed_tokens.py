@@ -12,6 +12,7 @@ from tests.support.llama_samplers import random_logits
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 
@@ -28,8 +29,8 @@ class FixedMask:
     def accept(self, generated: Sequence[int]) -> None:
         """Accept every token."""
 
-    def allowed_mask(self) -> npt.NDArray[np.bool_]:
-        return self.mask
+    def allowed_tokens(self) -> TokenSet:
+        return TokenSet.of_mask(self.mask)
 
     def end_token(self) -> int | None:
         return 7 if self.mask[7] else None
@@ -75,9 +76,71 @@ def test_the_logits_are_not_masked_where_the_best_token_is_allowed() -> None:
     mask[:100] = False
     logits[300] = 50
     given = logits.copy()
-    candidates = AllowedTokens(grammar_of(mask), None, only_best=True).restrict(given, [1], 1)
+    candidates = AllowedTokens(grammar_of(mask), None, n_best=1).restrict(given, [1], 1)
     assert [candidates.token_at(index) for index in range(len(candidates))] == [300]
     assert (given == logits).all()
+
+
+def test_the_best_token_is_drawn_without_another_search_where_it_is_allowed() -> None:
+    mask = np.arange(N_VOCAB) % 2 == 0
+    sampler = LogitSampler(SamplingDefaults(temperature=0), seed=1, grammar=grammar_of(mask), masked_tokens=[8])
+    logits = np.zeros(N_VOCAB, np.float32)
+    logits[[8, 20, 301]] = 3, 1, 2
+    assert sampler.sample(logits.copy(), [1], 1, best=500) == 500, "the best token as claimed, although 20 is better"
+    assert sampler.sample(logits.copy(), [1], 1, best=301) == 20
+    assert sampler.sample(logits.copy(), [1], 1, best=8) == 20
+    assert sampler.sample(logits.copy(), [1], 1) == 20
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {"top_k": 1}, {}, {"top_k": 300}, {"top_k": 2 * N_VOCAB}], ids=str
+)
+@pytest.mark.parametrize("n_refused", [0, 3, 30, 2000])
+def test_the_largest_logits_may_belong_to_tokens_that_are_not_allowed(params: dict[str, Any], n_refused: int) -> None:
+    restricted, expected = [], []
+    for step in range(20):
+        logits = random_logits(N_VOCAB, step)
+        mask = np.ones(N_VOCAB, np.bool_)
+        mask[logits.argsort()[N_VOCAB - n_refused :]] = False
+        restricted.append(LogitSampler(SamplingDefaults(**params), seed=step, grammar=grammar_of(mask)))
+        expected.append(
+            LogitSampler(SamplingDefaults(**params), seed=step, masked_tokens=np.flatnonzero(~mask).tolist())
+        )
+        drawn = restricted[-1].sample(logits.copy(), [1], 1)
+        assert drawn == expected[-1].sample(logits.copy(), [1], 1)
+        assert restricted[-1].sample(logits.copy(), [1], 1, int(logits.argmax())) == drawn
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {}, {"repeat_penalty": 1.5}, {"top_k": 0, "min_p": 0.1}], ids=str
+)
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.9])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_logit_of_an_allowed_token_that_is_not_finite_fails_the_job(
+    params: dict[str, Any], share: float, bad: float
+) -> None:
+    mask = np.random.default_rng(3).random(N_VOCAB) < share
+    mask[40] = True
+    logits = random_logits(N_VOCAB, 1)
+    logits[40] = bad
+    sampler = LogitSampler(SamplingDefaults(**params), seed=1, grammar=grammar_of(mask))
+    with pytest.raises(JobRejected) as refused:
+        sampler.sample(logits, [1], 1)
+    assert refused.value.code == ErrorCode.DECODE_FAILED
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {}, {"repeat_penalty": 1.5}, {"top_k": 0, "min_p": 0.1}], ids=str
+)
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.9])
+def test_infinity_at_a_token_that_is_not_allowed_does_not_reach_the_draw(params: dict[str, Any], share: float) -> None:
+    mask = np.random.default_rng(3).random(N_VOCAB) < share
+    mask[:50] = True
+    mask[40] = False
+    logits = random_logits(N_VOCAB, 1)
+    logits[40] = np.inf
+    sampler = LogitSampler(SamplingDefaults(**params), seed=1, grammar=grammar_of(mask))
+    assert mask[sampler.sample(logits, [1], 1)]
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])

@@ -242,7 +242,9 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_only_a_sampler_that_changes_no_logits_takes_the_best_token() -> None:
     def takes_best(arguments: dict[str, Any], **params: Any) -> bool:
-        return LogitSampler(SamplingDefaults(**{"temperature": 0} | params), seed=1, **arguments).takes(2)
+        sampler = LogitSampler(SamplingDefaults(**{"temperature": 0} | params), seed=1, **arguments)
+        logits = np.array([9, 8, 0, 9], np.float32)
+        return sampler.sample(logits, [], 0, best=2) == 2  # the best token as claimed, although others are better
 
     assert takes_best({})
     assert takes_best({}, top_p=0.1, mirostat=1, samplers="kt")
@@ -258,8 +260,9 @@ def test_the_best_token_is_taken_exactly_where_sample_would_return_it() -> None:
     for seed in range(50):
         logits = np.random.default_rng(seed).integers(0, 3, 5).astype(np.float32)  # with ties
         best = int(logits.argmax())
-        assert sampler.takes(best) == (best not in {0, 2})
-        assert (sampler.sample(logits, [], 0) == best) == sampler.takes(best)
+        expected = sampler.sample(logits.copy(), [], 0)
+        assert sampler.sample(logits, [], 0, best) == expected
+        assert (expected == best) == (best not in {0, 2})
 
 
 def test_masked_tokens_are_never_drawn() -> None:

@@ -32,7 +32,7 @@ class Sampler(Protocol):
     """Draws the next token of one job from its logits."""
 
     checks_logits: bool
-    """Whether `sample` raises `JobRejected` if any logit is plus infinity or NaN, and `takes` returns False. Then the
+    """Whether `sample` raises `JobRejected` if any logit is plus infinity or NaN, and does not use `best`. Then the
     caller need not find the largest logit."""
 
     can_prepare: bool
@@ -43,16 +43,15 @@ class Sampler(Protocol):
     draw_probability: float | None
     """The probability of the token that was drawn last, if later draws depend on it (Mirostat, adaptive-p)."""
 
-    def takes(self, best: int) -> bool:
-        """Whether `sample` would return `best`, the token with the largest logit. Then `sample` need not be called."""
-
     def prepare(self, history: Sequence[int], n_prompt: int) -> None:
         """Compute the part of the next draw that does not depend on the logits: the mask of a grammar.
 
         Another thread may call this while the logits are computed. If `sample` is called meanwhile, it waits.
         """
 
-    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+    def sample(
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+    ) -> int:
         """Draw the token that follows `history`.
 
         The draw depends only on the seed, the position `len(history) - n_prompt`, the history, the logits and the
@@ -63,6 +62,7 @@ class Sampler(Protocol):
                 it, and the next decode overwrites it.
             history: The prompt, then the generated tokens.
             n_prompt: The length of the prompt in tokens.
+            best: The token with the largest logit, if the caller knows it. A greedy sampler need not find it again.
 
         Raises:
             JobRejected: The grammar allows no token, or a logit is plus infinity or NaN.

@@ -247,13 +247,12 @@ def _draw(run: Run, logits: Logits) -> int:
         JobRejected: No token can be drawn.
     """
     sampler = run.job.sampler
-    if not sampler.checks_logits:
-        best = int(logits.argmax())
-        if not math.isfinite(logits.item(best)):  # NaN if any logit is NaN
-            raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)
-        if sampler.takes(best):
-            return best
-    return sampler.sample(logits, run.tokens, run.n_prompt)
+    if sampler.checks_logits:
+        return sampler.sample(logits, run.tokens, run.n_prompt)
+    best = int(logits.argmax())
+    if not math.isfinite(logits.item(best)):  # NaN if any logit is NaN
+        raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)
+    return sampler.sample(logits, run.tokens, run.n_prompt, best)
 
 
 def _seq_id(part: Part) -> int:

@@ -57,13 +57,16 @@ class GreedySampler:
         self.closed = 0
         """Number of calls of `close`."""
 
-    def takes(self, best: int) -> bool:  # noqa: ARG002 - part of the protocol
-        return False
-
     def prepare(self, history: Sequence[int], n_prompt: int) -> None:
         """Do nothing: there is no grammar."""
 
-    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+    def sample(
+        self,
+        logits: npt.NDArray[np.float32],
+        history: Sequence[int],
+        n_prompt: int,
+        best: int | None = None,  # noqa: ARG002 - part of the protocol
+    ) -> int:
         if self.closed:
             raise AssertionError("the sampler is closed")
         if len(history) - n_prompt == self.fails_at:

@@ -48,7 +48,7 @@ class GrammarTrial:
         """
         compiled = _convert(request)
         constraint = self._tokenizer.compile_on_this_stack(compiled)
-        if not constraint.allowed_mask().any():
+        if not constraint.allowed_tokens():
             message = "the grammar cannot be used: no token of this model's vocabulary is allowed first"
             raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)
         return compiled

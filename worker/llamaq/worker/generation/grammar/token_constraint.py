@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import llguidance
-import numpy as np
-import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabulary
 from llamaq.worker.generation.grammar.large_stack import on_large_stack
+from llamaq.worker.generation.grammar.token_set import TokenSet
 
 T = TypeVar("T")
 
@@ -82,9 +81,9 @@ class TokenConstraint:
         self._tokenizer = tokenizer
         self._matcher = matcher
         self._n_accepted = 0
-        self._mask: npt.NDArray[np.bool_] | None = None
+        self._allowed: TokenSet | None = None
         self._check("the grammar cannot be used")
-        self._mask = self._compute_mask()
+        self._allowed = self._compute_allowed()
         self._check("the grammar cannot be used, because no token of this model's vocabulary is allowed first")
 
     def accept(self, generated: Sequence[int]) -> None:
@@ -99,7 +98,7 @@ class TokenConstraint:
         new = list(generated[self._n_accepted :])
         if not new:
             return
-        self._mask = None
+        self._allowed = None
         n_valid = self._bounded(lambda: self._matcher.try_consume_tokens(new))
         self._n_accepted += n_valid
         if n_valid < len(new):
@@ -107,31 +106,28 @@ class TokenConstraint:
             message = f"the grammar does not allow token {new[n_valid]} at position {self._n_accepted} of the output"
             raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, message)
 
-    def allowed_mask(self) -> npt.NDArray[np.bool_]:
-        """Return for each token of the vocabulary, shape (n_vocab,), whether the grammar allows it next.
-
-        End tokens are allowed where the grammar can end.
+    def allowed_tokens(self) -> TokenSet:
+        """Return the tokens that the grammar allows next. End tokens are allowed where the grammar can end.
 
         Raises:
             JobRejected: The step takes more than `MAX_STEP_S`, or exceeds `LIMITS`.
         """
-        if self._mask is None:
-            self._mask = self._compute_mask()
-        return self._mask
+        if self._allowed is None:
+            self._allowed = self._compute_allowed()
+        return self._allowed
 
     def end_token(self) -> int | None:
         """Return an end token that is allowed next. None: the grammar cannot end here."""
-        mask = self.allowed_mask()
-        return next((token for token in sorted(self._tokenizer.end_tokens) if mask[token]), None)
+        allowed = self.allowed_tokens()
+        return next((token for token in sorted(self._tokenizer.end_tokens) if token in allowed), None)
 
-    def _compute_mask(self) -> npt.NDArray[np.bool_]:
+    def _compute_allowed(self) -> TokenSet:
         bits = self._bounded(self._matcher.compute_bitmask)
         if self._matcher.is_error():
             if not self._matcher.get_error().startswith(DEAD_END):
                 self._check("the grammar is too complex")
-            return np.zeros(self._tokenizer.n_tokens, np.bool_)
-        mask = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little", count=self._tokenizer.n_tokens)
-        return mask.view(np.bool_)
+            return TokenSet.empty(self._tokenizer.n_tokens)
+        return TokenSet(bits, self._tokenizer.n_tokens)
 
     def _check(self, what: str) -> None:
         """Raise `JobRejected` if llguidance has found an error in the grammar, or has exceeded `LIMITS`."""

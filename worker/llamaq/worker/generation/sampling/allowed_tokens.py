@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf, isfinite
 from threading import Lock
 
 import numpy as np
-import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
+from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 
 FEW_ALLOWED = 1 / 8
 """If a grammar allows at most this share of the vocabulary, only the logits of the allowed tokens are read."""
+MAX_TRIES = 4
+"""How many tokens with the largest logits are tried one by one, before the logits of the other tokens are masked."""
+MAX_BEST = 256
+"""With more candidates, finding them among the tokens that are not allowed takes as long as masking those tokens."""
+MARGIN = 2
+"""The factor by which more tokens are searched than are needed, because some of them may not be allowed."""
 NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
 
 
@@ -26,37 +34,39 @@ class AllowedTokens:
     Args:
         grammar: Restricts the tokens. None: all are allowed.
         reasoning: Bounds the reasoning. None: it is not bounded.
-        only_best: Whether only the candidate with the largest logit is needed.
+        n_best: Number of candidates that are needed: those with the largest logits. None: all.
     """
 
-    def __init__(self, grammar: TokenConstraint | None, reasoning: ReasoningBudget | None, *, only_best: bool) -> None:
+    def __init__(
+        self, grammar: TokenConstraint | None, reasoning: ReasoningBudget | None, *, n_best: int | None = None
+    ) -> None:
         self._grammar = grammar
         self._reasoning = reasoning
-        self._only_best = only_best
+        self._n_best = n_best if n_best is not None and n_best <= MAX_BEST else None
         self._lock = Lock()
         """Held while the grammar reads tokens or computes a mask."""
         self._error: Exception | None = None
         """The error of `prepare`, after which the state of the grammar is not known."""
 
     def prepare(self, history: Sequence[int], n_prompt: int) -> None:
-        """Compute the mask for the token that follows `history`. An error is raised by the next `restrict`."""
+        """Find the tokens that the grammar allows after `history`. An error is raised by the next `restrict`."""
         if self._grammar is None:
             return
         try:
-            self._mask(self._grammar, history, n_prompt)
+            self._in_grammar(self._grammar, history, n_prompt)
         except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
             self._error = exc
 
-    def _mask(self, grammar: TokenConstraint, history: Sequence[int], n_prompt: int) -> npt.NDArray[np.bool_]:
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            grammar.accept(history[n_prompt:])
-            return grammar.allowed_mask()
+    def allows(self, token: int, history: Sequence[int], n_prompt: int) -> bool:
+        """Whether `token` may follow `history`. Raises like `restrict`."""
+        forced, allowed = self._next(history, n_prompt)
+        if forced is not None:
+            return token == forced
+        return allowed is None or token in allowed
 
     def restrict(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
-        """Return the allowed tokens. If these are many, return the whole vocabulary, in which the logits of the other
-        tokens are masked. Changes `logits`.
+        """Return the allowed tokens, or at least the `n_best` of them with the largest logits. If these are many,
+        return the whole vocabulary, in which the logits of the other tokens are masked. Changes `logits`.
 
         Args:
             logits: The logits of the whole vocabulary.
@@ -66,19 +76,18 @@ class AllowedTokens:
         Raises:
             JobRejected: The grammar does not allow the history, or is too complex.
         """
-        forced = None if self._reasoning is None else self._reasoning.forced_token(history, n_prompt)
-        if self._grammar is None:
-            return Candidates(logits) if forced is None else Candidates.only(forced)
-        mask = self._mask(self._grammar, history, n_prompt)
-        if forced is not None and mask[forced]:
+        forced, allowed = self._next(history, n_prompt)
+        if forced is not None:
             return Candidates.only(forced)
-        if self._only_best and mask[best := int(logits.argmax())]:  # usual, and much faster than masking
-            return Candidates(logits[best : best + 1], np.array([best]))
-        if np.count_nonzero(mask) > FEW_ALLOWED * logits.size:
-            np.copyto(logits, -np.inf, where=~mask)
+        if allowed is None:
             return Candidates(logits)
-        tokens = mask.nonzero()[0]
-        return Candidates(logits.take(tokens), tokens)
+        if _are_few(allowed):
+            return Candidates(logits.take(allowed.ids), allowed.ids)
+        best = None if self._n_best is None else _find_best(logits, allowed, self._n_best)
+        if best is not None:
+            return best
+        allowed.mask_others(logits)
+        return Candidates(logits)
 
     def end_token(self) -> int:
         """Return an end token, although it is masked, because no other token is left.
@@ -94,3 +103,46 @@ class AllowedTokens:
     def close(self) -> None:
         """Free the memory of the grammar. May be called twice."""
         self._grammar = None
+
+    def _next(self, history: Sequence[int], n_prompt: int) -> tuple[int | None, TokenSet | None]:
+        """Return the token that must follow `history`, if there is one, and the tokens that the grammar allows."""
+        forced = None if self._reasoning is None else self._reasoning.forced_token(history, n_prompt)
+        if self._grammar is None:
+            return forced, None
+        allowed = self._in_grammar(self._grammar, history, n_prompt)
+        return (forced if forced is not None and forced in allowed else None), allowed
+
+    def _in_grammar(self, grammar: TokenConstraint, history: Sequence[int], n_prompt: int) -> TokenSet:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            grammar.accept(history[n_prompt:])
+            allowed = grammar.allowed_tokens()
+            if _are_few(allowed):
+                _ = allowed.ids  # finds them now, where that may be beside the model
+            return allowed
+
+
+def _are_few(allowed: TokenSet) -> bool:
+    return len(allowed) <= FEW_ALLOWED * allowed.n_vocab
+
+
+def _find_best(logits: Logits, allowed: TokenSet, n_best: int) -> Candidates | None:
+    """Return at least the `n_best` allowed tokens with the largest logits, in ascending order of ids.
+
+    The largest logits of the whole vocabulary mostly belong to allowed tokens, and to find these takes much less time
+    than to mask all others. May mask logits of tokens that are not allowed. None: they do not have enough allowed
+    tokens.
+    """
+    if n_best == 1:
+        for _ in range(MAX_TRIES):
+            best = int(logits.argmax())
+            if best in allowed:
+                return Candidates(logits[best : best + 1], np.array([best]))
+            logits[best] = -inf
+        return None
+    tokens, largest = top_k_superset(logits, MARGIN * n_best)
+    if not isfinite(largest):
+        return None
+    tokens = tokens[allowed.contained(tokens)]
+    return Candidates(logits.take(tokens), tokens) if tokens.size >= n_best else None

@@ -85,7 +85,6 @@ class LogitSampler:
         n_first = next((index for index, step in enumerate(chain) if not step.is_penalty), len(chain))
         self._penalties = [step.apply for step in chain[:n_first]]
         """The samplers that get all logits, also those of masked tokens."""
-        self._allowed = AllowedTokens(grammar, reasoning, only_best=self._is_greedy and not self._penalties)
         chain = chain[n_first:]
         starts_with_top_k = bool(chain) and chain[0].name == "top_k"
         self._reduce = chain[0].apply if starts_with_top_k else _drop_masked_of_few
@@ -98,26 +97,28 @@ class LogitSampler:
             self._filters = filters_without_masked(steps, draw_accepts_masked=accepts_masked)
         is_changed = self._bias.size or self._penalties
         is_bound = grammar is not None or reasoning is not None
-        self._takes_best = self._is_greedy and not is_changed and not is_bound and n_logprobs is None
+        self._takes_best = self._is_greedy and not is_changed and n_logprobs is None
+        """Whether the token with the largest logit of all is drawn if it is allowed."""
         self._takes_all = not is_bound and not self._penalties
         """Whether neither a grammar nor a penalty changes the logits."""
         is_plain = self._feedback is None and not has_drawn_logprobs
         self._top_k_draw = top_k_draw(chain, params) if is_plain else None
         """Draws from the whole vocabulary after the penalties, if no other samplers than its own are needed."""
+        self._allowed = AllowedTokens(grammar, reasoning, n_best=None if self._penalties else self._n_best())
         self.checks_logits = self._top_k_draw is not None and not is_bound
         self._never_best = frozenset(self._masked.tolist())
         self.can_prepare = grammar is not None
-
-    def takes(self, best: int) -> bool:
-        """Whether `sample` would return the token with the largest logit; see `core.job.Sampler`."""
-        return self._takes_best and best not in self._never_best
 
     def prepare(self, history: Sequence[int], n_prompt: int) -> None:
         """Compute the mask of the grammar; see `core.job.Sampler`."""
         self._allowed.prepare(history, n_prompt)
 
-    def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
+    def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, best: int | None = None) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
+        if best is not None and self._takes_best:
+            if best not in self._never_best and self._allowed.allows(best, history, n_prompt):
+                return best
+            logits[best] = -inf
         computed = None if self._n_logprobs is None or self._has_drawn_logprobs else logits.copy()
         if self._top_k_draw is None:
             token = self._sample(logits, history, n_prompt)
@@ -131,12 +132,20 @@ class LogitSampler:
         """Free the memory of the grammar. May be called twice."""
         self._allowed.close()
 
+    def _n_best(self) -> int | None:
+        """Return the number of tokens with the largest logits among which the token is drawn. None: all tokens."""
+        if self._is_greedy:
+            return 1
+        return None if self._top_k_draw is None else self._top_k_draw.k
+
     def _sample_top_k(self, top_k: TopKDraw, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Do the same as `_sample`, with the fast draw. Every logit is checked."""
         if self._takes_all:
             self._adjust(logits)
         else:
             candidates = self._penalized(logits, history, n_prompt)
+            if len(candidates) <= SORT_LIMIT:
+                return self._draw_of_few(top_k, candidates, len(history) - n_prompt)
             if candidates.tokens is not None:
                 return self._choose(candidates, len(history) - n_prompt, history, logits.size)
         tokens, largest = top_k_superset(logits, top_k.k)
@@ -144,6 +153,16 @@ class LogitSampler:
         if not tokens.size:
             return self._allowed.end_token()
         return top_k.draw(logits.take(tokens), tokens, self._uniform.at(len(history) - n_prompt))
+
+    def _draw_of_few(self, top_k: TopKDraw, candidates: Candidates, position: int) -> int:
+        candidates = candidates.without_masked()
+        if not len(candidates):
+            return self._allowed.end_token()
+        _check_finite(float(candidates.max_logit))
+        if len(candidates) == 1:  # usual where a grammar forces a text
+            return candidates.token_at(0)
+        tokens = np.arange(len(candidates)) if candidates.tokens is None else candidates.tokens
+        return top_k.draw(candidates.logits, tokens, self._uniform.at(position))
 
     def _sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         candidates = self._penalized(logits, history, n_prompt)
