@@ -26,7 +26,7 @@ class FixedMask:
     def __init__(self, mask: npt.NDArray[np.bool_]) -> None:
         self.mask = mask
 
-    def accept(self, generated: Sequence[int]) -> None:
+    def accept(self, history: Sequence[int], n_prompt: int) -> None:
         """Accept every token."""
 
     def allowed_tokens(self) -> TokenSet:
@@ -166,12 +166,13 @@ class CountingGrammar(FixedMask):
         self.is_stepping = Event()
         self.n_at_once = 0
 
-    def accept(self, generated: Sequence[int]) -> None:
+    def accept(self, history: Sequence[int], n_prompt: int) -> None:
         self.n_at_once += 1
         assert self.n_at_once == 1, "two threads use the grammar"
         self.is_stepping.set()
         assert self.may_step.wait(WAIT_S)
-        self.accepted.append(list(generated))
+        generated = list(history[n_prompt:])
+        self.accepted.append(generated)
         self.n_at_once -= 1
         if 13 in generated:
             raise JobRejected(ErrorCode.INVALID_GRAMMAR, "unlucky")

@@ -86,16 +86,17 @@ class TokenConstraint:
         self._allowed = self._compute_allowed()
         self._check("the grammar cannot be used, because no token of this model's vocabulary is allowed first")
 
-    def accept(self, generated: Sequence[int]) -> None:
+    def accept(self, history: Sequence[int], n_prompt: int = 0) -> None:
         """Advance the state by the generated tokens that are not accepted yet.
 
         Args:
-            generated: All tokens of the output.
+            history: The prompt, then all generated tokens.
+            n_prompt: The length of the prompt in tokens.
 
         Raises:
             JobRejected: The grammar does not allow one of them, or a step takes more than `MAX_STEP_S`.
         """
-        new = list(generated[self._n_accepted :])
+        new = list(history[n_prompt + self._n_accepted :])
         if not new:
             return
         self._allowed = None

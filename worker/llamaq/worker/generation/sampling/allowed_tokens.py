@@ -116,7 +116,7 @@ class AllowedTokens:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            grammar.accept(history[n_prompt:])
+            grammar.accept(history, n_prompt)
             allowed = grammar.allowed_tokens()
             if _are_few(allowed):
                 _ = allowed.ids  # finds them now, where that may be beside the model
