@@ -141,7 +141,7 @@ def test_a_tag_that_is_a_token_is_not_spelled(
 def test_a_grammar_may_name_control_tokens(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:
     compiled = sandbox.compile(JobParams(lark='start: <|im_start|> "x"'))
     allowed = ConstraintTokenizer(chat_vocab).compile(compiled).allowed_tokens()
-    assert [chat_vocab.piece_with_special(token) for token in allowed.ids.tolist()] == [b"<|im_start|>"]
+    assert [chat_vocab.piece_with_special(token) for token in allowed.ids().tolist()] == [b"<|im_start|>"]
     with pytest.raises(JobRejected, match=r"nothing"):
         sandbox.compile(JobParams(lark='start: <|nothing|> "x"'))
 

@@ -168,7 +168,7 @@ def test_a_draw_from_tokens_that_the_grammar_allows_is_the_same_without_the_gram
 def test_draws_come_from_the_allowed_tokens_with_the_largest_logits(vocab: Vocab) -> None:
     logits = np.random.default_rng(2).normal(size=vocab.n_tokens).astype(np.float32)
     grammar = constraint_of(vocab, "root ::= [0-9]")
-    allowed = grammar.allowed_tokens().ids.tolist()
+    allowed = grammar.allowed_tokens().ids().tolist()
     best = sorted(allowed, key=lambda token: -logits[token])[:2]
     params = SamplingDefaults(top_k=2, top_p=1, min_p=0)
     drawn = {LogitSampler(params, seed=n, grammar=grammar).sample(logits, [], 0) for n in range(40)}

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 WORD_BITS = 64
-SPARSE_WORDS = 1 / 8
-"""If at most this share of the words has a token, `ids` reads only these words."""
 NUMPY_COUNTS_BITS = hasattr(np, "bitwise_count")
 """Whether numpy is version 2 or newer, which counts bits five times as fast as an integer of Python."""
 
@@ -36,7 +34,7 @@ class TokenSet:
         n_vocab: Number of tokens of the vocabulary.
     """
 
-    __slots__ = ("_bytes", "_ids", "_n_tokens", "_words", "n_vocab")
+    __slots__ = ("_bytes", "_ids", "_n_tokens", "_octets", "n_vocab")
 
     def __init__(self, bits: bytes, n_vocab: int) -> None:
         self.n_vocab = n_vocab
@@ -46,7 +44,7 @@ class TokenSet:
         if n_vocab % 8:
             words[n_bytes - 1] &= (1 << n_vocab % 8) - 1
         self._bytes = bytes(words)
-        self._words = np.frombuffer(self._bytes, np.uint64)
+        self._octets = np.frombuffer(self._bytes, np.uint8)
         self._n_tokens: int | None = None
         self._ids: npt.NDArray[np.intp] | None = None
 
@@ -66,22 +64,25 @@ class TokenSet:
     def __len__(self) -> int:
         if self._n_tokens is None:
             if NUMPY_COUNTS_BITS:
-                self._n_tokens = int(np.bitwise_count(self._words).sum())
+                self._n_tokens = int(np.bitwise_count(self._octets.view(np.uint64)).sum())
             else:
                 self._n_tokens = int.from_bytes(self._bytes, "little").bit_count()
         return self._n_tokens
 
-    @property
     def ids(self) -> npt.NDArray[np.intp]:
-        """The tokens in ascending order. Computed once: they take 8 bytes for each token."""
+        """Return the tokens in ascending order, read-only. They are computed once, and take 8 bytes for each token."""
         if self._ids is None:
-            self._ids = self._find_ids()
-            self._ids.setflags(write=False)
+            used = (self._octets != 0).nonzero()[0]
+            bits = np.unpackbits(self._octets.take(used), bitorder="little")
+            found = bits.view(np.bool_).nonzero()[0]  # numpy finds true values of bool faster than other numbers
+            ids = used.take(found >> 3) * 8 + (found & 7)
+            ids.setflags(write=False)
+            self._ids = ids
         return self._ids
 
     def contained(self, tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Return for each of these tokens, which are in the vocabulary, whether it is in the set."""
-        octets = np.frombuffer(self._bytes, np.uint8).take(tokens >> 3)
+        octets = self._octets.take(tokens >> 3)
         return (octets >> (tokens & 7).astype(np.uint8) & 1).view(np.bool_)
 
     def mask_others(self, logits: npt.NDArray[np.float32]) -> None:
@@ -90,23 +91,8 @@ class TokenSet:
         Args:
             logits: The logits of the whole vocabulary, shape (n_vocab,).
         """
-        octets = np.frombuffer(self._bytes, np.uint8, -(-self.n_vocab // 8))
-        np.minimum(logits, _BOUNDS.take(octets, axis=0).ravel()[: self.n_vocab], out=logits)
-
-    def _find_ids(self) -> npt.NDArray[np.intp]:
-        used = self._words.nonzero()[0]
-        if used.size > SPARSE_WORDS * self._words.size:
-            return _positions(self._words)
-        found = _positions(self._words.take(used))
-        ids: npt.NDArray[np.intp] = used.take(found // WORD_BITS) * WORD_BITS + found % WORD_BITS
-        return ids
+        bounds = _BOUNDS.take(self._octets, axis=0).ravel()[: self.n_vocab]
+        np.minimum(logits, bounds, out=logits)
 
     def __repr__(self) -> str:
         return f"<TokenSet {len(self)} of {self.n_vocab}>"
-
-
-def _positions(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
-    """Return the positions of the bits that are 1, in ascending order."""
-    # numpy finds true values of bool much faster than other numbers.
-    positions: npt.NDArray[np.intp] = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
-    return positions

@@ -53,7 +53,9 @@ class AllowedTokens:
         if self._grammar is None:
             return
         try:
-            self._in_grammar(self._grammar, history, n_prompt)
+            allowed = self._in_grammar(self._grammar, history, n_prompt)
+            if _are_few(allowed):
+                allowed.ids()  # stores them
         except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
             self._error = exc
 
@@ -82,7 +84,7 @@ class AllowedTokens:
         if allowed is None:
             return Candidates(logits)
         if _are_few(allowed):
-            return Candidates(logits.take(allowed.ids), allowed.ids)
+            return Candidates(logits.take(allowed.ids()), allowed.ids())
         best = None if self._n_best is None else _find_best(logits, allowed, self._n_best)
         if best is not None:
             return best
@@ -117,10 +119,7 @@ class AllowedTokens:
             if self._error is not None:
                 raise self._error
             grammar.accept(history, n_prompt)
-            allowed = grammar.allowed_tokens()
-            if _are_few(allowed):
-                _ = allowed.ids  # finds them now, where that may be beside the model
-            return allowed
+            return grammar.allowed_tokens()
 
 
 def _are_few(allowed: TokenSet) -> bool:
