@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from threading import Lock
 
 import numpy as np
@@ -21,7 +21,7 @@ MAX_TRIES = 4
 """How many tokens with the largest logits are tried one by one, before the logits of the other tokens are masked."""
 MAX_BEST = 256
 """With more candidates, finding them among the tokens that are not allowed takes as long as masking those tokens."""
-MARGIN = 2
+MARGIN = 1.5
 """The factor by which more tokens are searched than are needed, because some of them may not be allowed."""
 NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
 
@@ -140,7 +140,7 @@ def _find_best(logits: Logits, allowed: TokenSet, n_best: int) -> Candidates | N
                 return Candidates(logits[best : best + 1], np.array([best]))
             logits[best] = -inf
         return None
-    tokens, largest = top_k_superset(logits, MARGIN * n_best)
+    tokens, largest = top_k_superset(logits, ceil(MARGIN * n_best))
     if not isfinite(largest):
         return None
     tokens = tokens[allowed.contained(tokens)]
