@@ -94,6 +94,10 @@ def test_xtc_keeps_what_llama_cpp_keeps(logits: Logits, threshold: float, min_ke
     assert ids(exclude_top_choices(Candidates(logits), threshold, min_keep)) == sorted(remaining)
 
 
+MIN_OTHERS = 1e-4
+"""Probability of all tokens but the best, from which on rounding matters little."""
+
+
 @given(
     logits=distinct_logits,
     temperature=st.floats(0.2, 2),
@@ -104,6 +108,9 @@ def test_the_dynamic_temperature_is_that_of_llama_cpp(
     logits: Logits, temperature: float, spread: float, exponent: float
 ) -> None:
     assume(len(logits) > 1)
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    # llama.cpp computes the entropy in float32. If one token has almost all of the probability, rounding changes it.
+    assume(weights.max() < (1 - MIN_OTHERS) * weights.sum())
     expected = llama_chain(logits, [llama_cpp.llama_sampler_init_temp_ext(temperature, spread, exponent)])
     found = dynamic_temperature(Candidates(logits), temperature, spread, exponent)
     assume(found > 0.01)
