@@ -314,6 +314,19 @@ def test_jobs_that_arrive_during_a_restore_wait_for_it_and_succeed() -> None:
     assert ended.error is None
 
 
+@pytest.mark.parametrize(("can_cut", "kv_unified"), KINDS)
+def test_an_idle_worker_does_not_save_a_state_ahead_before_it_is_restored(can_cut: bool, kv_unified: bool) -> None:
+    one = make(can_cut=can_cut, kv_unified=kv_unified)
+    one.run(LONG)
+    save = one.save()
+    other = make(can_cut=can_cut, kv_unified=kv_unified, host_bytes=10**7, held_cells=0)
+    saved: list[bool] = []
+    other.restore(save, between=lambda: saved.append(other.scheduler.save_ahead()))
+    assert not any(saved)
+    assert other.scheduler.save_ahead(), "the next job evicts the restored state"
+    assert other.run(LONG).prefix_cache_tokens == (299 if can_cut else 0)
+
+
 def test_erase_removes_the_content_of_the_slot_but_not_what_other_entries_share() -> None:
     setup = make(host_bytes=10**7)
     setup.run(LONG)

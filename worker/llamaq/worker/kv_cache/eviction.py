@@ -178,8 +178,9 @@ class Eviction:
 
     def _next_to_evict(self) -> list[Entry]:
         """Return the entries that `trim` would evict if a job ran, in this order."""
-        entries = self._cache.entries()
-        staying, n_free = {entry.seq_id for entry in entries}, self._pool.n_free_sequences
+        entries = [entry for entry in self._cache.entries() if not entry.in_transfer]
+        n_free = self._pool.n_free_sequences + len(self._in_transfer())
+        staying = {entry.seq_id for entry in entries}
         for n_evicted, entry in enumerate(entries):
             has_sequences = not self._pool.has_spare_sequences or n_free + n_evicted >= self._pool.n_idle
             if has_sequences and self._pool.ledger.owned_together(staying) <= self._held_cells:
