@@ -131,6 +131,40 @@ def test_an_error_while_a_text_is_made_ends_the_loop(stream_interval_s: float) -
     assert bytes(tokens_of(loop, job)).decode() == first_letters(3)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stream_interval_s", [0.0, 60.0])
+@pytest.mark.parametrize("fails_in", ["feed", "prepare"])
+def test_the_panic_of_a_library_on_the_publishing_thread_ends_the_loop(fails_in: str, stream_interval_s: float) -> None:
+    class Panic(BaseException):
+        """As `PanicException` of a library in Rust, it is not an `Exception`."""
+
+    class PanickingSampler(PreparingSampler):
+        can_prepare = fails_in == "prepare"
+
+        def prepare(self, history: Sequence[int], n_prompt: int) -> None:
+            super().prepare(history, n_prompt)
+            if len(self.prepared) == 3:
+                raise Panic
+
+    class PanickingDetokenizer(StreamDetokenizer):
+        n_fed = 0
+
+        def feed(self, token: int) -> str:
+            self.n_fed += 1
+            if fails_in == "feed" and self.n_fed == 4:
+                raise Panic
+            return super().feed(token)
+
+    loop, job = Loop(stream_interval_s=stream_interval_s), make_job(max_tokens=1000, sampler=PanickingSampler())
+    job.detokenizer = PanickingDetokenizer(ByteVocab().piece)
+    loop.start(job)
+    with pytest.raises(Panic):
+        loop.run_until_empty()
+    published = tokens_of(loop, job)
+    assert len(published) >= 3
+    assert bytes(published).decode() == first_letters(len(published))
+
+
 def test_a_snapshot_that_is_due_ends_the_repetition_of_a_tick() -> None:
     generated: list[int] = []
 

@@ -67,7 +67,7 @@ class LateOutputs:
         """Make and publish the outputs of the added ticks, on the publishing thread.
 
         Raises:
-            Exception: The outputs of earlier ticks could not be made.
+            BaseException: The outputs of earlier ticks could not be made.
         """
         self.wait()
         ticks, self._ticks = self._ticks, []
@@ -81,7 +81,7 @@ class LateOutputs:
         self._is_making = False
         try:
             self._publisher.wait()
-        except Exception:
+        except BaseException:
             self._ticks.clear()  # their tokens must not follow those that are missing
             raise
 

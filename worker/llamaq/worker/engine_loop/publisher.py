@@ -83,10 +83,10 @@ class Publisher:
         self._shared = shared
         self._next = _Report()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         """For each call of `begin`, the exception of its work, or None."""
         self._publishing_thread = threading.Thread(target=self._run, name="publisher")
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def add_tick(self, tick: TickRecord) -> None:
         """Add the measurements of a tick. A hook gets them before the messages of the tick."""
@@ -105,7 +105,7 @@ class Publisher:
         """Publish what was added. The thread begins as soon as the engine thread releases the GIL.
 
         Raises:
-            Exception: An earlier report could not be published.
+            BaseException: An earlier report could not be published.
         """
         if self._error is not None:
             raise self._error
@@ -121,7 +121,7 @@ class Publisher:
         """Wait until the work of `begin` has been done.
 
         Raises:
-            Exception: The work has raised it, or an earlier report could not be published.
+            BaseException: The work has raised it, or an earlier report could not be published.
         """
         if (error := self._done.get()) is not None:
             raise error
@@ -129,7 +129,7 @@ class Publisher:
     def _run_and_tell(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as exc:  # noqa: BLE001 - `wait` raises it
+        except BaseException as exc:  # noqa: BLE001 - `wait` raises it, also the panic of a library in Rust
             self._done.put(exc)
         else:
             self._done.put(None)
@@ -143,7 +143,7 @@ class Publisher:
         try:
             while (work := self._work.get()) is not None:
                 work()
-        except Exception as exc:
+        except BaseException as exc:
             log.exception("publisher.failed")
             self._error = exc
             self._done.put(exc)  # the engine thread may wait

@@ -157,7 +157,7 @@ class WorkerProcess:
             log.info("worker.ready id=%s queue=%s slots=%d compiled=%s", *ready)
             with self._watch(self._ticks), self._metrics:
                 self._ticks.run()
-        except Exception:
+        except BaseException:
             self._io_thread.has_crashed = True
             raise
         finally:
