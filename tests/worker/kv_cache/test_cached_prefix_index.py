@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+from threading import Event
+
 import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
@@ -12,6 +16,7 @@ from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import Entry, NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
+from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing import (
     FakeEngine,
@@ -511,6 +516,27 @@ def test_an_entry_that_cannot_be_saved_is_not_tried_again_before_something_chang
     assert not scheduler.save_ahead(), "although the save would succeed now"
     run_all(scheduler, engine, make_job([2] * 40, max_tokens=1))
     assert save_all_ahead(scheduler) == 3
+
+
+def test_an_idle_worker_saves_ahead_only_as_fast_as_the_disk_writes(tmp_path: Path) -> None:
+    engine = FakeEngine(n_ctx=4000, n_batch=64, n_seq_max=7)
+    n_bytes = len(struct.pack("<4sII16i", b"", 0, 0, *range(16)))  # of a block of 16 tokens
+    files = DiskBlockFiles(tmp_path, "model", max_file_bytes=10**6, max_pending_bytes=4 * n_bytes)
+    offload = BlockTransfers(BlockStore(16, 0, 10**6, can_cut=True), engine.sequences, files)
+    scheduler = make_scheduler(
+        engine, make_memory(engine, cache=RadixPrefixCache(), offload=offload, held_cells=0), clock=ManualClock()
+    )
+    run_all(scheduler, engine, make_job([1] * 160, max_tokens=1))
+    n_blocks: list[int] = []
+    while sum(n_blocks) < 10:
+        go_on = Event()
+        files.background.submit(go_on.wait, urgent=True)
+        n_blocks.append(save_all_ahead(scheduler))
+        go_on.set()
+        assert files.background.flush(60)
+    assert n_blocks == [3, 3, 3, 1]
+    assert files.drain_failed_blocks() == []
+    files.close(60)
 
 
 def test_a_job_whose_cells_were_loaded_is_computed_in_the_same_tick() -> None:

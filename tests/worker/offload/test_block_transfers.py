@@ -29,6 +29,8 @@ EMPTY_SEQUENCE = 5
 class FakeDisk:
     """A disk tier in memory. `finish_reads` finishes the pending reads. For a real disk, a thread does this."""
 
+    is_behind = False
+
     def __init__(self) -> None:
         self.files: dict[bytes, Data] = {}
         self.invalid: set[Block] = set()

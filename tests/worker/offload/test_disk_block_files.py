@@ -214,6 +214,17 @@ def test_writes_beyond_the_pending_limit_are_dropped(tmp_path: Path, warnings: W
         assert ["too slow" in line for line in warnings] == [True]
 
 
+def test_the_files_are_behind_while_more_than_half_of_the_pending_limit_is_not_written(tmp_path: Path) -> None:
+    with Disk(tmp_path, max_pending_bytes=10) as disk:
+        was_behind = []
+        with BlockedThread(disk.files):
+            for n in range(2):
+                disk.insert([n, n])
+                was_behind.append(disk.files.is_behind)
+        assert disk.files.background.flush(LIMIT_S)
+        assert [*was_behind, disk.files.is_behind] == [False, True, False]
+
+
 def test_a_single_write_may_exceed_the_pending_limit(tmp_path: Path) -> None:
     with Disk(tmp_path, max_pending_bytes=1) as disk:
         disk.insert([1, 1])

@@ -255,7 +255,7 @@ class TickLoop:
             return
 
     def _save_ahead(self) -> None:
-        """Save cells that the next job will evict, until a command arrives."""
+        """Save cells that the next job will evict, until a command arrives or there is nothing to save now."""
         while self._commands.empty() and self._scheduler.save_ahead():
             self.tick_started_s = self._clock()
 

@@ -165,11 +165,11 @@ class Eviction:
         Called while no job runs. The next job then need not wait until they are saved.
 
         Returns:
-            False if there is nothing to save.
+            False if there is nothing to save, or if the disk has to write first.
         """
         if self._to_save_ahead is None:
             self._to_save_ahead = deque(self._next_to_evict())
-        while self._to_save_ahead:
+        while self._to_save_ahead and self._offload.can_save_ahead:
             entry = self._to_save_ahead[0]
             if entry in self._cache and self._offload.save_ahead(entry):
                 return True

@@ -340,7 +340,7 @@ class KvMemory:
         """Save cells that will be evicted when the next job runs, for less time than a tick. Call it when no job runs.
 
         Returns:
-            False if there is nothing to save.
+            False if there is nothing to save now.
         """
         return self._eviction.save_ahead()
 

@@ -63,6 +63,10 @@ class Offload(Protocol):
     def start_save(self, entry: Entry) -> bool:
         """Start to save the entry. Returns False when there is nothing to save. The entry may then be removed."""
 
+    @property
+    def can_save_ahead(self) -> bool:
+        """Whether `save_ahead` may be called now. False while the disk has much to write."""
+
     def save_ahead(self, entry: Entry) -> bool:
         """Save one block of the entry, which stays on the device. Returns False if no block is missing or can be saved.
 
@@ -102,6 +106,7 @@ class NoOffload:
     host_bytes: int = 0
     disk_bytes: int = 0
     has_transfers = False
+    can_save_ahead = False
 
     def match(self, tokens: bytes, scope: Scope) -> None:  # noqa: ARG002 - the interface's
         return None

@@ -38,6 +38,10 @@ MIN_ENTRY_TOKENS = 16
 class BlockFiles(Protocol):
     """The disk tier. Only `close` waits for the disk."""
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be written that blocks may soon be lost."""
+
     def submit(self, operations: Iterable[DiskOperation]) -> None:
         """Start the operations, which are executed in this order."""
 
@@ -53,6 +57,8 @@ class BlockFiles(Protocol):
 
 class NoBlockFiles:
     """Replaces the disk tier when there is none."""
+
+    is_behind = False
 
     def submit(self, operations: Iterable[DiskOperation]) -> None:
         """Do nothing: without a disk there are no operations."""
@@ -168,6 +174,10 @@ class BlockTransfers:
         else:
             self.store.touch(self.store.match(entry.tokens, entry.scope))
         return bool(spans)
+
+    @property
+    def can_save_ahead(self) -> bool:
+        return not self._files.is_behind
 
     def save_ahead(self, entry: Entry) -> bool:
         spans = self._missing_spans(entry)

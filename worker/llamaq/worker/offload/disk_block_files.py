@@ -97,6 +97,12 @@ class DiskBlockFiles:
             else:
                 self._submit_call(partial(self._erase, operation.block.name))
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether more than half of `max_pending_bytes` waits to be written."""
+        self._collect_written()
+        return 2 * self.pending_bytes > self._max_pending_bytes
+
     def drain_failed_blocks(self) -> list[Block]:
         """Return the blocks whose files could not be written or read since the last call."""
         self._collect_written()

@@ -234,7 +234,7 @@ class Scheduler:
         """Save cells that the next job will evict, for less time than a tick takes. Call it while there is no work.
 
         Returns:
-            False when there is nothing to save.
+            False when there is nothing to save now.
         """
         return self._memory.save_ahead()
 
