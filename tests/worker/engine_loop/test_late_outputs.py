@@ -10,6 +10,7 @@ from tests.support.tick_loop_rig import (
     HANG_S,
     WAIT_S,
     Loop,
+    RecordingMailbox,
     SlowEngine,
     first_letters,
 )
@@ -17,6 +18,7 @@ from tests.support.tick_loop_rig import (
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.tick_loop import SNAPSHOT_EVERY_S
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.testing.fake_job import ByteVocab, GreedySampler, make_job
@@ -66,6 +68,30 @@ def test_the_texts_of_repeated_ticks_are_made_while_the_next_batch_is_computed()
     loop.run_until_empty()
     engine_thread = threading.current_thread().name
     assert threads == [engine_thread, "publisher", "publisher", "publisher", engine_thread]
+
+
+class CountingMailbox(RecordingMailbox):
+    """Counts the publications."""
+
+    n_publications = 0
+
+    def put(self, messages: Sequence[Message]) -> None:
+        self.n_publications += bool(messages)
+        super().put(messages)
+
+
+@pytest.mark.parametrize("kind", ["plain", "stop", "grammar"])
+def test_tokens_of_short_repeated_ticks_are_published_together(kind: str) -> None:
+    loop = Loop(mailbox=CountingMailbox, stream_interval_s=0.05)
+    loop.engine.batch_s = 0.001
+    sampler = PreparingSampler() if kind == "grammar" else GreedySampler()
+    job = make_job(max_tokens=200, stop=["no letter"] if kind == "stop" else [], sampler=sampler)
+    loop.start(job)
+    loop.run_until_empty()
+    assert len(tokens_of(loop, job)) == 200
+    mailbox = loop.shared.outputs
+    assert isinstance(mailbox, CountingMailbox)
+    assert mailbox.n_publications == 5, "the first token, every 50 ms, and the end"
 
 
 class PreparingSampler(GreedySampler):

@@ -63,15 +63,18 @@ class LateOutputs:
         """Add the next tick."""
         self._ticks.append(tick)
 
-    def begin(self) -> None:
-        """Make and publish the outputs of the added ticks, on the publishing thread.
+    def begin(self, *, is_due: bool) -> None:
+        """Make the outputs of the added ticks, on the publishing thread.
+
+        Args:
+            is_due: Whether to publish them, and those that were made before. If not, a later call does.
 
         Raises:
             BaseException: The outputs of earlier ticks could not be made.
         """
         self.wait()
         ticks, self._ticks = self._ticks, []
-        self._publisher.begin(partial(self._make, ticks))
+        self._publisher.begin(partial(self._make, ticks, is_due))
         self._is_making = True
 
     def wait(self) -> None:
@@ -91,9 +94,10 @@ class LateOutputs:
         ticks, self._ticks = self._ticks, []
         self._make_outputs(ticks)
 
-    def _make(self, ticks: Sequence[ComputedTick]) -> None:
+    def _make(self, ticks: Sequence[ComputedTick], is_due: bool) -> None:
         self._make_outputs(ticks)
-        self._publisher.publish()
+        if is_due:
+            self._publisher.publish()
         self._repeater.prepare(ticks[-1].batch)
 
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:

@@ -350,9 +350,11 @@ class TickLoop:
         try:
             while self._has_nothing_else_to_do() and repeater.extend(tick.results):
                 late.add(tick)
-                if repeater.have_stop_strings or repeater.can_prepare or not self._ends_soon():
+                is_due = not self._ends_soon()
+                if is_due:
                     self._published_s = tick.ended_s
-                    late.begin()
+                if is_due or repeater.have_stop_strings or repeater.can_prepare:
+                    late.begin(is_due=is_due)
                 self._end_tick()
                 tick = self._compute(tick.batch)
                 if repeater.have_stop_strings:
