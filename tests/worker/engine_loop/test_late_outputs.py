@@ -124,6 +124,20 @@ def test_a_draw_is_prepared_while_its_batch_is_computed() -> None:
     assert sampler.prepared == [("publisher", n_tokens) for n_tokens in (2, 3, 4, 5)]
 
 
+def test_tokens_are_published_before_the_next_draws_are_prepared() -> None:
+    published: list[int] = []
+
+    class LateSampler(PreparingSampler):
+        def prepare(self, history: Sequence[int], n_prompt: int) -> None:
+            super().prepare(history, n_prompt)
+            published.append(len(tokens_of(loop, job)))
+
+    loop, job = Loop(), make_job(max_tokens=6, sampler=LateSampler())
+    loop.start(job)
+    loop.run_until_empty()
+    assert published == [2, 3, 4, 5]
+
+
 def test_tokens_whose_texts_were_not_made_before_an_error_of_the_engine_are_published() -> None:
     class Engine(SlowEngine):
         def run(self, batch: Batch) -> list[SlotResult]:

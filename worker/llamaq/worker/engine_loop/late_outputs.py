@@ -96,8 +96,12 @@ class LateOutputs:
 
     def _make(self, ticks: Sequence[ComputedTick], is_due: bool) -> None:
         self._make_outputs(ticks)
+        if not self._repeater.can_prepare:
+            if is_due:
+                self._publisher.publish()
+            return
         if is_due:
-            self._publisher.publish()
+            self._publisher.publish_at_once()  # the tokens do not wait for the masks
         self._repeater.prepare(ticks[-1].batch)
 
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
