@@ -132,6 +132,24 @@ def test_the_saved_state_of_a_running_job_is_its_state_when_the_save_begins() ->
     assert make().restore(save).is_complete
 
 
+def test_an_idle_worker_that_saves_cells_ahead_keeps_the_blocks_of_a_state_that_is_being_saved() -> None:
+    setup = make(host_bytes=6800, held_cells=0)
+    setup.run(LONG)
+    setup.scheduler.submit(make_job([255] * 3, max_tokens=20, cache_prompt=False, slot=1))
+    run_to_end(setup.scheduler, setup.engine)
+    setup.run([5] * 300, slot=1)
+    n_ahead = 0
+
+    def save_ahead() -> None:
+        nonlocal n_ahead
+        n_ahead += setup.scheduler.save_ahead()
+
+    assert setup.save(between=save_ahead).n_tokens == 303
+    assert n_ahead == 0
+    setup.run([6] * 300, slot=1)
+    assert setup.scheduler.save_ahead(), "the cache has changed"
+
+
 @pytest.mark.parametrize(("can_cut", "kv_unified"), KINDS)
 def test_the_state_of_a_running_job_is_restored_for_every_kind_of_memory(can_cut: bool, kv_unified: bool) -> None:
     setup, other = make(can_cut=can_cut, kv_unified=kv_unified), make(can_cut=can_cut, kv_unified=kv_unified)

@@ -176,6 +176,10 @@ class Eviction:
             self._to_save_ahead.popleft()
         return False
 
+    def stop_saving_ahead(self) -> None:
+        """Save nothing ahead until the cache changes."""
+        self._to_save_ahead = deque()
+
     def _next_to_evict(self) -> list[Entry]:
         """Return the entries that `trim` would evict if a job ran, in this order."""
         entries = [entry for entry in self._cache.entries() if not entry.in_transfer]

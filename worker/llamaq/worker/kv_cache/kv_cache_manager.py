@@ -344,6 +344,10 @@ class KvMemory:
         """
         return self._eviction.save_ahead()
 
+    def stop_saving_ahead(self) -> None:
+        """Save nothing ahead until the cache changes: a caller needs blocks that this could evict."""
+        self._eviction.stop_saving_ahead()
+
     def close(self, timeout_s: float) -> None:
         """Write the entries to the disk tier, if it exists, within about `timeout_s` seconds. Stops all transfers."""
         self._offload.close(self._cache.entries(), timeout_s)

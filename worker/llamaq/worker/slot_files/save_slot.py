@@ -76,6 +76,7 @@ class SlotSaver:
         Raises:
             SlotCommandRefused: The slot has no state, or the engine cannot read it.
         """
+        self._memory.stop_saving_ahead()
         run = slot.run
         if run is not None:
             save = SlotSave(run.packed_history(run.n_past), run.job.scope, run)
@@ -100,6 +101,7 @@ class SlotSaver:
         Raises:
             SlotCommandRefused: A part was evicted from all tiers, or the engine cannot read it.
         """
+        self._memory.stop_saving_ahead()
         deadline_s = self._clock() + STEP_S
         while not save.is_complete:
             if not self._read_from_device(save):
