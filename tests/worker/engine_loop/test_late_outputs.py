@@ -104,15 +104,15 @@ class PreparingSampler(GreedySampler):
         self.prepared: list[tuple[str, int]] = []
         self.was_prepared = threading.Event()
 
-    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
-        self.prepared.append((threading.current_thread().name, len(history) - n_prompt))
+    def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
+        self.prepared.append((threading.current_thread().name, n_history - n_prompt))
         self.was_prepared.set()
 
 
 def test_a_draw_is_prepared_while_its_batch_is_computed() -> None:
     class Engine(SlowEngine):
         def run(self, batch: Batch) -> list[SlotResult]:
-            if len(self.batches) >= 2:
+            if len(self.batches) >= 1:  # the first one is the prompt
                 assert sampler.was_prepared.wait(WAIT_S)
                 sampler.was_prepared.clear()
             return super().run(batch)
@@ -121,21 +121,21 @@ def test_a_draw_is_prepared_while_its_batch_is_computed() -> None:
     loop = Loop(engine=Engine, stream_interval_s=60.0)
     loop.start(make_job(max_tokens=6, sampler=sampler))
     loop.run_until_empty()
-    assert sampler.prepared == [("publisher", n_tokens) for n_tokens in (2, 3, 4, 5)]
+    assert sampler.prepared == [("publisher", n_tokens) for n_tokens in (1, 2, 3, 4, 5)]
 
 
 def test_tokens_are_published_before_the_next_draws_are_prepared() -> None:
     published: list[int] = []
 
     class LateSampler(PreparingSampler):
-        def prepare(self, history: Sequence[int], n_prompt: int) -> None:
-            super().prepare(history, n_prompt)
+        def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
+            super().prepare(history, n_prompt, n_history, draft)
             published.append(len(tokens_of(loop, job)))
 
     loop, job = Loop(), make_job(max_tokens=6, sampler=LateSampler())
     loop.start(job)
     loop.run_until_empty()
-    assert published == [2, 3, 4, 5]
+    assert published == [1, 2, 3, 4, 5]
 
 
 def test_tokens_whose_texts_were_not_made_before_an_error_of_the_engine_are_published() -> None:
@@ -181,8 +181,8 @@ def test_the_panic_of_a_library_on_the_publishing_thread_ends_the_loop(fails_in:
     class PanickingSampler(PreparingSampler):
         can_prepare = fails_in == "prepare"
 
-        def prepare(self, history: Sequence[int], n_prompt: int) -> None:
-            super().prepare(history, n_prompt)
+        def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
+            super().prepare(history, n_prompt, n_history, draft)
             if len(self.prepared) == 3:
                 raise Panic
 

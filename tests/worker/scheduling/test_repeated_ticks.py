@@ -10,7 +10,7 @@ import pytest
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
-from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Draft, Drafting
@@ -378,3 +378,35 @@ def test_the_strategy_gets_the_time_of_each_repeated_tick() -> None:
         repeater.late_outputs(batch, results, ended_s)
     rig.scheduler.apply(batch, rig.engine.run(batch))
     assert strategy.seconds == [0, 1, 2, 3, 4]
+
+
+class PreparingSampler(GreedySampler):
+    """Records what is prepared."""
+
+    can_prepare = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: list[tuple[list[int], tuple[int, ...]]] = []
+
+    def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
+        self.prepared.append((list(history[n_prompt:n_history]), tuple(draft)))
+
+
+def test_draws_are_prepared_along_the_draft_for_the_history_of_the_batch() -> None:
+    sampler = PreparingSampler()
+    rig = Rig(make_job(max_tokens=20, sampler=sampler), make_job(max_tokens=20))
+    repeater = rig.scheduler.repeater
+    assert repeater is not None
+    rig.prefill()
+    rig.tick(0)
+    constrained, plain = (slot for slot in rig.memory.active_slots)
+    if constrained.active.job.sampler is not sampler:
+        constrained, plain = plain, constrained
+    prepare = repeater.preparation(Batch((DecodeToken(plain), DecodeToken(constrained, Draft((5, 6))))))
+    assert prepare is not None
+    generated = constrained.active.tokens[constrained.active.n_prompt :]
+    rig.tick(0)  # the other thread is late, and the history has got another token
+    prepare()
+    assert sampler.prepared == [(generated, (5, 6))]
+    assert repeater.preparation(Batch((DecodeToken(plain),))) is None

@@ -23,17 +23,22 @@ WAIT_S = 60.0
 class FixedMask:
     """A grammar that allows the same tokens in each step."""
 
+    n_accepted = 0
+
     def __init__(self, mask: npt.NDArray[np.bool_]) -> None:
         self.mask = mask
 
-    def accept(self, history: Sequence[int], n_prompt: int) -> None:
+    def accept(self, history: Sequence[int], n_prompt: int, n_history: int | None = None) -> None:
         """Accept every token."""
 
     def allowed_tokens(self) -> TokenSet:
         return TokenSet.of_mask(self.mask)
 
-    def end_token(self) -> int | None:
-        return 7 if self.mask[7] else None
+    def allowed_along(self, draft: Sequence[int]) -> list[TokenSet]:
+        return [self.allowed_tokens() for _ in range(len(draft) + 1)]
+
+    def end_token_in(self, allowed: TokenSet) -> int | None:
+        return 7 if 7 in allowed else None
 
 
 def grammar_of(mask: npt.NDArray[np.bool_]) -> TokenConstraint:
@@ -166,12 +171,12 @@ class CountingGrammar(FixedMask):
         self.is_stepping = Event()
         self.n_at_once = 0
 
-    def accept(self, history: Sequence[int], n_prompt: int) -> None:
+    def accept(self, history: Sequence[int], n_prompt: int, n_history: int | None = None) -> None:
         self.n_at_once += 1
         assert self.n_at_once == 1, "two threads use the grammar"
         self.is_stepping.set()
         assert self.may_step.wait(WAIT_S)
-        generated = list(history[n_prompt:])
+        generated = list(history[n_prompt:n_history])
         self.accepted.append(generated)
         self.n_at_once -= 1
         if 13 in generated:
@@ -184,7 +189,7 @@ def test_a_draw_waits_for_a_preparation_in_another_thread() -> None:
     assert sampler.can_prepare
     logits = random_logits(N_VOCAB, 1)
     drawn: list[int] = []
-    preparing = Thread(target=sampler.prepare, args=([1, 5], 1))
+    preparing = Thread(target=sampler.prepare, args=([1, 5], 1, 2, ()))
     preparing.start()
     assert grammar.is_stepping.wait(WAIT_S)
     drawing = Thread(target=lambda: drawn.append(sampler.sample(logits, [1, 5], 1)))
@@ -202,7 +207,7 @@ def test_the_next_draws_raise_an_error_of_the_preparation() -> None:
     grammar = CountingGrammar()
     grammar.may_step.set()
     sampler = LogitSampler(SamplingDefaults(), seed=1, grammar=cast("TokenConstraint", grammar))
-    sampler.prepare([1, 13], 1)
+    sampler.prepare([1, 13], 1, 2, ())
     for _ in range(2):
         with pytest.raises(JobRejected, match="unlucky"):
             sampler.sample(random_logits(N_VOCAB, 1), [1, 13], 1)
@@ -212,7 +217,7 @@ def test_the_next_draws_raise_an_error_of_the_preparation() -> None:
 def test_without_a_grammar_there_is_nothing_to_prepare() -> None:
     sampler = LogitSampler(SamplingDefaults(), seed=1)
     assert not sampler.can_prepare
-    sampler.prepare([1], 1)
+    sampler.prepare([1], 1, 1, ())
     constrained = LogitSampler(SamplingDefaults(), seed=1, grammar=grammar_of(np.ones(N_VOCAB, np.bool_)))
     constrained.close()
-    constrained.prepare([1], 1)
+    constrained.prepare([1], 1, 1, ())

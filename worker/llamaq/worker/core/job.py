@@ -43,10 +43,16 @@ class Sampler(Protocol):
     draw_probability: float | None
     """The probability of the token that was drawn last, if later draws depend on it (Mirostat, adaptive-p)."""
 
-    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
-        """Compute the part of the next draw that does not depend on the logits: the mask of a grammar.
+    def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
+        """Compute the part of the next draws that does not depend on the logits: the masks of a grammar.
 
         Another thread may call this while the logits are computed. If `sample` is called meanwhile, it waits.
+
+        Args:
+            history: The prompt, then the generated tokens. It may get further tokens meanwhile.
+            n_prompt: The length of the prompt in tokens.
+            n_history: The number of tokens before the next draw.
+            draft: The tokens that the next draws will probably return.
         """
 
     def sample(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ class TickRepeater(Protocol):
     def extend(self, results: Any) -> bool: ...
     def late_outputs(self, batch: Any, results: Any, ended_s: float) -> Sequence[Output]: ...
 
-    def prepare(self, batch: Any) -> None: ...
+    def preparation(self, batch: Any) -> Callable[[], None] | None: ...
 
     @property
     def can_prepare(self) -> bool: ...
@@ -74,7 +74,8 @@ class LateOutputs:
         """
         self.wait()
         ticks, self._ticks = self._ticks, []
-        self._publisher.begin(partial(self._make, ticks, is_due))
+        preparation = self._repeater.preparation(ticks[-1].batch)
+        self._publisher.begin(partial(self._make, ticks, preparation, is_due))
         self._is_making = True
 
     def wait(self) -> None:
@@ -94,15 +95,12 @@ class LateOutputs:
         ticks, self._ticks = self._ticks, []
         self._make_outputs(ticks)
 
-    def _make(self, ticks: Sequence[ComputedTick], is_due: bool) -> None:
+    def _make(self, ticks: Sequence[ComputedTick], preparation: Callable[[], None] | None, is_due: bool) -> None:
         self._make_outputs(ticks)
-        if not self._repeater.can_prepare:
-            if is_due:
-                self._publisher.publish()
-            return
         if is_due:
-            self._publisher.publish_at_once()  # the tokens do not wait for the masks
-        self._repeater.prepare(ticks[-1].batch)
+            self._publisher.publish_at_once()
+        if preparation is not None:
+            preparation()  # the tokens do not wait for the masks
 
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
         for tick in ticks:

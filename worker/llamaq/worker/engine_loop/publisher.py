@@ -75,8 +75,8 @@ class Publisher:
     The thread runs within a `with` block. At the end of the block, everything is published.
 
     Threads: the engine thread calls all methods. The publishing thread gets reports, which no thread changes any more.
-    It also runs the work of `begin`, which may call `add_tick`, `add`, `publish` and `publish_at_once`. From `begin` to
-    `wait`, the engine thread calls no other method.
+    It also runs the work of `run`, and that of `begin`, which may call `add_tick`, `add` and `publish_at_once`. From
+    `begin` to `wait`, the engine thread calls no other method.
     """
 
     def __init__(self, shared: SharedState) -> None:
@@ -117,6 +117,10 @@ class Publisher:
         """Publish what was added, in the work of `begin`. `publish` would do it only after this work."""
         report, self._next = self._next, _Report()
         self._deliver(report)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run `work` on the publishing thread, after the reports that were published before. It must not raise."""
+        self._work.put(work)
 
     def begin(self, work: Callable[[], None]) -> None:
         """Run `work` on the publishing thread, after the reports that were published before. Then call `wait`."""

@@ -280,7 +280,7 @@ class TickLoop:
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
         if not self._can_publish_later(batch):
             self._publish()
-        tick = self._repeat(self._compute(self._draft(batch)))
+        tick = self._repeat(self._compute(self._prepare(self._draft(batch))))
         outputs = scheduler.apply(tick.batch, tick.results)
         self._report(tick, outputs)
         if not (batch or outputs or has_loaded):
@@ -327,6 +327,13 @@ class TickLoop:
         drafted: TickBatch = self._drafter.add_drafts(batch)
         self._draft_s = self._clock() - started_s
         return drafted
+
+    def _prepare(self, batch: TickBatch) -> TickBatch:
+        """Let the publishing thread compute the masks of grammars while the engine computes the batch."""
+        preparation = None if self._repeater is None else self._repeater.preparation(batch)
+        if preparation is not None:
+            self._publisher.run(preparation)
+        return batch
 
     def _compute(self, batch: TickBatch) -> ComputedTick:
         """Compute the batch. An empty batch is not computed."""

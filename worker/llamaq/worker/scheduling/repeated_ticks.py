@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import NewToken
@@ -41,8 +42,8 @@ class RepeatedTicks:
     them before `apply`. If `have_stop_strings`, it is called before the next `extend`, and if it `has_stopped` a job,
     `apply` is called next.
 
-    Threads: another thread may call `late_outputs` and `prepare`, also while the engine thread calls `extend` for later
-    ticks. The engine thread calls all other methods.
+    Threads: another thread may call `late_outputs`, and what `preparation` returns, also while the engine thread calls
+    `extend` for later ticks. The engine thread calls all other methods.
 
     Args:
         memory: The slots and the KV memory.
@@ -82,7 +83,7 @@ class RepeatedTicks:
         self.have_stop_strings = False
         """Whether the text of a token may end a job of the batch."""
         self.can_prepare = False
-        """Whether `prepare` has something to do."""
+        """Whether `preparation` returns a call."""
         self._stopped: set[Slot] = set()
 
     # ---- the decision, made with the plan
@@ -167,12 +168,17 @@ class RepeatedTicks:
         self._on_tick(batch, ended_s)
         return outputs
 
-    def prepare(self, batch: Batch) -> None:
-        """Compute what the next draws need besides the logits, while the engine computes the batch."""
-        for part in batch.decode:
-            run = part.slot.active
-            if run.job.sampler.can_prepare:
-                run.job.sampler.prepare(run.tokens, run.n_prompt)
+    def preparation(self, batch: Batch) -> Callable[[], None] | None:
+        """Return a call that computes what the next draws need besides the logits. None: they need nothing.
+
+        Another thread makes the call while the engine computes the batch, or later.
+        """
+        draws = [
+            partial(run.job.sampler.prepare, run.tokens, run.n_prompt, len(run.tokens), part.draft.tokens)
+            for part in batch.decode
+            if (run := part.slot.active).job.sampler.can_prepare
+        ]
+        return partial(_call_all, draws) if draws else None
 
     @property
     def has_stopped(self) -> bool:
@@ -183,3 +189,8 @@ class RepeatedTicks:
         """Return the slots whose jobs have ended by a stop string since the last call."""
         stopped, self._stopped = self._stopped, set()
         return stopped
+
+
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -57,7 +57,7 @@ class GreedySampler:
         self.closed = 0
         """Number of calls of `close`."""
 
-    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
+    def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
         """Do nothing: there is no grammar."""
 
     def sample(

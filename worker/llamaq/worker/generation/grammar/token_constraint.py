@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
 from typing import TypeVar
 
 import llguidance
@@ -86,17 +88,23 @@ class TokenConstraint:
         self._allowed = self._compute_allowed()
         self._check("the grammar cannot be used, because no token of this model's vocabulary is allowed first")
 
-    def accept(self, history: Sequence[int], n_prompt: int = 0) -> None:
+    @property
+    def n_accepted(self) -> int:
+        """Number of tokens of the output that the state has accepted."""
+        return self._n_accepted
+
+    def accept(self, history: Sequence[int], n_prompt: int = 0, n_history: int | None = None) -> None:
         """Advance the state by the generated tokens that are not accepted yet.
 
         Args:
             history: The prompt, then all generated tokens.
             n_prompt: The length of the prompt in tokens.
+            n_history: Only so many tokens of the history are read. None: all.
 
         Raises:
             JobRejected: The grammar does not allow one of them, or a step takes more than `MAX_STEP_S`.
         """
-        new = list(history[n_prompt + self._n_accepted :])
+        new = list(history[n_prompt + self._n_accepted : n_history])
         if not new:
             return
         self._allowed = None
@@ -117,9 +125,29 @@ class TokenConstraint:
             self._allowed = self._compute_allowed()
         return self._allowed
 
-    def end_token(self) -> int | None:
-        """Return an end token that is allowed next. None: the grammar cannot end here."""
-        allowed = self.allowed_tokens()
+    def allowed_along(self, draft: Sequence[int]) -> list[TokenSet]:
+        """Return the tokens that are allowed next, and those after each token of a draft. The state does not change.
+
+        The list ends at a token of the draft that is not allowed, or after which the grammar is too complex: the model
+        may not generate this token at all.
+
+        Raises:
+            JobRejected: See `allowed_tokens`.
+        """
+        found = [self.allowed_tokens()]
+        if draft:
+            ahead = copy(self)
+            ahead._matcher, ahead._n_accepted = self._matcher.deep_copy(), 0
+            with suppress(JobRejected):
+                for n_tokens, token in enumerate(draft, start=1):
+                    if token not in found[-1]:
+                        break
+                    ahead.accept(draft[:n_tokens])
+                    found.append(ahead.allowed_tokens())
+        return found
+
+    def end_token_in(self, allowed: TokenSet) -> int | None:
+        """Return an end token that is among the allowed tokens. None: the grammar cannot end where these follow."""
         return next((token for token in sorted(self._tokenizer.end_tokens) if token in allowed), None)
 
     def _compute_allowed(self) -> TokenSet:

@@ -47,15 +47,29 @@ class AllowedTokens:
         """Held while the grammar reads tokens or computes a mask."""
         self._error: Exception | None = None
         """The error of `prepare`, after which the state of the grammar is not known."""
+        self._ahead: list[TokenSet] = []
+        """What is allowed after the tokens that the grammar has accepted, and after each token of a draft."""
+        self._ahead_from = 0
+        """Number of generated tokens at the beginning of the draft."""
+        self._draft: Sequence[int] = ()
+        self._newest: TokenSet | None = None
+        """What the grammar allows where a token was drawn last."""
 
-    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
-        """Find the tokens that the grammar allows after `history`. An error is raised by the next `restrict`."""
-        if self._grammar is None:
+    def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
+        """Find the tokens that the grammar allows after the first `n_history` tokens of `history`, and after each token
+        of a draft that follows them. An error is raised by the next `restrict`.
+        """
+        grammar, n_generated = self._grammar, n_history - n_prompt
+        if grammar is None:
             return
         try:
-            allowed = self._in_grammar(self._grammar, history, n_prompt)
-            if _are_few(allowed):
-                allowed.ids()  # stores them
+            with self._lock:
+                if self._error is None and grammar.n_accepted <= n_generated:  # otherwise `restrict` was faster
+                    grammar.accept(history, n_prompt, n_history)
+                    self._ahead, self._ahead_from, self._draft = grammar.allowed_along(draft), n_generated, draft
+                    for allowed in self._ahead:
+                        if _are_few(allowed):
+                            allowed.ids()  # stores them
         except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
             self._error = exc
 
@@ -92,12 +106,13 @@ class AllowedTokens:
         return Candidates(logits)
 
     def end_token(self) -> int:
-        """Return an end token, although it is masked, because no other token is left.
+        """Return an end token, although it is masked, because no other token is left for the last draw.
 
         Raises:
             JobRejected: There is no grammar, or it does not allow the end yet.
         """
-        token = None if self._grammar is None else self._grammar.end_token()
+        grammar, newest = self._grammar, self._newest
+        token = None if grammar is None or newest is None else grammar.end_token_in(newest)
         if token is None:
             raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
         return token
@@ -118,8 +133,13 @@ class AllowedTokens:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            grammar.accept(history, n_prompt)
-            return grammar.allowed_tokens()
+            place = len(history) - n_prompt - self._ahead_from
+            if 0 < place < len(self._ahead) and list(history[-place:]) == list(self._draft[:place]):
+                self._newest = self._ahead[place]
+            else:
+                grammar.accept(history, n_prompt)
+                self._newest = grammar.allowed_tokens()
+            return self._newest
 
 
 def _are_few(allowed: TokenSet) -> bool:

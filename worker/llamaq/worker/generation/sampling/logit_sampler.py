@@ -109,9 +109,9 @@ class LogitSampler:
         self._never_best = frozenset(self._masked.tolist())
         self.can_prepare = grammar is not None
 
-    def prepare(self, history: Sequence[int], n_prompt: int) -> None:
-        """Compute the mask of the grammar; see `core.job.Sampler`."""
-        self._allowed.prepare(history, n_prompt)
+    def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
+        """Compute the masks of the grammar; see `core.job.Sampler`."""
+        self._allowed.prepare(history, n_prompt, n_history, draft)
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, best: int | None = None) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
