@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +16,7 @@ from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.latency_target import LatencyTarget
-from llamaq.worker.scheduling.speculation import RETRY_AFTER
+from llamaq.worker.scheduling.speculation import FIRST_RETRY, RETRY_AFTER
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,
@@ -208,6 +209,24 @@ def test_where_nothing_is_accepted_drafts_end_soon_and_retries_are_rare() -> Non
     rig.engine.batches.clear()
     rig.run(make_job("next", max_tokens=100, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
     assert len(rig.drafts) <= 4, "the next job begins with the experience of this one"
+
+
+def test_drafts_that_promise_nothing_yet_are_tried_soon_and_then_in_growing_intervals() -> None:
+    def tick_s(batch: Batch) -> float:
+        return 0.55 + 0.45 * batch.n_tokens  # only drafts that are mostly accepted gain
+
+    rig = Rig(n_ctx=2000, next_token=next_of_length, tick_s=tick_s)
+    rig.run(make_job(max_tokens=100, drafting=drafting(Oracle(next_of_length))))
+    assert len(rig.drafts[0]) > 0
+    assert sum(map(len, rig.drafts)) > 60
+    hopeless = Rig(n_ctx=2000, next_token=next_of_length, tick_s=tick_s)
+    hopeless.run(make_job(max_tokens=1000, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
+    decoding = [batch for batch in hopeless.engine.batches if batch.decode]
+    drafted = [index for index, batch in enumerate(decoding) if batch.n_drafted]
+    gaps = [later - earlier for earlier, later in pairwise(drafted[1:])]  # the first draft measures the time of a token
+    assert gaps == sorted(gaps)
+    assert gaps[0] < 4 * FIRST_RETRY
+    assert gaps[-1] == RETRY_AFTER
 
 
 def test_a_text_that_begins_to_repeat_gets_long_drafts_again() -> None:

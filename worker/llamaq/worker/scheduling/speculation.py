@@ -21,8 +21,9 @@ WORKER_DECAY = 0.97
 """As `DECAY`, for the estimates of the worker, with which the estimates of its next jobs begin."""
 FIRST_TOKENS = 4
 """Largest number of draft tokens in the tick that measures their time."""
-RETRY_AFTER = 128
-"""After this many ticks with drafts of a grade that promise no gain, one is tried: the text may have changed."""
+FIRST_RETRY, RETRY_AFTER = 8, 128
+"""After so many ticks with drafts of a grade that promise no gain, one is tried: the text may have changed. The number
+begins with the first of these, doubles with each such draft up to the second, and begins anew when one was accepted."""
 RETRY_TOKENS = 2
 """Largest number of tokens of such a draft."""
 PLANS_PER_REPEAT, MAX_REPEATS = 4, 16
@@ -56,6 +57,8 @@ class Speculation:
         """Maps each grade to the acceptance of the drafts of all jobs."""
         self._n_passed: dict[int, int] = {}
         """Maps each grade to the number of ticks since a draft was tried that promised nothing."""
+        self._retry_after: dict[int, int] = {}
+        """Maps each grade to the number of such ticks before the next one is tried."""
         self._n_without = 0
         """Number of plans in a row without a draft, since the last prompt."""
 
@@ -107,6 +110,8 @@ class Speculation:
         own = drafting.acceptance.setdefault(draft.grade, Acceptance(overall.probability))
         for acceptance in (own, overall):
             acceptance.record(draft.n_places, n_accepted)
+        if n_accepted == len(draft):
+            self._retry_after.pop(draft.grade, None)
 
     def _propose(self, slot: Slot) -> _Proposal | None:
         """Return the draft of a slot. None: it has none, or it generates its last token now."""
@@ -140,8 +145,9 @@ class Speculation:
         """Return a draft that promises nothing, if it is time for one: of the job with the fewest draft tokens."""
         for grade in {one.draft.grade for one in proposals}:
             self._n_passed[grade] = self._n_passed.get(grade, 0) + 1
-            if self._n_passed[grade] >= RETRY_AFTER:
-                self._n_passed[grade] = 0
+            n_ticks = self._retry_after.get(grade, FIRST_RETRY)
+            if self._n_passed[grade] >= n_ticks:
+                self._n_passed[grade], self._retry_after[grade] = 0, min(2 * n_ticks, RETRY_AFTER)
                 of_grade = [one for one in proposals if one.draft.grade == grade]
                 least = min(of_grade, key=lambda one: one.drafting.n_drafted)
                 return {least.slot: least.draft.first(min(RETRY_TOKENS, room))}
