@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from tests.support.ports import HOST
 from tests.support.redis_servers import ClusterServers, Server, wait_until
 
+from llamaq.common.redis.client import Command, RetryingRedis
 from llamaq.common.redis.connect import connect, node_of
 
 pytestmark = pytest.mark.starts_processes
@@ -134,4 +135,25 @@ async def test_moved_and_ask_replies_are_followed(servers: ClusterServers) -> No
             pipe.get(key)
             assert await pipe.execute() == [b"before"]
         assert node_of(redis, key) == f"{HOST}:{new.port}"
+    await redis.aclose()
+
+
+async def test_a_blocking_read_and_the_command_behind_it_follow_a_slot_that_moves(servers: ClusterServers) -> None:
+    old, new = servers.masters[1], servers.masters[2]
+    key = keys_of(servers)[old.port]
+    slot = key_slot(key.encode())
+    redis = connect(servers.url, name="test")
+    assert isinstance(redis, RetryingRedis)
+    wait = ("XREAD", "COUNT", 1, "BLOCK", 10, "STREAMS", key, "0-0")
+    commands: list[Command] = [(wait, {}), (("XADD", key, "*", "name", "value"), {})]
+    await redis.delete(key)
+    assert (await redis.send_together(key, commands))[0] == []
+    with old.client() as at_old, new.client() as at_new:
+        at_old.execute_command("DEL", key)
+        name = at_new.execute_command("CLUSTER MYID").decode()
+        for client in (at_new, at_old):
+            client.execute_command("CLUSTER SETSLOT", slot, "NODE", name)
+        _, entry = await redis.send_together(key, commands)
+        assert at_new.execute_command("XLEN", key) == 1
+    assert (await redis.send_together(key, commands))[0] == [[key.encode(), [(entry, {b"name": b"value"})]]]
     await redis.aclose()

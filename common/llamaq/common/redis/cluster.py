@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from redis.crc import key_slot
@@ -283,7 +284,7 @@ def _key_of(args: Sequence[Any]) -> str | bytes | None:
     if command in ("EVAL", "EVALSHA"):
         return args[3] if int(args[2]) else None
     if command in ("XREAD", "XREADGROUP"):
-        key: str | bytes = args[args.index(b"STREAMS") + 1]
+        key: str | bytes = next(after for word, after in pairwise(args) if word in (b"STREAMS", "STREAMS"))
         return key
     if command in KEYLESS or len(args) == 1:
         return None
