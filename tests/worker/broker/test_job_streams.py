@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
@@ -242,9 +243,26 @@ async def test_the_groups_are_created_again_by_a_wait_with_a_read(redis_url: str
         assert counts(await streams.wait_and_read(30, 3)) == {"0 interactive": 1}
 
 
-async def until_blocked(redis: Redis) -> None:
-    """Wait until Redis has received a blocking command of this client."""
-    while not any(  # noqa: ASYNC110  # Redis changes it
+async def test_an_entry_that_a_given_up_wait_has_seen_ends_the_next_wait_with_a_read(
+    redis_url: str, queue: str
+) -> None:
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        given_up = asyncio.create_task(streams.wait(3))
+        await until_blocked(redis)
+        await cancel_tasks(given_up)
+        assert await streams.read(3) == []
+        assert streams.has_read_all
+        await add(redis, queue, 0, INTERACTIVE, 1)
+        await until_blocked(redis, is_blocked=False)
+        await redis.ping()
+        async with asyncio.timeout(2):
+            assert counts(await streams.wait_and_read(3, 3)) == {"0 interactive": 1}
+        await streams.close()
+
+
+async def until_blocked(redis: Redis, *, is_blocked: bool = True) -> None:
+    """Wait until a command of this client blocks in Redis, or until none does."""
+    while is_blocked != any(  # noqa: ASYNC110  # Redis changes it
         one["name"] == "test-streams" and "b" in one["flags"] for one in await redis.client_list()
     ):
         await asyncio.sleep(0.01)

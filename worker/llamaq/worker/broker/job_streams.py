@@ -82,10 +82,10 @@ class JobStreams:
         self._probes: dict[int, asyncio.Task[None]] = {}
         """Maps a partition of a cluster that does not answer to the task that waits until it answers again."""
         self._last_peeked: dict[str, bytes] = {}
-        """Maps each stream to the id of the newest entry that a peek has returned."""
-        self._peeks: dict[tuple[int, tuple[Priority, ...]], asyncio.Task[None]] = {}
-        """Maps a partition and the priorities that are peeked at to the running peek. On one server, the peek of
-        partition 0 is for all partitions."""
+        """Maps each stream to the id of the newest entry that a wait has returned for."""
+        self._peeks: dict[tuple[int, tuple[Priority, ...]], asyncio.Task[Any]] = {}
+        """Maps a partition and the priorities that are peeked at to the running peek, or to one that has ended after
+        its wait. On one server, the peek of partition 0 is for all partitions."""
 
     def __repr__(self) -> str:
         return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"
@@ -317,17 +317,17 @@ class JobStreams:
         for key, peek in running.items():
             if peek in done:
                 del self._peeks[key]
-                peek.result()
+                self._note_peeked(peek.result())  # not before: the entries of a wait that was given up end the next one
 
-    async def _peek_at(self, streams: list[str], wait_s: float) -> None:
+    async def _peek_at(self, streams: list[str], wait_s: float) -> Any:
         after: dict[Any, Any] = {stream: self._last_peeked.get(stream, b"0-0") for stream in streams}
         try:
             reply: Any = await self._redis.xread(after, count=MAX_PEEKED, block=int(wait_s * 1000))
         except RedisError as exc:  # if the error persists, the next read raises it
             log.debug("streams.peek_failed streams=%s error=%r", streams, exc)
             self._avoid(streams[0])
-            return
-        self._note_peeked(reply)
+            return []
+        return reply
 
     def _note_peeked(self, reply: Any) -> None:
         for stream, entries in reply or ():
