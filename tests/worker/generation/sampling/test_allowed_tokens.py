@@ -214,6 +214,26 @@ def test_the_next_draws_raise_an_error_of_the_preparation() -> None:
     assert grammar.accepted == [[13]], "after the error, the grammar is not used"
 
 
+@pytest.mark.interpreted
+def test_an_error_of_the_preparation_is_known_before_a_draw_that_waits_for_it_may_use_the_grammar() -> None:
+    grammar = CountingGrammar()
+    grammar.may_step.set()
+    allowed = AllowedTokens(cast("TokenConstraint", grammar), None)
+    known = []
+
+    class DrawingLock:
+        """When it is released, the draw that has waited for it goes on at once."""
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            known.append(allowed._error)
+
+    allowed._lock = cast("Any", DrawingLock())
+    allowed.prepare([1, 13], 1, 2, ())
+    assert [str(error) for error in known] == ["invalid_grammar: unlucky"]
+
+
 def test_without_a_grammar_there_is_nothing_to_prepare() -> None:
     sampler = LogitSampler(SamplingDefaults(), seed=1)
     assert not sampler.can_prepare

@@ -62,16 +62,17 @@ class AllowedTokens:
         grammar, n_generated = self._grammar, n_history - n_prompt
         if grammar is None:
             return
-        try:
-            with self._lock:
-                if self._error is None and grammar.n_accepted <= n_generated:  # otherwise `restrict` was faster
-                    grammar.accept(history, n_prompt, n_history)
-                    self._ahead, self._ahead_from, self._draft = grammar.allowed_along(draft), n_generated, draft
-                    for allowed in self._ahead:
-                        if _are_few(allowed):
-                            allowed.ids()  # stores them
-        except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
-            self._error = exc
+        with self._lock:
+            if self._error is not None or grammar.n_accepted > n_generated:
+                return  # `restrict` was faster
+            try:
+                grammar.accept(history, n_prompt, n_history)
+                self._ahead, self._ahead_from, self._draft = grammar.allowed_along(draft), n_generated, draft
+                for allowed in self._ahead:
+                    if _are_few(allowed):
+                        allowed.ids()  # stores them
+            except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
+                self._error = exc
 
     def allows(self, token: int, history: Sequence[int], n_prompt: int) -> bool:
         """Whether `token` may follow `history`. Raises like `restrict`."""
