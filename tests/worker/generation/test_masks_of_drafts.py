@@ -73,7 +73,7 @@ def test_masks_along_a_draft_change_no_draw(vocab: Vocab, temperature: float, se
 def test_the_tokens_along_a_draft_are_those_after_its_tokens(vocab: Vocab) -> None:
     constraint = constraint_of(vocab, GBNF)
     draft = [vocab.encode(text)[-1] for text in ("[", "1", "2", ",")]
-    found = constraint.allowed_along([*draft, vocab.encode("]")[-1], draft[0]])
+    found = list(constraint.allowed_along([*draft, vocab.encode("]")[-1], draft[0]]))
     assert len(found) == len(draft) + 1, "three items are missing before the end"
     assert constraint.n_accepted == 0
     for n_tokens, allowed in enumerate(found):
@@ -89,5 +89,5 @@ def test_a_draft_after_which_the_grammar_is_too_complex_is_no_error_of_the_job(
     constraint.accept([vocab.encode("[")[-1]])
     constraint.allowed_tokens()
     monkeypatch.setattr("time.thread_time", lambda: next(steps, 9.0))
-    assert len(constraint.allowed_along([vocab.encode("1")[-1]])) == 1
+    assert len(list(constraint.allowed_along([vocab.encode("1")[-1]]))) == 1
     assert len(constraint.allowed_tokens()) > 0

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Event, Thread
+from time import sleep
 from typing import Any, cast
 
 import numpy as np
@@ -34,8 +35,8 @@ class FixedMask:
     def allowed_tokens(self) -> TokenSet:
         return TokenSet.of_mask(self.mask)
 
-    def allowed_along(self, draft: Sequence[int]) -> list[TokenSet]:
-        return [self.allowed_tokens() for _ in range(len(draft) + 1)]
+    def allowed_along(self, draft: Sequence[int]) -> Iterator[TokenSet]:
+        return (self.allowed_tokens() for _ in range(len(draft) + 1))
 
     def end_token_in(self, allowed: TokenSet) -> int | None:
         return 7 if 7 in allowed else None
@@ -201,6 +202,34 @@ def test_a_draw_waits_for_a_preparation_in_another_thread() -> None:
     preparing.join(WAIT_S)
     assert grammar.accepted == [[5], [5]]
     assert drawn[0] % 2 == 0
+
+
+def test_a_draw_does_not_wait_for_the_masks_of_the_rest_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = CountingGrammar()
+    grammar.may_step.set()
+    allowed, draft = AllowedTokens(cast("TokenConstraint", grammar), None), (4,) * 16
+    draws: list[Thread] = []
+    n_masks = 0
+
+    def masks(_: Sequence[int]) -> Iterator[TokenSet]:
+        nonlocal n_masks
+        while n_masks <= len(draft):
+            n_masks += 1
+            yield grammar.allowed_tokens()
+            if n_masks == 3:
+                draws.append(Thread(target=allowed.allows, args=(2, [1, 5], 1)))
+                draws[0].start()
+            while n_masks == 3 and not allowed._is_awaited:
+                sleep(0)
+
+    monkeypatch.setattr(grammar, "allowed_along", masks)
+    allowed.prepare([1, 5], 1, 2, draft)
+    draws[0].join(WAIT_S)
+    assert n_masks == 4
+    assert allowed.allows(2, [1, 5, *draft[:3]], 1)
+    assert grammar.accepted == [[5], [5]], "three masks are prepared"
+    assert allowed.allows(2, [1, 5, *draft[:4]], 1)
+    assert grammar.accepted[2:] == [[5, *draft[:4]]], "the next one is not"
 
 
 def test_the_next_draws_raise_an_error_of_the_preparation() -> None:

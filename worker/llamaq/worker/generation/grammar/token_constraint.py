@@ -7,7 +7,7 @@ used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import TypeVar
@@ -125,26 +125,28 @@ class TokenConstraint:
             self._allowed = self._compute_allowed()
         return self._allowed
 
-    def allowed_along(self, draft: Sequence[int]) -> list[TokenSet]:
-        """Return the tokens that are allowed next, and those after each token of a draft. The state does not change.
+    def allowed_along(self, draft: Sequence[int]) -> Iterator[TokenSet]:
+        """Yield the tokens that are allowed next, and those after each token of a draft. The state does not change.
 
-        The list ends at a token of the draft that is not allowed, or after which the grammar is too complex: the model
-        may not generate this token at all.
+        The last set is that before a token of the draft that is not allowed, or after which the grammar is too complex:
+        the model may not generate this token at all.
 
         Raises:
             JobRejected: See `allowed_tokens`.
         """
-        found = [self.allowed_tokens()]
-        if draft:
-            ahead = copy(self)
-            ahead._matcher, ahead._n_accepted = self._matcher.deep_copy(), 0
-            with suppress(JobRejected):
-                for n_tokens, token in enumerate(draft, start=1):
-                    if token not in found[-1]:
-                        break
-                    ahead.accept(draft[:n_tokens])
-                    found.append(ahead.allowed_tokens())
-        return found
+        allowed = self.allowed_tokens()
+        yield allowed
+        if not draft:
+            return
+        ahead = copy(self)
+        ahead._matcher, ahead._n_accepted = self._matcher.deep_copy(), 0
+        with suppress(JobRejected):
+            for n_tokens, token in enumerate(draft, start=1):
+                if token not in allowed:
+                    return
+                ahead.accept(draft[:n_tokens])
+                allowed = ahead.allowed_tokens()
+                yield allowed
 
     def end_token_in(self, allowed: TokenSet) -> int | None:
         """Return an end token that is among the allowed tokens. None: the grammar cannot end where these follow."""

@@ -44,7 +44,9 @@ class AllowedTokens:
         self._reasoning = reasoning
         self._n_best = n_best if n_best is not None and n_best <= MAX_BEST else None
         self._lock = Lock()
-        """Held while the grammar reads tokens or computes a mask."""
+        """Held while the grammar reads tokens or computes masks."""
+        self._is_awaited = False
+        """Whether a draw waits for the lock."""
         self._error: Exception | None = None
         """The error of `prepare`, after which the state of the grammar is not known."""
         self._ahead: list[TokenSet] = []
@@ -57,7 +59,7 @@ class AllowedTokens:
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
         """Find the tokens that the grammar allows after the first `n_history` tokens of `history`, and after each token
-        of a draft that follows them. An error is raised by the next `restrict`.
+        of a draft that follows them, until a draw waits for them. An error is raised by the next `restrict`.
         """
         grammar, n_generated = self._grammar, n_history - n_prompt
         if grammar is None:
@@ -67,10 +69,13 @@ class AllowedTokens:
                 return  # `restrict` was faster
             try:
                 grammar.accept(history, n_prompt, n_history)
-                self._ahead, self._ahead_from, self._draft = grammar.allowed_along(draft), n_generated, draft
-                for allowed in self._ahead:
+                self._ahead, self._ahead_from, self._draft = [], n_generated, draft
+                for allowed in grammar.allowed_along(draft):
                     if _are_few(allowed):
                         allowed.ids()  # stores them
+                    self._ahead.append(allowed)
+                    if self._is_awaited:  # the draw may refuse the draft
+                        break
             except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
                 self._error = exc
 
@@ -131,7 +136,9 @@ class AllowedTokens:
         return (forced if forced is not None and forced in allowed else None), allowed
 
     def _in_grammar(self, grammar: TokenConstraint, history: Sequence[int], n_prompt: int) -> TokenSet:
+        self._is_awaited = True
         with self._lock:
+            self._is_awaited = False
             if self._error is not None:
                 raise self._error
             place = len(history) - n_prompt - self._ahead_from
