@@ -232,6 +232,17 @@ def test_a_draw_does_not_wait_for_the_masks_of_the_rest_of_a_draft(monkeypatch: 
     assert grammar.accepted[2:] == [[5, *draft[:4]]], "the next one is not"
 
 
+def test_after_a_draw_nothing_is_prepared_for_it() -> None:
+    grammar = CountingGrammar()
+    grammar.may_step.set()
+    allowed = AllowedTokens(cast("TokenConstraint", grammar), None)
+    assert allowed.allows(2, [1, 5], 1)
+    allowed.prepare([1, 5], 1, 2, (4, 4))
+    assert grammar.accepted == [[5]]
+    allowed.prepare([1, 5, 4], 1, 3, (4, 4))
+    assert grammar.accepted == [[5], [5, 4]]
+
+
 def test_the_next_draws_raise_an_error_of_the_preparation() -> None:
     grammar = CountingGrammar()
     grammar.may_step.set()

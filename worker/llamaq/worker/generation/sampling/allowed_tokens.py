@@ -56,6 +56,8 @@ class AllowedTokens:
         self._draft: Sequence[int] = ()
         self._newest: TokenSet | None = None
         """What the grammar allows where a token was drawn last."""
+        self._n_drawn = 0
+        """Number of generated tokens after the last draw."""
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
         """Find the tokens that the grammar allows after the first `n_history` tokens of `history`, and after each token
@@ -65,8 +67,8 @@ class AllowedTokens:
         if grammar is None:
             return
         with self._lock:
-            if self._error is not None or grammar.n_accepted > n_generated:
-                return  # `restrict` was faster
+            if self._error is not None or n_generated < max(grammar.n_accepted, self._n_drawn):
+                return  # the draw was faster
             try:
                 grammar.accept(history, n_prompt, n_history)
                 self._ahead, self._ahead_from, self._draft = [], n_generated, draft
@@ -141,6 +143,7 @@ class AllowedTokens:
             self._is_awaited = False
             if self._error is not None:
                 raise self._error
+            self._n_drawn = len(history) - n_prompt + 1
             place = len(history) - n_prompt - self._ahead_from
             if 0 < place < len(self._ahead) and list(history[-place:]) == list(self._draft[:place]):
                 self._newest = self._ahead[place]
