@@ -16,7 +16,7 @@ from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.latency_target import LatencyTarget
-from llamaq.worker.scheduling.speculation import FIRST_RETRY, RETRY_AFTER
+from llamaq.worker.scheduling.speculation import FIRST_RETRY, RETRY_AFTER, TRIAL_TOKENS
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,
@@ -227,6 +227,16 @@ def test_drafts_that_promise_nothing_yet_are_tried_soon_and_then_in_growing_inte
     assert gaps == sorted(gaps)
     assert gaps[0] < 4 * FIRST_RETRY
     assert gaps[-1] == RETRY_AFTER
+
+
+def test_the_first_draft_of_a_job_is_short_although_those_of_other_jobs_were_accepted() -> None:
+    rig = Rig(n_ctx=2000, next_token=next_of_length, tick_s=lambda batch: 0.6 + 0.4 * batch.n_tokens)
+    rig.run(make_job(max_tokens=200, drafting=drafting(Oracle(next_of_length))))
+    assert max(map(len, rig.drafts)) == 8
+    rig.engine.batches.clear()
+    rig.run(make_job("next", max_tokens=100, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
+    assert [len(draft) for draft in rig.drafts[:2]] == [TRIAL_TOKENS] * 2
+    assert len(rig.drafts) <= 1 + 4, "the first one, and retries after 8, 16, 32 and 64 ticks"
 
 
 def test_a_text_that_begins_to_repeat_gets_long_drafts_again() -> None:

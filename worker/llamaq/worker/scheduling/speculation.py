@@ -24,8 +24,9 @@ FIRST_TOKENS = 4
 FIRST_RETRY, RETRY_AFTER = 8, 128
 """After so many ticks with drafts of a grade that promise no gain, one is tried: the text may have changed. The number
 begins with the first of these, doubles with each such draft up to the second, and begins anew when one was accepted."""
-RETRY_TOKENS = 2
-"""Largest number of tokens of such a draft."""
+TRIAL_TOKENS = 2
+"""Largest number of tokens of a draft that is tried: of such a draft, and of the first draft of each grade of a job.
+Other jobs may have raised the estimate of a grade, but the text of this one may be of another kind."""
 PLANS_PER_REPEAT, MAX_REPEATS = 4, 16
 """For this many plans in a row without a draft, one more tick may be repeated without a search for drafts, up to the
 upper bound. So texts that do not repeat themselves are searched less often, and a draft comes at most so much later."""
@@ -125,7 +126,8 @@ class Speculation:
         n_before_end = sum(1 for _ in takewhile(lambda token: token not in self._end_tokens, draft.tokens))
         if not n_before_end:
             return None
-        return _Proposal(slot, drafting, draft.first(n_before_end), self._probability(drafting, draft.grade))
+        n_tokens = n_before_end if draft.grade in drafting.acceptance else min(n_before_end, TRIAL_TOKENS)
+        return _Proposal(slot, drafting, draft.first(n_tokens), self._probability(drafting, draft.grade))
 
     def _n_max(self, run: Run) -> int:
         """Return the largest number of draft tokens of a run, below 1 if it generates its last token now."""
@@ -150,7 +152,7 @@ class Speculation:
                 self._n_passed[grade], self._retry_after[grade] = 0, min(2 * n_ticks, RETRY_AFTER)
                 of_grade = [one for one in proposals if one.draft.grade == grade]
                 least = min(of_grade, key=lambda one: one.drafting.n_drafted)
-                return {least.slot: least.draft.first(min(RETRY_TOKENS, room))}
+                return {least.slot: least.draft.first(min(TRIAL_TOKENS, room))}
         return {}
 
     def _probability(self, drafting: Drafting, grade: int) -> float:
