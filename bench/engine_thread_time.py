@@ -3,7 +3,7 @@
 Start the workers with `hooks=(HOOK,)` within `stopwatches_in_workers()`. `read_totals` then returns the times of one
 worker's engine thread. There are four stopwatches:
 
-- all public methods of `Scheduler`: the time of all decisions;
+- all public methods of `Scheduler`, and those of `RepeatedTicks` between two batches: the time of all decisions;
 - all public methods of `KvMemory`: the part of the decisions about KV cells (slots, sequences, prefix cache, offload);
 - `Engine.run`: llama.cpp and sampling;
 - the methods of `KvSequences` that move cells: copy, cut, remove, save, load.
@@ -27,6 +27,7 @@ from typing import Any
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
 from llamaq.worker.scheduling.scheduler import Scheduler
 
 HOOK = "engine_thread_time:record"
@@ -95,6 +96,7 @@ class Stopwatches:
         self._totals = Totals()
         self._scheduler, self._memory, self._moves, self._engine = (Stopwatch() for _ in range(4))
         self._scheduler.wrap(Scheduler, *_public(Scheduler))
+        self._scheduler.wrap(RepeatedTicks, "extend", "preparation")  # the others run on another thread, or in `plan`
         self._memory.wrap(KvMemory, *_public(KvMemory))
         self._engine.wrap(Engine, "run")
         self._moves.wrap(KvSequences, "copy", "cut", "remove", "save", "load")
