@@ -262,7 +262,7 @@ def test_an_error_of_the_preparation_is_known_before_a_draw_that_waits_for_it_ma
     known = []
 
     class DrawingLock:
-        """When it is released, the draw that has waited for it goes on at once."""
+        """When it is released, the draw that has waited for it continues at once."""
 
         def __enter__(self) -> None: ...
 

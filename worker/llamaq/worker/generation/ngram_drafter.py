@@ -29,7 +29,7 @@ GRADE_MATCHES = (4, 8, 16)
 Comparing ends with the last number."""
 OFTEN = -sys.maxsize
 MAX_EDIT = 8
-"""An edit may replace so many tokens by so many others. After more tokens, the original is given up."""
+"""The longest edit: tokens that it removes, and tokens that it adds. After a longer one, the original is given up."""
 
 
 class NgramDrafter:

@@ -22,7 +22,7 @@ WORKER_DECAY = 0.97
 FIRST_TOKENS = 4
 """Largest number of draft tokens in the tick that measures their time."""
 FIRST_RETRY, RETRY_AFTER = 8, 128
-"""After so many ticks with drafts of a grade that promise no gain, one is tried: the text may have changed. The number
+"""Ticks with drafts of a grade that promise no gain, after which one is tried: the text may have changed. The number
 begins with the first of these, doubles with each such draft up to the second, and begins anew when one was accepted."""
 TRIAL_TOKENS = 2
 """Largest number of tokens of a draft that is tried: of such a draft, and of the first draft of each grade of a job.

@@ -99,7 +99,7 @@ class TokenConstraint:
         Args:
             history: The prompt, then all generated tokens.
             n_prompt: The length of the prompt in tokens.
-            n_history: Only so many tokens of the history are read. None: all.
+            n_history: Number of tokens of the history to read. None: all.
 
         Raises:
             JobRejected: The grammar does not allow one of them, or a step takes more than `MAX_STEP_S`.
