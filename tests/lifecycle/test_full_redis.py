@@ -93,8 +93,8 @@ def test_a_full_queue_drains_itself_although_redis_is_full(environment: Environm
     with environment.client() as client:
         running = client.submit(PROMPT, max_tokens=1500, ignore_eos=True)
         wait_until(lambda: running.status().generated_tokens, "the first token")
-        waiting = client.submit(PROMPT, max_tokens=5, ignore_eos=True, priority="bulk", queue_timeout_s=600)
         jobs = [client.submit(PROMPT, max_tokens=5, ignore_eos=True) for _ in range(8)]
+        waiting = client.submit(PROMPT, max_tokens=1500, ignore_eos=True, priority="bulk", queue_timeout_s=600)
         fill(redis)
         assert waiting.cancel()
         assert waiting.result(timeout=10).finish_reason == "cancelled"

@@ -15,8 +15,9 @@ from redis.exceptions import RedisError
 from tests.support.ports import HOST
 from tests.support.redis_servers import ClusterServers, Server, wait_until
 
-from llamaq.common.redis.client import Command, RetryingRedis
+from llamaq.common.redis.client import RetryingRedis
 from llamaq.common.redis.connect import connect, node_of
+from llamaq.common.redis.shared_round_trips import Command
 
 pytestmark = pytest.mark.starts_processes
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests.support.ports import HOST, reserve_ports
@@ -78,10 +79,21 @@ async def test_a_cancellation_is_never_swallowed(redis_url: str) -> None:
 
 async def test_commands_wait_when_all_connections_are_in_use(redis_url: str) -> None:
     redis = connect(redis_url, name="test-many")
-    await asyncio.gather(*(redis.ping() for _ in range(500)))
+    await open_connections(redis, 500)
     listed = await redis.client_list()
     assert 1 <= len([one for one in listed if one["name"] == "test-many"]) <= 32
     await redis.aclose()
+
+
+async def open_connections(redis: Redis, n_commands: int) -> None:
+    """Send commands at the same time that each need a connection of their own."""
+
+    async def ping() -> None:
+        async with redis.pipeline(transaction=True) as pipe:
+            pipe.ping()
+            await pipe.execute()
+
+    await asyncio.gather(*(ping() for _ in range(n_commands)))
 
 
 def test_the_error_of_an_invalid_url_names_the_setting() -> None:
@@ -121,7 +133,7 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
 async def test_after_a_timeout_all_older_connections_reconnect(redis_url: str) -> None:
     with Proxy(redis_url) as proxy:
         redis = connect(f"{proxy.url}?socket_timeout=0.5", name="test-silent")
-        await asyncio.gather(*(redis.ping() for _ in range(20)))
+        await open_connections(redis, 20)
         n_connections = proxy.silence()
         assert n_connections > 12
         started_s = time.monotonic()

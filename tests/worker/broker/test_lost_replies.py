@@ -11,7 +11,8 @@ from tests.worker.broker.test_suspects import FOREVER, until, until_true, workin
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, Entry
-from llamaq.common.redis.client import Command, RetryingRedis
+from llamaq.common.redis.client import RetryingRedis
+from llamaq.common.redis.shared_round_trips import Command
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis

@@ -21,7 +21,8 @@ from llamaq.common.protocol.script_types import (
     Entry,
     StreamEntries,
 )
-from llamaq.common.redis.client import Command, RetryingRedis
+from llamaq.common.redis.client import RetryingRedis
+from llamaq.common.redis.shared_round_trips import Command
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

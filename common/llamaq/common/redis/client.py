@@ -13,11 +13,14 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.redis.pool import BoundedPool
 from llamaq.common.redis.retry import retry_until_deadline
+from llamaq.common.redis.shared_round_trips import Command, SharedRoundTrips
 
 T = TypeVar("T")
 
-Command = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""A command: its words, and options for parsing the reply."""
+BLOCKING = ("XREAD", "XREADGROUP", "BLPOP", "WAIT")
+"""Commands that may block in Redis. No other command may wait for them."""
+LARGE_PIPELINE = 16
+"""A pipeline with more commands has a connection of its own, so that single commands do not wait for it."""
 
 
 class RetryingRedis(Redis):
@@ -26,6 +29,9 @@ class RetryingRedis(Redis):
     redis-py's own client retries while it holds a connection of the pool. With 1,000 commands and 32 connections, the
     last command would begin its retries only after about 30 earlier commands on the same connection had ended their
     retries.
+
+    Concurrent commands are sent together, see `SharedRoundTrips`. Commands that may block, transactions, large
+    pipelines and long commands have a connection of their own.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class RetryingRedis(Redis):
         self.pool = pool
         self.known_scripts = {} if known_scripts is None else known_scripts
         self._retry_s = retry_s
+        self._round_trips = SharedRoundTrips(pool, self.parse_response)
 
     async def call_with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `call`, and call again while the server cannot be reached, until the deadline."""
@@ -60,7 +67,8 @@ class RetryingRedis(Redis):
 
     async def send(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Send one command, without a retry."""
-        execute: Any = super().execute_command if self.single_connection_client else self._execute
+        is_alone = self.single_connection_client or args[0] in BLOCKING
+        execute: Any = super().execute_command if is_alone else self._execute
         try:
             return await execute(*args, **options)
         except NoScriptError:
@@ -73,16 +81,11 @@ class RetryingRedis(Redis):
             raise
 
     async def _execute(self, *args: Any, **options: Any) -> Any:
-        """Send one command over a connection of the pool.
-
-        redis-py's own method also prepares retries, which `call_with_retry` does, and metrics for OpenTelemetry.
-        """
-        connection: Any = await self.pool.get_connection()
-        try:
-            await connection.send_command(*args)
-            return await self.parse_response(connection, args[0], **options)
-        finally:
-            await self.pool.release(connection)
+        """Send one command together with those of concurrent calls, and return or raise its reply."""
+        (reply,) = await self._round_trips.send([(args, options)])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def register_script(self, script: Any) -> AsyncScript:  # type: ignore[override]  # redis-py's own annotations
         """See `Redis.register_script`. `send` loads the script when a server does not have it."""
@@ -96,10 +99,11 @@ class RetryingRedis(Redis):
 
     async def send_pipeline(self, commands: Sequence[Command], transaction: bool) -> list[Any]:
         """Send commands in one round trip, without a retry. Return the reply or the error of each command, in order."""
-        pipe: Any = Pipeline(self.connection_pool, self.response_callbacks, transaction, None)
-        for args, options in commands:
-            pipe.pipeline_execute_command(*args, **options)
-        replies: list[Any] = await pipe.execute(raise_on_error=False)
+        is_alone = transaction or len(commands) > LARGE_PIPELINE or any(args[0] in BLOCKING for args, _ in commands)
+        if is_alone:
+            replies = await self._send_alone(commands, transaction)
+        else:
+            replies = await self._round_trips.send(commands)
         unknown = [place for place, reply in enumerate(replies) if self._can_load(commands[place], reply)]
         if unknown:
             load: Any = super().execute_command
@@ -108,6 +112,13 @@ class RetryingRedis(Redis):
             again = await self.send_pipeline([commands[place] for place in unknown], transaction)
             for place, reply in zip(unknown, again, strict=True):
                 replies[place] = reply
+        return replies
+
+    async def _send_alone(self, commands: Sequence[Command], transaction: bool) -> list[Any]:
+        pipe: Any = Pipeline(self.connection_pool, self.response_callbacks, transaction, None)
+        for args, options in commands:
+            pipe.pipeline_execute_command(*args, **options)
+        replies: list[Any] = await pipe.execute(raise_on_error=False)
         return replies
 
     def _can_load(self, command: Command, reply: Any) -> bool:
@@ -121,6 +132,11 @@ class RetryingRedis(Redis):
     def client(self) -> Self:
         """Return a client that sends all commands over one connection."""
         return type(self)(self.pool, self._retry_s, known_scripts=self.known_scripts, single_connection_client=True)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Close the connections. Commands without a reply fail."""
+        await self._round_trips.aclose()
+        await super().aclose(close_connection_pool)
 
     def __repr__(self) -> str:
         return f"<RetryingRedis {self.pool!r}>"

@@ -21,13 +21,12 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.redis.client import Command, RetryingRedis
+from llamaq.common.redis.client import BLOCKING, RetryingRedis
 from llamaq.common.redis.pool import BoundedPool
+from llamaq.common.redis.shared_round_trips import Command
 
 Address = tuple[str, int]
 
-BLOCKING = ("XREAD", "XREADGROUP", "BLPOP")
-"""Commands that may block in Redis. They use separate connections, so that no other command waits for them."""
 KEYLESS = ("PING", "TIME", "INFO", "CONFIG GET", "CLIENT LIST", "SCRIPT LOAD", "CLUSTER SLOTS")
 """Commands without a key. Any node executes them."""
 N_SLOTS = 16384

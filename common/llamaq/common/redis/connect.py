@@ -146,13 +146,17 @@ def robust_connection(kind: type[C]) -> type[C]:
             # After an error, do not wait until a server that does not answer has received the rest of the data.
             await super().disconnect(nowait=nowait or error is not None, error=error, **kwargs)
 
-        async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        def note_timeout(self) -> None:
+            """Let all older connections reconnect before their next use."""
             nonlocal last_timeout_s
+            last_timeout_s = asyncio.get_running_loop().time()
+
+        async def read_response(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 with _closing_is_a_connection_error(self):
                     return await super().read_response(*args, **kwargs)
             except RedisTimeoutError:
-                last_timeout_s = asyncio.get_running_loop().time()
+                self.note_timeout()
                 raise
             except ResponseError as exc:
                 if not is_not_the_master(exc):

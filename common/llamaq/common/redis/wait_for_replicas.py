@@ -5,7 +5,8 @@ from __future__ import annotations
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from llamaq.common.redis.client import Command, RetryingRedis
+from llamaq.common.redis.client import RetryingRedis
+from llamaq.common.redis.shared_round_trips import Command
 
 
 async def wait_for_replicas(redis: Redis, config: str, n_replicas: int, timeout_ms: int) -> int:

@@ -47,7 +47,7 @@ class TickRecord(NamedTuple):
         batch = self.batch
         return TickStats.model_construct(  # without validation, which would cost time in every tick
             batch_size=batch.n_tokens,
-            decode_tokens=batch.n_decode + self.n_accepted,
+            decode_tokens=batch.n_decode + batch.n_forced + self.n_accepted,
             prefill_tokens=batch.n_prefill,
             active_slots=batch.n_jobs,
             queue_depth=self.queue_depth,
