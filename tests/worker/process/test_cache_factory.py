@@ -14,6 +14,7 @@ from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.process.cache_factory import (
     MIB,
     choose_held_cells,
+    choose_held_draft_cells,
     choose_n_sequences,
     make_offload,
     make_prefix_cache,
@@ -76,18 +77,25 @@ def test_with_a_sliding_window_each_sequence_has_a_guard(settings: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("settings", "n_ctx", "n_cells"),
+    ("settings", "can_save_parts", "n_cells"),
     [
-        ({"n_gpu_layers": 0}, 8192, 256),
-        ({"n_gpu_layers": 0}, 512, 128),
-        ({"n_gpu_layers": 0, "cache_ram_mb": 0}, 8192, 2048),
-        ({"held_cells": 7}, 8192, 7),
+        ({"n_gpu_layers": 0}, True, 0),
+        ({"n_gpu_layers": 0}, False, 256),
+        ({"n_gpu_layers": 0, "n_ctx": 512}, False, 128),
+        ({"n_gpu_layers": 0, "cache_ram_mb": 0}, True, 2048),
+        ({"held_cells": 7}, True, 7),
     ],
 )
-def test_cached_sequences_hold_a_quarter_of_the_cells_or_fewer_if_they_can_move_to_host_memory(
-    settings: dict[str, Any], n_ctx: int, n_cells: int
+def test_on_a_cpu_cached_sequences_hold_few_cells_if_they_can_move_to_host_memory(
+    settings: dict[str, Any], can_save_parts: bool, n_cells: int
 ) -> None:
-    assert choose_held_cells(WorkerSettings(**settings), engine(n_ctx)) == n_cells
+    chosen = WorkerSettings(**settings)
+    assert choose_held_cells(chosen, engine(chosen.n_ctx, kv_unified=can_save_parts)) == n_cells
+
+
+@pytest.mark.parametrize(("settings", "n_cells"), [({"n_gpu_layers": 0}, 256), ({"held_cells": 7}, 7)])
+def test_idle_sequences_of_a_draft_model_keep_cells_on_a_cpu(settings: dict[str, Any], n_cells: int) -> None:
+    assert choose_held_draft_cells(WorkerSettings(**settings), engine(8192)) == n_cells
 
 
 def test_without_a_prefix_cache_there_are_no_tiers_and_no_saved_slots(tmp_path: Path, model_file: Path) -> None:

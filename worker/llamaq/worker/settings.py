@@ -97,8 +97,9 @@ class CacheSettings(BaseModel):
         None,
         ge=0,
         description="Maximum number of KV cells that cached sequences hold while jobs run. Attention scans every used "
-        "cell, so idle cells slow each tick. If not set: a quarter of `n_ctx`; on a CPU at most 256, unless "
-        "`cache_ram_mb` is 0.",
+        "cell, so idle cells slow each tick. If not set: a quarter of `n_ctx`. On a CPU: 0, so that they are loaded "
+        "from host memory when a job needs them, or 256 if sequences can only be saved whole; but a quarter of `n_ctx` "
+        "if `cache_ram_mb` is 0.",
     )
     cache_ram_mb: int = Field(
         2048, ge=0, description="Host memory for prefixes that were evicted from the device, in MiB. 0 turns it off."

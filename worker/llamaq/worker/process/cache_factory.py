@@ -28,11 +28,11 @@ MIB = 2**20
 HELD_CELLS_DIVISOR = 4
 """By default cached sequences hold at most a quarter of all cells while jobs run."""
 MAX_HELD_CELLS = 256
-"""Default upper bound on the cells of cached sequences while jobs run, if evicted sequences move to host memory and the
-model runs on the CPU. Measured with 8 decoding jobs and 512 held cells: a tick takes 1.02 times as long with a model of
-0.6 B parameters, and 1.07 times as long with 2.6 M parameters. Prefill takes at most 1.10 times as long. With 2,048
-held cells, ticks and prefill take 1.08 to 1.45 times as long. Loading 512 tokens from host memory takes a tenth of the
-time of such a tick."""
+"""Default upper bound on idle cells while jobs run, if the model runs on the CPU and they are saved whole or not at
+all. Measured with 8 decoding jobs and 512 held cells: a tick takes 1.02 times as long with a model of 0.6 B parameters,
+and 1.07 times as long with 2.6 M parameters. Prefill takes at most 1.10 times as long. With 2,048 held cells, ticks and
+prefill take 1.08 to 1.45 times as long. Loading 512 tokens from host memory takes a tenth of the time of such a tick.
+"""
 
 
 def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:
@@ -64,12 +64,27 @@ def _choose_n_cached(settings: WorkerSettings, model: Model) -> int:
 
 
 def choose_held_cells(settings: WorkerSettings, engine: Engine) -> int:
-    """Return how many cells cached sequences may hold while jobs run."""
+    """Return how many cells cached sequences may hold while jobs run.
+
+    On a CPU, to load them again takes less time than they cost while they are idle: attention also scans the free cells
+    between used ones, and the cells that were computed last are far behind the first free ones.
+    """
+    return _held_cells(settings, engine, 0 if engine.sequences.can_save_parts else MAX_HELD_CELLS)
+
+
+def choose_held_draft_cells(settings: WorkerSettings, engine: Engine) -> int:
+    """Return how many cells of a draft model may be idle. They are never saved, so the draft model would have to
+    compute them again.
+    """
+    return _held_cells(settings, engine, MAX_HELD_CELLS)
+
+
+def _held_cells(settings: WorkerSettings, engine: Engine, max_on_cpu: int) -> int:
     if settings.held_cells is not None:
         return settings.held_cells
     n_cells = engine.context.n_ctx // HELD_CELLS_DIVISOR
     is_reload_cheap = settings.cache_ram_mb and not (settings.n_gpu_layers and has_gpu())
-    return min(n_cells, MAX_HELD_CELLS) if is_reload_cheap else n_cells
+    return min(n_cells, max_on_cpu) if is_reload_cheap else n_cells
 
 
 def make_prefix_cache(settings: WorkerSettings, engine: Engine) -> PrefixCache:
