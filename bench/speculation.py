@@ -67,8 +67,11 @@ class Texts:
         }
 
     def _forced(self, tokens: Sequence[int]) -> JobOptions:
+        """Return options with which each token is drafted and sampled. Without the bias, which is 0, the worker would
+        compute the forced tokens without a draft.
+        """
         text = "start: " + " ".join(f"<[{token}]>" for token in tokens[: self.n_out])
-        return {"lark": text, "temperature": 0.0, "max_tokens": self.n_out}
+        return {"lark": text, "temperature": 0.0, "max_tokens": self.n_out, "logit_bias": {tokens[0]: 0.0}}
 
     def _other(self) -> int:
         return self.random.randrange(self.n_vocab // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -30,7 +31,23 @@ PROMPTS = (
     "Once upon a time there was a girl named Mia.",
     "Once upon a time there was a little fox named Finn.",
 )
-COUNTING = 'root ::= ("one " "two " "three "){20,} "go"'
+COUNTING = 'root ::= ("one " "two " "three "){160,} "go"'
+"""All tokens of its first 480 words are forced."""
+N_PAINTED = 12
+PAINTED = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"painted_object": {"enum": ["house", "boat", "fence"]}, "main_color": {"enum": ["red", "blue"]}},
+        "required": ["painted_object", "main_color"],
+        "additionalProperties": False,
+    },
+    "minItems": N_PAINTED,
+    "maxItems": N_PAINTED,
+}
+"""Most tokens of its outputs are forced."""
+N_FORCED = 480
+"""Tokens of the constrained jobs: 30 ticks or more, since a tick computes up to 16 forced tokens of a job."""
 MAX_TOKENS = 110
 NOISE = 0.025
 """How much the gap between the two best logits may change with the shape of the batch, in standard deviations of the
@@ -83,8 +100,9 @@ def test_another_worker_continues_the_streams_of_a_killed_worker_at_the_next_tok
         readers = [read(job) for job in submit_stories(client)]
         drawn = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True))
         steered = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True, mirostat=2))
-        constrained = read(client.submit("Count:", max_tokens=60, grammar=COUNTING, temperature=2))
-        for reader in (*readers, drawn, steered, constrained):
+        constrained = read(client.submit("Count:", max_tokens=N_FORCED, grammar=COUNTING, temperature=2))
+        structured = read(client.submit("Objects:", max_tokens=2 * N_FORCED, json_schema=PAINTED, temperature=2))
+        for reader in (*readers, drawn, steered, constrained, structured):
             reader.await_tokens(8)
         kill_process(first)
         second = environment.start_worker("--n-parallel", "8")
@@ -95,13 +113,15 @@ def test_another_worker_continues_the_streams_of_a_killed_worker_at_the_next_tok
         assert len(steered.finish().tokens) == MAX_TOKENS
         stored = [event for event in environment.events_of(steered.job) if isinstance(event, Tokens)]
         assert sum(len(event.draws) for event in stored) == MAX_TOKENS, "the second worker did not get the state"
-        counted = constrained.finish()
+        counted, objects = constrained.finish(), structured.finish()
 
-        for reader in (*readers, drawn, steered, constrained):
+        for reader in (*readers, drawn, steered, constrained, structured):
             attempts = attempts_of(environment, reader.job)
             assert (attempts[0], attempts[-1]) == (first.worker_id, second.worker_id)
-        assert counted.text.startswith("one two three one two three one")
-        assert ("one two three " * 60 + "go").startswith(counted.text.removesuffix("go"))
+        assert len(counted.tokens) == N_FORCED
+        assert ("one two three " * N_FORCED).startswith(counted.text)
+        assert objects.finish_reason == "stop", "a token was lost or repeated where the first worker ended"
+        assert list(map(tuple, json.loads(objects.text))) == [("painted_object", "main_color")] * N_PAINTED
         undisturbed = [job.result() for job in submit_stories(client)]
         for prompt, result, other in zip(PROMPTS, results, undisturbed, strict=True):
             assert_equal_up_to_near_ties(client, prompt, result, other)

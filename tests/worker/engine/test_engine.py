@@ -478,3 +478,48 @@ def test_a_batch_without_room_is_computed_without_its_drafts(demo: Engine, monke
     results = demo.run(Batch(tuple(DecodeToken(slot, Draft((1, 2))) for slot in slots)))
     assert [result.n_past for result in results] == [n_past + 1 for n_past in before]
     assert [len(result.sampled) for result in results] == [1, 1]
+
+
+def test_a_sequence_that_is_decoded_alone_needs_no_room_for_its_forced_tokens(
+    demo: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = prefill_slot(0, demo.vocab.encode("Once upon"))
+    while slot.state is not SlotState.DECODE:
+        run_tick(demo, [slot])
+    n_before = slot.active.n_past
+    demo.sequences.isolated.add(slot.active.seq_id)
+    decode, statuses = demo.context.decode, [NO_ROOM]
+    monkeypatch.setattr(demo.context, "decode", lambda: statuses.pop() if statuses else decode())
+    [result] = demo.run(Batch((DecodeToken(slot, forced=(1, 2, 3)),)))
+    assert not result.no_room
+    assert (result.n_past, len(result.sampled)) == (n_before + 1, 1)
+    slot.active.n_past = result.n_past
+    statuses += [NO_ROOM, NO_ROOM]
+    slot.active.tokens.append(result.sampled[0].token)
+    [result] = demo.run(Batch((DecodeToken(slot, forced=(1, 2, 3)),)))
+    assert (result.no_room, result.n_past) == (True, n_before + 1)
+    demo.sequences.remove(slot.active.seq_id)
+
+
+def test_forced_tokens_are_computed_like_a_prompt_and_the_next_token_is_sampled(any_model: Path) -> None:
+    engine = Engine(Model(any_model, ModelOptions(n_gpu_layers=0)), OPTIONS)
+    expected = generate_alone(engine, prompt(100, seed=1), 30)
+    slot, other = prefill_slot(0, prompt(100, seed=1)), prefill_slot(1, prompt(300, seed=2))
+    while slot.state is not SlotState.DECODE:
+        run_tick(engine, [slot])
+    while len(generated(slot)) < 30:
+        run, n = slot.active, len(generated(slot))
+        forced = tuple(generated(expected)[n : n + n % 5])
+        chunk = PrefillChunk(other, min(9, other.n_pending - 1))
+        results = {one.slot: one for one in engine.run(Batch((DecodeToken(slot, forced=forced),), (chunk,)))}
+        result, other.active.n_past = results[slot], results[other].n_past
+        assert tuple(one.token for one in result.sampled[:-1]) == forced
+        assert result.n_past == run.n_past + 1 + len(forced)
+        assert engine.sequences.holds(run.seq_id, result.n_past)
+        run.n_past = result.n_past
+        run.tokens += [one.token for one in result.sampled]
+    del slot.active.tokens[130:]
+    assert_equal_output(slot, expected)
+    for each in (slot, other):
+        engine.sequences.remove(each.active.seq_id)
+    engine.close()

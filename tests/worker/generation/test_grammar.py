@@ -22,7 +22,13 @@ from llamaq.worker.generation.grammar import sandbox as sandbox_module
 from llamaq.worker.generation.grammar.gbnf_to_lark import MAX_NESTING, gbnf_to_lark
 from llamaq.worker.generation.grammar.grammar_vocabulary import CopiedVocabulary, pack_vocabulary
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
-from llamaq.worker.generation.grammar.token_constraint import SLICES, ConstraintTokenizer, TokenConstraint, _Tokens
+from llamaq.worker.generation.grammar.token_constraint import (
+    MAX_COMPILED,
+    SLICES,
+    ConstraintTokenizer,
+    TokenConstraint,
+    _Tokens,
+)
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 
 
@@ -100,6 +106,36 @@ def test_sampled_tokens_match_the_grammar(vocab: Vocab, sandbox: GrammarSandbox,
         if whole == 2:
             break
     assert whole
+
+
+def test_jobs_with_the_same_grammar_advance_by_themselves(vocab: Vocab) -> None:
+    tokenizer = ConstraintTokenizer(vocab)
+    compiled = llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark('root ::= "a" | "b" "a"', "root"))
+    first, second = tokenizer.compile(compiled), tokenizer.compile(compiled)
+    a, b = vocab.encode("a")[1], vocab.encode("b")[1]
+    first.accept([b])
+    second.accept([a])
+    assert (allows(first, a), allows(first, vocab.eos)) == (True, False)
+    assert (allows(second, a), allows(second, vocab.eos)) == (False, True)
+    assert [allows(tokenizer.compile(compiled), token) for token in (a, b, vocab.eos)] == [True, True, False]
+
+
+def test_the_grammars_that_were_used_last_are_not_compiled_again(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, compiled = ConstraintTokenizer(vocab), []
+    compile_once = tokenizer.compile_on_this_stack
+
+    def count(grammar: str) -> TokenConstraint:
+        compiled.append(grammar)
+        return compile_once(grammar)
+
+    monkeypatch.setattr(tokenizer, "compile_on_this_stack", count)
+    first, *others = [
+        llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(f'root ::= "{number}"', "root"))
+        for number in range(MAX_COMPILED + 1)
+    ]
+    for grammar in (first, first, *others[:-1], first, others[-1], first, others[0]):
+        tokenizer.compile(grammar)
+    assert compiled == [first, *others, others[0]]
 
 
 def test_an_end_token_is_allowed_only_where_the_grammar_can_end(vocab: Vocab) -> None:

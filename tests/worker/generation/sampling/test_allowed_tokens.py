@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from threading import Event, Thread
 from time import sleep
 from typing import Any, cast
@@ -37,6 +37,9 @@ class FixedMask:
 
     def allowed_along(self, draft: Sequence[int]) -> Iterator[TokenSet]:
         return (self.allowed_tokens() for _ in range(len(draft) + 1))
+
+    def allowed_along_forced(self, n_max: int, never: Container[int] = ()) -> Iterator[TokenSet]:
+        return self.allowed_along(())
 
     def end_token_in(self, allowed: TokenSet) -> int | None:
         return 7 if 7 in allowed else None

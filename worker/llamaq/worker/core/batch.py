@@ -40,6 +40,10 @@ class TickBatch(Protocol):
         """Number of tokens of the drafts."""
 
     @property
+    def n_forced(self) -> int:
+        """Number of tokens that grammars force."""
+
+    @property
     def n_jobs(self) -> int:
         """Number of jobs with tokens in the batch."""
 
@@ -51,16 +55,20 @@ class DecodeToken(NamedTuple):
 
     With a draft, the engine computes the tokens of the draft too. While the token that it samples is the next token of
     the draft, it samples one more.
+
+    With forced tokens, the engine computes them too, and samples the token after them. They need no logits.
     """
 
     slot: Slot
     """The slot, in the state DECODE."""
     draft: Draft = NO_DRAFT
     """Tokens that may follow. The scheduler or the draft model adds them, never the strategy."""
+    forced: tuple[int, ...] = ()
+    """Tokens that must follow, because a grammar allows no others. The scheduler adds them. Then there is no draft."""
 
     @property
     def n_tokens(self) -> int:
-        return 1 + len(self.draft.tokens)
+        return 1 + len(self.draft.tokens) + len(self.forced)
 
 
 class PrefillChunk(NamedTuple):
@@ -110,13 +118,17 @@ class Batch:
         return sum([len(part.draft.tokens) for part in self.decode])
 
     @property
+    def n_forced(self) -> int:
+        return sum([len(part.forced) for part in self.decode])
+
+    @property
     def has_draft_work(self) -> bool:
         """Whether there is a draft, or something to compute for the draft model."""
         return self.draft_plan is not NO_DRAFT_PLAN or self.n_drafts > 0
 
     @property
     def n_tokens(self) -> int:
-        return self.n_decode + self.n_drafted + self.n_prefill
+        return self.n_decode + self.n_drafted + self.n_forced + self.n_prefill
 
     @property
     def n_jobs(self) -> int:

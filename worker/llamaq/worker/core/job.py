@@ -55,6 +55,16 @@ class Sampler(Protocol):
             draft: The tokens that the next draws will probably return.
         """
 
+    def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
+        """Return the tokens that must follow `history`, as far as `prepare` has found them. Often there is none.
+
+        The draws would return these tokens, whatever the logits are.
+
+        Args:
+            history: The prompt, then the generated tokens.
+            n_prompt: The length of the prompt in tokens.
+        """
+
     def sample(
         self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
     ) -> int:

@@ -84,6 +84,10 @@ class TextBatch:
         return 0
 
     @property
+    def n_forced(self) -> int:
+        return 0
+
+    @property
     def n_jobs(self) -> int:
         return len({text.job.id for text in self.texts})
 

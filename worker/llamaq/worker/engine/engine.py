@@ -119,7 +119,7 @@ class Engine:
             return self._sample_all(parts)
         if status != NO_ROOM:
             logger.error("engine.decode_failed status=%d parts=%d: decoding them one by one", status, len(parts))
-        return [self._run_alone(_without_draft(part)) for part in parts]
+        return [self._run_alone(_without_tokens_ahead(part)) for part in parts]
 
     def _run_alone(self, part: Part) -> SlotResult:
         """Decode one part by itself. If its sequence lost cells in a failed batch, empty the sequence instead."""
@@ -131,6 +131,8 @@ class Engine:
         if status == SUCCESS:
             return self._sample_all([part])[0]
         if status == NO_ROOM:
+            if isinstance(part, DecodeToken) and part.forced:  # of an isolated sequence: the others have lost them
+                return self._run_alone(_without_tokens_ahead(part))
             return SlotResult(part.slot, run.n_past, no_room=True)
         message = f"llama_decode failed with status {status} for {part.n_tokens} tokens at {run.n_past}"
         error = JobRejected(ErrorCode.DECODE_FAILED, message)
@@ -169,6 +171,8 @@ class Engine:
             if isinstance(part, PrefillChunk):
                 tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
                 batch.add_chunk(tokens, run.n_past, run.seq_id, wants_logits=part.is_last)
+            elif part.forced:
+                batch.add_chunk((run.tokens[run.n_past], *part.forced), run.n_past, run.seq_id, wants_logits=True)
             elif part.draft.tokens:
                 batch.add_draft((run.tokens[run.n_past], *part.draft.tokens), run.n_past, run.seq_id)
 
@@ -182,12 +186,16 @@ class Engine:
         return results + [self._sample(part, [*islice(rows, _n_rows(part))]) for part in others]
 
     def _sample(self, part: Part, rows: Sequence[Logits]) -> SlotResult:
-        """Sample the next token of a part and, while this is the next token of the draft, one more."""
+        """Sample the next token of a part and, while this is the next token of the draft, one more.
+
+        Forced tokens count as sampled. The token after them is sampled.
+        """
         run = part.slot.active
         n_past, n_history = _n_past_after(part), len(run.tokens)
-        draft = part.draft.tokens if isinstance(part, DecodeToken) else ()
-        sampled: list[SampledToken] = []
+        draft, forced = (part.draft.tokens, part.forced) if isinstance(part, DecodeToken) else ((), ())
+        sampled = [SampledToken(token) for token in forced]
         try:
+            run.tokens += forced
             for row, drafted in zip(rows, (*draft, None), strict=False):
                 sampled.append(_sample_row(run, row))
                 if sampled[-1].token != drafted:
@@ -260,17 +268,18 @@ def _seq_id(part: Part) -> int:
 
 
 def _is_single_token(part: Part) -> bool:
-    return isinstance(part, DecodeToken) and not part.draft.tokens
+    return isinstance(part, DecodeToken) and part.n_tokens == 1
 
 
 def _n_rows(part: Part) -> int:
     """Return the number of rows of logits that belong to a part."""
     if isinstance(part, DecodeToken):
-        return part.n_tokens
+        return 1 + len(part.draft)
     return 1 if part.is_last else 0
 
 
-def _without_draft(part: Part) -> Part:
+def _without_tokens_ahead(part: Part) -> Part:
+    """Return the part without its draft and its forced tokens."""
     return DecodeToken(part.slot) if isinstance(part, DecodeToken) else part
 
 

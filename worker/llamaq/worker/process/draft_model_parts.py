@@ -15,7 +15,7 @@ from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model
 from llamaq.worker.engine.load_options import ContextOptions
 from llamaq.worker.engine.model_files import resolve_model_file
-from llamaq.worker.process.cache_factory import choose_held_cells
+from llamaq.worker.process.cache_factory import choose_held_draft_cells
 from llamaq.worker.process.engine_options import context_options, model_options
 from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
@@ -78,7 +78,8 @@ def make_draft_speculation(
     if settings.warmup:
         draft_model.measure(1)  # slower, because it loads the weights
         measured = [draft_model.measure(n_drafts) for n_drafts in (1, settings.n_parallel)]
-    sequences = DraftSequences(settings.n_parallel, context.n_ctx, context.n_vocab, choose_held_cells(settings, engine))
+    held_cells = choose_held_draft_cells(settings, engine)
+    sequences = DraftSequences(settings.n_parallel, context.n_ctx, context.n_vocab, held_cells)
     return DraftModelSpeculation(
         engine.vocab.end_tokens, max_tokens, sequences, max_missing=context.n_batch, measured=measured
     )

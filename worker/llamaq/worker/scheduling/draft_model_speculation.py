@@ -126,7 +126,7 @@ class DraftModelSpeculation(Speculation):
         plain_s = None if self._has_failed else self._times.plain_s(batch.n_decode)
         if plain_s is None:
             return batch  # this tick measures it
-        slots = [part.slot for part in batch.decode if self._n_max(part.slot.active) > 0]
+        slots = [part.slot for part in batch.decode if self._n_max(part.slot.active) > 0 and not part.forced]
         costs, best = self._read_costs(slots, batch.n_decode, plain_s)
         may_gain = costs.may_gain(best)
         if not may_gain and not self._may_try(costs):
@@ -153,7 +153,7 @@ class DraftModelSpeculation(Speculation):
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick, and from the work of the draft model."""
         work = batch.draft_work
-        if batch and not batch.n_prefill:
+        if batch and not batch.n_prefill and not batch.n_forced:
             self._times.record(batch.n_decode, batch.n_drafted, max(0.0, seconds - work.seconds))
         self._model_times.record(work)
         self._n_since_trial += 1

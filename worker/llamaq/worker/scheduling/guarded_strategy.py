@@ -110,7 +110,7 @@ def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> Pla
     if isinstance(part, DecodeToken):
         if slot.state is SlotState.PREFILL:
             return PlanFault.DECODE_IN_PREFILL
-        return None if part.draft is NO_DRAFT else PlanFault.DRAFT
+        return None if part.draft is NO_DRAFT and not part.forced else PlanFault.DRAFT
     if slot.state is SlotState.DECODE:
         return PlanFault.CHUNK_IN_DECODE
     return None if 1 <= part.n_tokens <= slot.n_pending else PlanFault.BAD_CHUNK
@@ -149,7 +149,8 @@ class GuardedStrategy:
         """Pass the time of a tick to the strategy, if it is a `TickTimeReader`. An exception is logged."""
         if self._time_reader is None:
             return
-        tick = TickTime(batch.n_decode, batch.n_prefill, seconds, batch.n_drafted, batch.draft_work.seconds)
+        n_ahead = batch.n_drafted + batch.n_forced
+        tick = TickTime(batch.n_decode, batch.n_prefill, seconds, n_ahead, batch.draft_work.seconds)
         try:
             self._time_reader.record_tick(tick)
         except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything

@@ -5,8 +5,8 @@ tokens are sampled. The histories and the KV cells are recorded at once, because
 the tokens and the masks of grammars are made later, by another thread, while the next batch is computed.
 
 A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
-compute, a waiting job that may preempt another one, cells to evict or to move, a draft, a deadline. Texts are searched
-for drafts the less often, the longer no draft was found.
+compute, a waiting job that may preempt another one, cells to evict or to move, a draft, forced tokens, a deadline.
+Texts are searched for drafts the less often, the longer no draft was found.
 
 If a job ends by a stop string, this is found when the text is made. The next tick has then begun. It computes the KV
 cell of the job's last token. The token that it samples for the job is not used.
@@ -27,6 +27,9 @@ from llamaq.worker.scheduling.preemption import CELLS_AHEAD, Preemption
 from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.scheduling.token_outputs import new_token
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
+
+FORCED_AHEAD = 2
+"""Number of forced tokens, the sampled one included, that end the repetition."""
 
 
 class RepeatedTicks:
@@ -84,6 +87,8 @@ class RepeatedTicks:
         """Whether the text of a token may end a job of the batch."""
         self.can_prepare = False
         """Whether `preparation` returns a call."""
+        self._has_room_for_forced = False
+        """Whether the next plan may add forced tokens to the batch."""
         self._stopped: set[Slot] = set()
 
     # ---- the decision, made with the plan
@@ -107,6 +112,7 @@ class RepeatedTicks:
         self._until_s = self._first_deadline_s(runs, now_s)
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
         self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
+        self._has_room_for_forced = self.can_prepare and batch.n_tokens < self._strategy.limits.budget
 
     def _would_be_planned_again(self, batch: Batch) -> bool:
         """Whether the next plan would be the same, if no job ends and there is no new job."""
@@ -116,6 +122,7 @@ class RepeatedTicks:
             and not self._memory.has_transfers
             and not self._preemption.may_preempt
             and not batch.has_draft_work
+            and not batch.n_forced
         )
 
     def _n_without_search(self, runs: Iterable[Run]) -> int:
@@ -148,8 +155,14 @@ class RepeatedTicks:
     def _continues(self, result: SlotResult) -> bool:
         """Whether the stream has got one token, and this is not its last one."""
         slot, n_past, sampled, error, _ = result
-        is_next = error is None and len(sampled) == 1 and n_past == slot.active.n_past + 1
-        return is_next and sampled[0].token not in self._end_tokens
+        run = slot.active
+        is_next = error is None and len(sampled) == 1 and n_past == run.n_past + 1
+        if not is_next or sampled[0].token in self._end_tokens:
+            return False
+        # The first of the forced tokens is the one that was sampled. The next plan has a part for the others.
+        if not self._has_room_for_forced:
+            return True
+        return len(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)) < FORCED_AHEAD
 
     def late_outputs(self, batch: Batch, results: Iterable[SlotResult], ended_s: float) -> list[NewToken]:
         """Return the outputs of a tick that `extend` has accepted. The texts of its tokens are made now.

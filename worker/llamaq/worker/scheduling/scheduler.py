@@ -28,16 +28,17 @@ from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
-from llamaq.worker.core.batch import Batch, SampledToken, SlotResult
+from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft
+from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
+from llamaq.worker.scheduling.forced_tokens import ForcedTokens
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
@@ -87,6 +88,7 @@ class Scheduler:
         self._end_tokens = end_tokens
         self._worker = worker
         self._speculation = speculation
+        self._forced = ForcedTokens()
         self.n_accepted = 0
         """Number of draft tokens that became tokens of an output, in the last `apply`."""
         self._clock = clock
@@ -256,8 +258,7 @@ class Scheduler:
             if run.job.request.prompt_progress and run.prompt_planned_s is None:
                 run.prompt_planned_s = now_s
                 self._report_progress(run, now_s)
-        if self._speculation is not None:
-            batch = self._add_drafts(batch, self._speculation)
+        batch = self._add_tokens_ahead(batch)
         if not self._outputs:  # they would wait for the end of the repeated ticks
             self.repeater.consider(batch, now_s)
         return batch
@@ -273,16 +274,16 @@ class Scheduler:
         self.n_accepted = 0
         now_s = self._clock()
         stopped = self.repeater.take_stopped()
-        drafts = {part.slot: part.draft for part in batch.decode} | {chunk.slot: NO_DRAFT for chunk in batch.prefill}
+        parts = {part.slot: part for part in batch.parts}
         without_room = None
         for result in results:
-            if result.slot not in drafts:
+            if result.slot not in parts:
                 raise LookupError(f"{result.slot!r} was not in the batch")
             if result.slot in stopped:
                 self._memory.record_progress(result.slot, result.n_past)
                 self._finish(result.slot, FinishReason.STOP)
                 continue
-            self._apply_result(result, drafts[result.slot], now_s)
+            self._apply_result(result, parts[result.slot], now_s)
             if result.no_room:
                 without_room = result.slot
         if without_room:
@@ -292,10 +293,19 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _add_drafts(self, batch: Batch, speculation: Speculation) -> Batch:
-        """Add drafts to the batch, as far as the batch, the KV memory and the target of the strategy have room."""
+    def _add_tokens_ahead(self, batch: Batch) -> Batch:
+        """Add forced tokens and drafts, as far as the batch, the KV memory and the target of the strategy have room."""
         room = min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
-        return speculation.add_drafts(batch, room, self._strategy.draft_limit_s(self._memory.slots))
+        has_grammar = any(part.slot.active.job.sampler.can_prepare for part in batch.decode)
+        if not has_grammar and self._speculation is None:
+            return batch
+        limit_s = self._strategy.draft_limit_s(self._memory.slots)
+        if has_grammar:
+            batch = self._forced.add(batch, room, limit_s)
+        if self._speculation is not None:
+            left_s = self._forced.left_s(batch, limit_s)
+            batch = self._speculation.add_drafts(batch, room - batch.n_forced, left_s)
+        return batch
 
     # ---- views
 
@@ -387,6 +397,7 @@ class Scheduler:
         seconds = self._tick_timer.end(ended_s, begins_next=bool(batch and self._memory.active_slots))
         if batch:
             self._strategy.record_tick(batch, seconds)
+            self._forced.record_tick(batch, seconds)
             if self._speculation is not None:
                 self._speculation.record_tick(batch, seconds)
 
@@ -397,7 +408,7 @@ class Scheduler:
 
     # ---- results of a tick
 
-    def _apply_result(self, result: SlotResult, draft: Draft, now_s: float) -> None:
+    def _apply_result(self, result: SlotResult, part: DecodeToken | PrefillChunk, now_s: float) -> None:
         slot = result.slot
         run = slot.active
         has_advanced, n_before = result.n_past > run.n_past, len(run.tokens)
@@ -407,10 +418,12 @@ class Scheduler:
         finish = self._append_tokens(slot, result.sampled, now_s) or result.error
         n_verified = result.n_past - n_before
         if n_verified > 0:
-            # The sequence holds the history of before and the draft, and the last sampled token is not in the draft.
+            # The sequence holds the history of before and the tokens ahead: those of the draft, or forced ones. The
+            # last sampled token is not among them.
             n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
             self._memory.remove_after(slot, n_before + n_accepted)
-            self._record_draft(run, draft.first(n_verified), n_accepted)
+            if isinstance(part, DecodeToken) and part.draft.tokens:
+                self._record_draft(run, part.draft.first(n_verified), n_accepted)
         if finish is not None:
             self._finish(slot, finish)
         elif slot.state is SlotState.DECODE and run.n_pending > 1:

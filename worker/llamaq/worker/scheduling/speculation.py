@@ -91,16 +91,16 @@ class Speculation:
         room = int(min(room, self._max_tokens, n_within(limit_s - plain_s, token_s)))
         if room <= 0 or not can_gain(n_decode, plain_s, token_s):
             return batch
-        proposals = [proposal for part in batch.decode if (proposal := self._propose(part.slot)) is not None]
+        proposals = [proposal for part in batch.decode if (proposal := self._propose(part)) is not None]
         if not proposals:
             return batch
         drafts = self._choose(proposals, room, n_decode, plain_s, token_s)
-        decode = tuple(DecodeToken(part.slot, drafts.get(part.slot, NO_DRAFT)) for part in batch.decode)
+        decode = tuple(part._replace(draft=drafts.get(part.slot, NO_DRAFT)) for part in batch.decode)
         return replace(batch, decode=decode)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""
-        if batch and not batch.n_prefill:
+        if batch and not batch.n_prefill and not batch.n_forced:
             self._times.record(batch.n_decode, batch.n_drafted, seconds)
 
     def record_draft(self, drafting: Drafting, draft: Draft, n_accepted: int) -> None:
@@ -114,11 +114,13 @@ class Speculation:
         if n_accepted == len(draft):
             self._retry_after.pop(draft.grade, None)
 
-    def _propose(self, slot: Slot) -> _Proposal | None:
-        """Return the draft of a slot. None: it has none, or it generates its last token now."""
-        run = slot.active
+    def _propose(self, part: DecodeToken) -> _Proposal | None:
+        """Return the draft of a slot. None: it has none, it generates its last token now, or its next tokens are
+        forced.
+        """
+        slot, run = part.slot, part.slot.active
         drafting, n_max = run.job.drafting, self._n_max(run)
-        if drafting is None or drafting.drafter is None or n_max < 1:
+        if drafting is None or drafting.drafter is None or n_max < 1 or part.forced:
             return None
         draft = drafting.drafter.propose(run.tokens, n_max)
         if not draft.tokens:

@@ -110,16 +110,17 @@ class FakeEngine:
             return SlotResult(slot, self.sequences.cut(run.seq_id, n_left))
         if self._reports_no_room and not self.sequences.has_room(run.seq_id, part.n_tokens):
             return SlotResult(slot, run.n_past, no_room=True)
-        draft = part.draft.tokens if isinstance(part, DecodeToken) else ()
-        self.sequences.append(run.seq_id, [*run.tokens[run.n_past : run.n_past + part.n_tokens - len(draft)], *draft])
+        draft, forced = (part.draft.tokens, part.forced) if isinstance(part, DecodeToken) else ((), ())
+        n_own = part.n_tokens - len(draft) - len(forced)
+        self.sequences.append(run.seq_id, [*run.tokens[run.n_past : run.n_past + n_own], *draft, *forced])
         self.computed += part.n_tokens
         n_past = self.sequences.n_held(run.seq_id)
         if n_past < len(run.tokens):
             return SlotResult(slot, n_past)
-        sampled: list[SampledToken] = []
+        sampled = [SampledToken(token) for token in forced]
         try:
             for drafted in (*draft, None):
-                sampled.append(self._sample(run, draft[: len(sampled)]))
+                sampled.append(self._sample(run, [one.token for one in sampled]))
                 if sampled[-1].token != drafted:
                     break
         except JobRejected as exc:
@@ -145,6 +146,6 @@ class FakeEngine:
             if self.sequences.tokens(run.seq_id) != run.tokens[: run.n_past]:
                 raise AssertionError(f"sequence {run.seq_id} does not hold the tokens of {part.slot!r}")
             expected = SlotState.DECODE if isinstance(part, DecodeToken) else SlotState.PREFILL
-            n_drafted = len(part.draft) if isinstance(part, DecodeToken) else 0
-            if part.slot.state is not expected or not 1 <= part.n_tokens - n_drafted <= run.n_pending:
+            n_ahead = len(part.draft) + len(part.forced) if isinstance(part, DecodeToken) else 0
+            if part.slot.state is not expected or not 1 <= part.n_tokens - n_ahead <= run.n_pending:
                 raise AssertionError(f"{part!r} does not fit {part.slot!r}")

@@ -60,6 +60,9 @@ class GreedySampler:
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
         """Do nothing: there is no grammar."""
 
+    def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:  # noqa: ARG002 - the protocol's
+        return ()
+
     def sample(
         self,
         logits: npt.NDArray[np.float32],

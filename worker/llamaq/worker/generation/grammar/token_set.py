@@ -69,6 +69,10 @@ class TokenSet:
                 self._n_tokens = int.from_bytes(self._bytes, "little").bit_count()
         return self._n_tokens
 
+    def only(self) -> int | None:
+        """Return the token of a set with one token. None: there is none, or several."""
+        return int(self.ids()[0]) if len(self) == 1 else None
+
     def ids(self) -> npt.NDArray[np.intp]:
         """Return the tokens in ascending order, read-only. They are computed once, and take 8 bytes for each token."""
         if self._ids is None:

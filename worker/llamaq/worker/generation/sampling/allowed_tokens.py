@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from math import ceil, inf, isfinite
 from threading import Lock
 
@@ -21,6 +21,8 @@ MAX_TRIES = 4
 """How many tokens with the largest logits are tried one by one, before the logits of the other tokens are masked."""
 MAX_BEST = 256
 """With more candidates, finding them among the tokens that are not allowed takes as long as masking those tokens."""
+MAX_FORCED = 16
+"""Largest number of forced tokens in one tick, so that the streams of other jobs do not pause."""
 MARGIN = 1.5
 """The factor by which more tokens are searched than are needed, because some of them may not be allowed."""
 NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
@@ -35,14 +37,24 @@ class AllowedTokens:
         grammar: Restricts the tokens. None: all are allowed.
         reasoning: Bounds the reasoning. None: it is not bounded.
         n_best: Number of candidates that are needed: those with the largest logits. None: all.
+        can_force: Whether a token is drawn without its logits if the grammar allows no other.
+        never: Tokens that are drawn only if nothing else is left, and never without their logits.
     """
 
     def __init__(
-        self, grammar: TokenConstraint | None, reasoning: ReasoningBudget | None, *, n_best: int | None = None
+        self,
+        grammar: TokenConstraint | None,
+        reasoning: ReasoningBudget | None,
+        *,
+        n_best: int | None = None,
+        can_force: bool = False,
+        never: Container[int] = (),
     ) -> None:
         self._grammar = grammar
         self._reasoning = reasoning
         self._n_best = n_best if n_best is not None and n_best <= MAX_BEST else None
+        self._n_forced_max = MAX_FORCED if can_force else 0
+        self._never = never
         self._lock = Lock()
         """Held while the grammar reads tokens or computes masks."""
         self._is_awaited = False
@@ -50,10 +62,14 @@ class AllowedTokens:
         self._error: Exception | None = None
         """The error of `prepare`, after which the state of the grammar is not known."""
         self._ahead: list[TokenSet] = []
-        """What is allowed after the tokens that the grammar has accepted, and after each token of a draft."""
+        """What is allowed after the tokens that the grammar has accepted, and after each token of a draft or each
+        forced token."""
         self._ahead_from = 0
-        """Number of generated tokens at the beginning of the draft."""
+        """Number of generated tokens at the beginning of the draft or of the forced tokens."""
         self._draft: Sequence[int] = ()
+        """The draft, or the forced tokens."""
+        self._is_forced = False
+        """Whether these are forced tokens."""
         self._newest: TokenSet | None = None
         """What the grammar allows where a token was drawn last."""
         self._n_drawn = 0
@@ -62,6 +78,8 @@ class AllowedTokens:
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
         """Find the tokens that the grammar allows after the first `n_history` tokens of `history`, and after each token
         of a draft that follows them, until a draw waits for them. An error is raised by the next `restrict`.
+
+        Without a draft, find the forced tokens: those that follow while the grammar allows a single token.
         """
         grammar, n_generated = self._grammar, n_history - n_prompt
         if grammar is None:
@@ -69,17 +87,53 @@ class AllowedTokens:
         with self._lock:
             if self._error is not None or n_generated < max(grammar.n_accepted, self._n_drawn):
                 return  # the draw was faster
+            if not draft and self._has_forced(history, n_prompt, n_history):
+                return
             try:
                 grammar.accept(history, n_prompt, n_history)
-                self._ahead, self._ahead_from, self._draft = [], n_generated, draft
-                for allowed in grammar.allowed_along(draft):
-                    if _are_few(allowed):
-                        allowed.ids()  # stores them
-                    self._ahead.append(allowed)
-                    if self._is_awaited:  # the draw may refuse the draft
-                        break
+                self._look_ahead(grammar, n_generated, draft)
             except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
                 self._error = exc
+
+    def _look_ahead(self, grammar: TokenConstraint, n_generated: int, draft: Sequence[int]) -> None:
+        """Store what is allowed along the draft, or along the forced tokens if there is no draft."""
+        self._ahead, self._ahead_from, self._draft, self._is_forced = [], n_generated, draft, False
+        if draft or not self._n_forced_max:
+            sets = grammar.allowed_along(draft)
+        else:
+            sets = grammar.allowed_along_forced(self._n_forced_max, self._never)
+        for allowed in sets:
+            if _are_few(allowed):
+                allowed.ids()  # stores them
+            self._ahead.append(allowed)
+            if self._is_awaited:  # the draw may refuse the draft
+                break
+        if not draft:
+            self._draft = [int(allowed.ids()[0]) for allowed in self._ahead[:-1]]
+            self._is_forced = bool(self._draft)
+
+    def _has_ahead(self, history: Sequence[int], n_prompt: int, n_history: int) -> bool:
+        """Return whether it is known what is allowed after the first `n_history` tokens of `history`."""
+        start = n_prompt + self._ahead_from
+        place = n_history - start
+        return 0 <= place < len(self._ahead) and list(history[start:n_history]) == list(self._draft[:place])
+
+    def _has_forced(self, history: Sequence[int], n_prompt: int, n_history: int) -> bool:
+        """Return whether it is known which tokens are forced after the first `n_history` tokens of `history`.
+
+        After the last known one, the search continues if its bound or a draw has ended it.
+        """
+        if not self._is_forced or not self._has_ahead(history, n_prompt, n_history):
+            return False
+        place = n_history - n_prompt - self._ahead_from
+        return place < len(self._draft) or self._ahead[place].only() is None
+
+    def forced(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
+        """Return the tokens that must follow `history`, as far as `prepare` has found them."""
+        with self._lock:
+            if not self._is_forced or self._error is not None or not self._has_ahead(history, n_prompt, len(history)):
+                return ()
+            return self._draft[len(history) - n_prompt - self._ahead_from :]
 
     def allows(self, token: int, history: Sequence[int], n_prompt: int) -> bool:
         """Whether `token` may follow `history`. Raises like `restrict`."""
@@ -145,7 +199,7 @@ class AllowedTokens:
                 raise self._error
             self._n_drawn = len(history) - n_prompt + 1
             place = len(history) - n_prompt - self._ahead_from
-            if 0 < place < len(self._ahead) and list(history[-place:]) == list(self._draft[:place]):
+            if place > 0 and self._has_ahead(history, n_prompt, len(history)):
                 self._newest = self._ahead[place]
             else:
                 grammar.accept(history, n_prompt)

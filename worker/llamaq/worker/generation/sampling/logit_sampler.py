@@ -104,14 +104,24 @@ class LogitSampler:
         is_plain = self._feedback is None and not has_drawn_logprobs
         self._top_k_draw = top_k_draw(chain, params) if is_plain else None
         """Draws from the whole vocabulary after the penalties, if no other samplers than its own are needed."""
-        self._allowed = AllowedTokens(grammar, reasoning, n_best=None if self._penalties else self._n_best())
-        self.checks_logits = self._top_k_draw is not None and not is_bound
         self._never_best = frozenset(self._masked.tolist())
+        self._allowed = AllowedTokens(
+            grammar,
+            reasoning,
+            n_best=None if self._penalties else self._n_best(),
+            can_force=n_logprobs is None and self._feedback is None and not self._bias.size,
+            never=self._never_best,
+        )
+        self.checks_logits = self._top_k_draw is not None and not is_bound
         self.can_prepare = grammar is not None
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
         """Compute the masks of the grammar; see `core.job.Sampler`."""
         self._allowed.prepare(history, n_prompt, n_history, draft)
+
+    def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
+        """Return the tokens that must follow `history`; see `core.job.Sampler`."""
+        return self._allowed.forced(history, n_prompt)
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, best: int | None = None) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""

@@ -1,0 +1,260 @@
+"""Tokens that a grammar forces need no tick of their own, and the output is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.worker.scheduling.test_speculation import Oracle
+
+from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.token_draft import Drafting
+from llamaq.worker.generation.detokenizer import StreamDetokenizer
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.scheduling.batch_strategies import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
+from llamaq.worker.scheduling.forced_tokens import FIRST_TOKENS, MAX_IN_TICK, ForcedTokens
+from llamaq.worker.scheduling.latency_target import LatencyTarget
+from llamaq.worker.testing import (
+    ByteVocab,
+    FakeEngine,
+    GreedySampler,
+    ManualClock,
+    make_job,
+    make_memory,
+    make_scheduler,
+    run_tick,
+)
+
+PERIOD = 9
+STRATEGIES: list[Callable[[], BatchStrategy]] = [DecodeMaximal, PrefillPriority, Balanced, LatencyTarget]
+
+
+class ForcingSampler(GreedySampler):
+    """A sampler whose grammar forces the tokens at some positions of the output.
+
+    Args:
+        n_free: Number of tokens in each `PERIOD` that are sampled. The others are forced.
+        knows: Whether `prepare` has always found all forced tokens.
+    """
+
+    can_prepare = True
+
+    def __init__(self, n_free: int = 3, *, knows: bool = True) -> None:
+        super().__init__()
+        self._n_free = n_free
+        self._knows = knows
+        self.n_sampled = 0
+
+    def _forced_at(self, position: int) -> int | None:
+        return ord("A") + position % 26 if position % PERIOD >= self._n_free else None
+
+    def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
+        position = len(history) - n_prompt
+        tokens: list[int] = []
+        while self._knows and len(tokens) < 16 and (token := self._forced_at(position + len(tokens))) is not None:
+            tokens.append(token)
+        return tokens
+
+    def sample(
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+    ) -> int:
+        self.n_sampled += 1
+        forced = self._forced_at(len(history) - n_prompt)
+        return super().sample(logits, history, n_prompt, best) if forced is None else forced
+
+
+def run(
+    jobs: Sequence[Job],
+    *,
+    n_ctx: int = 600,
+    n_batch: int = 64,
+    n_slots: int = 3,
+    strategy: BatchStrategy | None = None,
+    draft_tokens: int = 0,
+    repeats: int = 0,
+) -> tuple[list[Output], FakeEngine]:
+    """Run jobs on the fake engine, which checks every cell."""
+    engine = FakeEngine(n_ctx=n_ctx, n_batch=n_batch, n_seq_max=n_slots + 4)
+    memory = make_memory(engine, n_slots=n_slots, cache=RadixPrefixCache())
+    scheduler = make_scheduler(engine, memory, strategy=strategy, draft_tokens=draft_tokens)
+    for job in jobs:
+        scheduler.submit(job)
+    outputs: list[Output] = []
+    while scheduler.has_work:
+        outputs += run_tick(scheduler, engine, repeats=repeats)
+    return outputs, engine
+
+
+def tokens_of(outputs: Sequence[Output], job: Job) -> list[int]:
+    return [output.token for output in outputs if isinstance(output, NewToken) and output.job is job]
+
+
+def end_of(outputs: Sequence[Output], job: Job) -> JobEnded:
+    [end] = [output for output in outputs if isinstance(output, JobEnded) and output.job is job]
+    return end
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_forced_tokens_change_no_output(seed: int) -> None:
+    random = Random(seed)
+    strategy = random.choice(STRATEGIES)
+    n_ctx, n_batch, repeats = random.choice([120, 600]), random.choice([4, 8, 64]), random.choice([0, 50])
+    draft_tokens = random.choice([0, 16])
+    kinds = [
+        (random.randrange(1, 40), random.randrange(1, 60), random.randrange(PERIOD + 1), random.random() < 0.3)
+        for _ in range(6)
+    ]
+
+    def make(*, knows: bool) -> list[Job]:
+        return [
+            make_job(
+                [index, *range(n_prompt)],
+                max_tokens=max_tokens,
+                sampler=ForcingSampler(n_free, knows=knows),
+                drafting=Drafting(Oracle(), 8) if drafts else None,
+            )
+            for index, (n_prompt, max_tokens, n_free, drafts) in enumerate(kinds)
+        ]
+
+    plain, forced = make(knows=False), make(knows=True)
+    expected, _ = run(plain, n_ctx=n_ctx, n_batch=n_batch)
+    outputs, engine = run(
+        forced, n_ctx=n_ctx, n_batch=n_batch, strategy=strategy(), draft_tokens=draft_tokens, repeats=repeats
+    )
+    for one, other in zip(plain, forced, strict=True):
+        assert tokens_of(outputs, other) == tokens_of(expected, one)
+        assert end_of(outputs, other).reason is end_of(expected, one).reason
+        assert end_of(outputs, other).stats.generated_tokens == end_of(expected, one).stats.generated_tokens
+    for batch in engine.batches:
+        assert batch.n_tokens == sum(part.n_tokens for part in batch.parts) <= n_batch
+        assert not any(part.forced and part.draft for part in batch.decode)
+
+
+def test_forced_tokens_need_no_tick_and_no_logits() -> None:
+    slow, quick = (make_job(max_tokens=90, sampler=ForcingSampler(knows=knows)) for knows in (False, True))
+    _, engine = run([slow])
+    n_slow = len(engine.batches)
+    _, engine = run([quick], repeats=50)
+    assert n_slow >= 90
+    assert len(engine.batches) <= 90 * 3 / PERIOD + 12
+    assert isinstance(quick.sampler, ForcingSampler)
+    assert quick.sampler.n_sampled <= 90 * 4 / PERIOD + 1
+
+
+def test_forced_tokens_end_no_repetition_if_the_batch_has_no_room_for_them() -> None:
+    n_plans = []
+    for knows in (False, True):
+        engine = FakeEngine(n_batch=2, n_seq_max=8)
+        scheduler = make_scheduler(engine, make_memory(engine))
+        for index in range(2):
+            scheduler.submit(make_job([index], max_tokens=100, sampler=ForcingSampler(knows=knows)))
+        n_plans.append(0)
+        while scheduler.has_work:
+            run_tick(scheduler, engine, repeats=50)
+            n_plans[-1] += 1
+    assert n_plans[1] == n_plans[0] < 10
+
+
+def test_a_stop_string_within_forced_tokens_ends_the_job_and_leaves_no_cell_after_it() -> None:
+    job = make_job([1, 2], max_tokens=50, sampler=ForcingSampler())
+    job.detokenizer = StreamDetokenizer(ByteVocab().piece, ["FG"])
+    again = make_job([1, 2], max_tokens=20, sampler=ForcingSampler())
+    outputs, _ = run([job])
+    end = end_of(outputs, job)
+    assert end.reason is FinishReason.STOP
+    assert end.stats.generated_tokens == 7
+    outputs, _ = run([job_like(job), again], n_slots=1)
+    assert len(tokens_of(outputs, again)) == 20
+
+
+def job_like(job: Job) -> Job:
+    copy = make_job(job.prompt, max_tokens=50, sampler=ForcingSampler())
+    copy.detokenizer = StreamDetokenizer(ByteVocab().piece, ["FG"])
+    return copy
+
+
+def test_the_last_token_of_a_job_is_sampled() -> None:
+    for max_tokens in range(1, 2 * PERIOD):
+        job = make_job(max_tokens=max_tokens, sampler=ForcingSampler())
+        outputs, _ = run([job])
+        assert len(tokens_of(outputs, job)) == max_tokens
+        assert end_of(outputs, job).reason is FinishReason.LENGTH
+
+
+def test_one_tick_has_a_bounded_number_of_forced_tokens() -> None:
+    class Endless(ForcingSampler):
+        def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
+            return [65] * 1000
+
+        def sample(self, *_: object) -> int:
+            return 65
+
+    jobs = [make_job([index], max_tokens=300, sampler=Endless()) for index in range(3)]
+    _, engine = run(jobs, n_ctx=2000, n_batch=512)
+    assert max(batch.n_forced for batch in engine.batches) == MAX_IN_TICK
+    assert max(batch.n_decode for batch in engine.batches) == 3
+
+
+def test_a_limit_of_the_time_of_ticks_bounds_forced_tokens() -> None:
+    forced, job = ForcedTokens(), make_job(max_tokens=300, sampler=ForcingSampler(n_free=0))
+    slot = decoding_slot(job)
+    batch = Batch((DecodeToken(slot),))
+    room, limit_s = 64, 0.010
+    assert not forced.add(batch, room, limit_s).n_forced  # this tick measures the time without them
+    forced.record_tick(batch, 0.004)
+    first = forced.add(batch, room, limit_s)
+    assert first.n_forced == FIRST_TOKENS
+    forced.record_tick(first, 0.004 + FIRST_TOKENS * 0.001)
+    assert forced.add(batch, room, limit_s).n_forced == 6
+    assert forced.add(batch, room, 0.003).n_forced == 0
+    assert forced.add(batch, room, float("inf")).n_forced > 6
+
+
+def test_forced_tokens_and_drafts_together_keep_the_limit_of_the_time_of_ticks() -> None:
+    class Limited(DecodeMaximal):
+        def draft_limit_s(self, slots: Sequence[Slot]) -> float:
+            return 0.0205
+
+    clock, engine = ManualClock(), FakeEngine(n_ctx=2000, n_batch=64, n_seq_max=8)
+    memory = make_memory(engine, n_slots=2)
+    scheduler = make_scheduler(engine, memory, strategy=Limited(), draft_tokens=64, clock=clock)
+    scheduler.submit(make_job([1, 2], max_tokens=300, sampler=ForcingSampler(n_free=4)))
+    scheduler.submit(make_job([3, 4], max_tokens=300, drafting=Drafting(Oracle(), 20)))
+    seconds: list[float] = []
+    while scheduler.has_work:
+        scheduler.admit()
+        batch = scheduler.plan()
+        seconds.append(0.010 + 0.001 * (batch.n_forced + batch.n_drafted))
+        clock.now_s += seconds[-1]
+        scheduler.apply(batch, engine.run(batch))
+    assert any(batch.n_forced and batch.n_drafted for batch in engine.batches)
+    assert max(seconds) < 0.0205
+
+
+def decoding_slot(job: Job) -> Slot:
+    """Return a slot whose job has generated its first token."""
+    engine = FakeEngine(n_ctx=600, n_seq_max=4)
+    memory = make_memory(engine, n_slots=1)
+    scheduler = make_scheduler(engine, memory)
+    scheduler.submit(job)
+    run_tick(scheduler, engine)
+    return memory.slots[0]
+
+
+def test_the_engine_returns_forced_tokens_and_then_the_error_of_the_draw() -> None:
+    job = make_job([1, 2], max_tokens=50, sampler=ForcingSampler(n_free=PERIOD))
+    slot = decoding_slot(job)
+    engine = FakeEngine(n_ctx=600, n_seq_max=4)
+    engine.sequences.append(slot.active.seq_id, slot.active.tokens[: slot.active.n_past])
+    job.sampler.fails_at = 4  # type: ignore[attr-defined]
+    [result] = engine.run(Batch((DecodeToken(slot, forced=(7, 8, 9)),)))
+    assert isinstance(result, SlotResult)
+    assert result.sampled == tuple(map(SampledToken, (7, 8, 9)))
+    assert result.error is not None
+    assert result.n_past == slot.active.n_past + 4
