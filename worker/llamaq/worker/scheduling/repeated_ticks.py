@@ -14,7 +14,6 @@ cell of the job's last token. The token that it samples for the job is not used.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -24,8 +23,8 @@ from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD, Preemption
-from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.scheduling.token_outputs import new_token
+from llamaq.worker.scheduling.tokens_ahead import TokensAhead
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 FORCED_AHEAD = 2
@@ -53,7 +52,7 @@ class RepeatedTicks:
         waiting: The jobs without a slot.
         strategy: Plans the batches.
         preemption: Preempts running jobs.
-        speculation: Adds drafts to the batches. None: no tokens are drafted.
+        tokens_ahead: Adds forced tokens and drafts to the batches.
         end_tokens: The model's end-of-generation tokens.
         on_tick: `late_outputs` calls it with the batch of each tick and the time of its end.
         clock: Returns the time in seconds.
@@ -65,7 +64,7 @@ class RepeatedTicks:
         waiting: WaitingQueue,
         strategy: GuardedStrategy,
         preemption: Preemption,
-        speculation: Speculation | None = None,
+        tokens_ahead: TokensAhead,
         *,
         end_tokens: frozenset[int],
         on_tick: Callable[[Batch, float], None],
@@ -75,7 +74,7 @@ class RepeatedTicks:
         self._waiting = waiting
         self._strategy = strategy
         self._preemption = preemption
-        self._speculation = speculation
+        self._tokens_ahead = tokens_ahead
         self._end_tokens = end_tokens
         self._on_tick = on_tick
         self._clock = clock
@@ -108,7 +107,8 @@ class RepeatedTicks:
             return
         runs = [part.slot.active for part in batch.decode]
         n_to_end = min([run.max_length - len(run.tokens) for run in runs]) - 1
-        self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD), self._n_without_search(runs))
+        n_without_search = self._tokens_ahead.n_ticks_without_search(runs)
+        self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD), n_without_search)
         self._until_s = self._first_deadline_s(runs, now_s)
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
         self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
@@ -124,12 +124,6 @@ class RepeatedTicks:
             and not batch.has_draft_work
             and not batch.n_forced
         )
-
-    def _n_without_search(self, runs: Iterable[Run]) -> int:
-        """Return for how many ticks no draft needs to be searched for. Unlimited if no job drafts."""
-        if self._speculation is None or all(run.job.drafting is None for run in runs):
-            return sys.maxsize
-        return self._speculation.n_repeats
 
     def _first_deadline_s(self, runs: Iterable[Run], now_s: float) -> float:
         """Return when the first job must end. A job without a slot has no `timeout_s` that could pass."""

@@ -32,19 +32,18 @@ from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledTo
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
-from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
-from llamaq.worker.scheduling.forced_tokens import ForcedTokens
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
 from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.scheduling.tick_times import TickTimer
 from llamaq.worker.scheduling.token_outputs import new_token
+from llamaq.worker.scheduling.tokens_ahead import TokensAhead
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
@@ -87,8 +86,7 @@ class Scheduler:
         self._strategy = strategy
         self._end_tokens = end_tokens
         self._worker = worker
-        self._speculation = speculation
-        self._forced = ForcedTokens()
+        self._tokens_ahead = TokensAhead(memory, strategy, speculation)
         self.n_accepted = 0
         """Number of draft tokens that became tokens of an output, in the last `apply`."""
         self._clock = clock
@@ -104,7 +102,7 @@ class Scheduler:
             self._waiting,
             strategy,
             self._preemption,
-            speculation,
+            self._tokens_ahead,
             end_tokens=end_tokens,
             on_tick=self._record_repeated_tick,
             clock=clock,
@@ -258,7 +256,7 @@ class Scheduler:
             if run.job.request.prompt_progress and run.prompt_planned_s is None:
                 run.prompt_planned_s = now_s
                 self._report_progress(run, now_s)
-        batch = self._add_tokens_ahead(batch)
+        batch = self._tokens_ahead.add(batch)
         if not self._outputs:  # they would wait for the end of the repeated ticks
             self.repeater.consider(batch, now_s)
         return batch
@@ -292,20 +290,6 @@ class Scheduler:
         self._time_tick(batch, self._clock())
         outputs, self._outputs = self._outputs, []
         return outputs
-
-    def _add_tokens_ahead(self, batch: Batch) -> Batch:
-        """Add forced tokens and drafts, as far as the batch, the KV memory and the target of the strategy have room."""
-        room = min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
-        has_grammar = any(part.slot.active.job.sampler.can_prepare for part in batch.decode)
-        if not has_grammar and self._speculation is None:
-            return batch
-        limit_s = self._strategy.draft_limit_s(self._memory.slots)
-        if has_grammar:
-            batch = self._forced.add(batch, room, limit_s)
-        if self._speculation is not None:
-            left_s = self._forced.left_s(batch, limit_s)
-            batch = self._speculation.add_drafts(batch, room - batch.n_forced, left_s)
-        return batch
 
     # ---- views
 
@@ -397,9 +381,7 @@ class Scheduler:
         seconds = self._tick_timer.end(ended_s, begins_next=bool(batch and self._memory.active_slots))
         if batch:
             self._strategy.record_tick(batch, seconds)
-            self._forced.record_tick(batch, seconds)
-            if self._speculation is not None:
-                self._speculation.record_tick(batch, seconds)
+            self._tokens_ahead.record_tick(batch, seconds)
 
     def _record_tick(self) -> None:
         """Count the slots that the tick used, for the share of bulk jobs."""
@@ -423,7 +405,8 @@ class Scheduler:
             n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
             self._memory.remove_after(slot, n_before + n_accepted)
             if isinstance(part, DecodeToken) and part.draft.tokens:
-                self._record_draft(run, part.draft.first(n_verified), n_accepted)
+                self.n_accepted += n_accepted
+                self._tokens_ahead.record_draft(run, part.draft.first(n_verified), n_accepted)
         if finish is not None:
             self._finish(slot, finish)
         elif slot.state is SlotState.DECODE and run.n_pending > 1:
@@ -432,11 +415,6 @@ class Scheduler:
 
     def _report_progress(self, run: Run, now_s: float) -> None:
         self._outputs.append(PromptAdvanced(run.job, progress_of(run, now_s)))
-
-    def _record_draft(self, run: Run, draft: Draft, n_accepted: int) -> None:
-        self.n_accepted += n_accepted
-        if self._speculation is not None and run.job.drafting is not None:
-            self._speculation.record_draft(run.job.drafting, draft, n_accepted)
 
     def _append_tokens(self, slot: Slot, sampled: Iterable[SampledToken], now_s: float) -> FinishReason | None:
         """Append sampled tokens to the history, up to the last token of the job.
