@@ -41,28 +41,6 @@ POLL_S = 0.02
 LEASE_S = 1
 OUTPUT_TAIL_CHARS = 6000
 
-PACED = """
-import os
-import time
-from pathlib import Path
-from llamaq.worker import DecodeMaximal
-
-LINGER_TOKENS = int(os.environ.get("LINGER_TOKENS", "1000000"))
-MAY_FINISH = Path("may-finish")
-
-class Paced(DecodeMaximal):
-    def build_batch(self, slots, *args, **kwargs):
-        time.sleep(float(os.environ.get("TICK_S", "0.01")))
-        longest = max((slot.run.n_generated for slot in slots if slot.run is not None), default=0)
-        if longest >= LINGER_TOKENS and not MAY_FINISH.exists():
-            time.sleep(0.2)
-        return super().build_batch(slots, *args, **kwargs)
-"""
-"""A strategy with a minimum time per tick: TICK_S seconds, 0.01 by default. So a job takes about as long on a fast
-machine as on a slow one. If LINGER_TOKENS is set, a tick takes 0.2 seconds longer while a job with that many tokens
-runs, until `Environment.let_jobs_finish` is called. So no job ends before the test has disturbed it, even if the test
-is stopped for a second."""
-
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
     """Wait until `condition` returns a true value, and return this value."""
@@ -181,8 +159,10 @@ class Environment:
         return own | self.pace_variables(**variables)
 
     def pace_variables(self, **variables: str) -> dict[str, str]:
-        """Return the environment variables of a worker with about 100 ticks a second, and `variables`. See `PACED`."""
-        (self.folder / "paced.py").write_text(PACED)
+        """Return the environment variables of a worker with about 100 ticks a second, and `variables`.
+
+        `tests/support/child_processes/paced.py` tells what TICK_S and LINGER_TOKENS mean.
+        """
         return {"LLAMAQ_BATCH_STRATEGY": "paced:Paced"} | variables
 
     def start_worker(self, *arguments: str, wait: bool = True, supervised: bool = False, **variables: str) -> Command:

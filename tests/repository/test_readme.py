@@ -55,8 +55,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Redis whose default queue has a worker with the demo model."""
     folder = tmp_path_factory.mktemp("served")
     with EmbeddedRedis() as redis, (folder / "log").open("wb") as log:
-        # The demo model generates many tokens in the default interval, and these texts are short.
-        supervisor = Supervisor([WorkerSettings(redis_url=redis.url, n_threads=1, stream_interval_ms=0)], log)
+        # The demo model generates many tokens in the default interval, and these texts are short. The ticks are paced,
+        # so that a busy machine streams a text in several pieces too.
+        settings = WorkerSettings(redis_url=redis.url, n_threads=1, stream_interval_ms=0, batch_strategy="paced:Paced")
+        supervisor = Supervisor([settings], log)
         supervisor.start()
         try:
             await_worker(redis.url, "default")
@@ -94,10 +96,10 @@ def test_the_backend_example_streams_a_text() -> None:
     async def use() -> list[str]:
         staying = Request({"type": "http"}, receive=asyncio.Event().wait)  # type: ignore[arg-type]
         response = await example["answer"]("Once upon a time", staying)
+        pieces = [piece async for piece in response.body_iterator]  # at once: what waits is read as one piece
         with pytest.raises(JobFailed, match="prompt_too_long") as failed:
             await example["answer"]("Once upon a time " * 3000, staying)
         assert failed.value.http_status == 400
-        pieces = [piece async for piece in response.body_iterator]
         await example["client"].aclose()
         return pieces
 
