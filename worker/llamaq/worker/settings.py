@@ -44,7 +44,7 @@ class BatchSettings(BaseModel):
         "below it. If not set: 50.",
     )
     stream_interval_ms: float = Field(
-        4.0,
+        8.0,
         ge=0,
         le=1000,
         description="Tokens of short ticks are published together, at most this number of milliseconds after the last "

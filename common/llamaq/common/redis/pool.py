@@ -45,6 +45,11 @@ class BoundedPool(ConnectionPool):
             raise
         return connection
 
+    @property
+    def has_idle_connection(self) -> bool:
+        """Whether a connection that was opened before is not in use."""
+        return bool(self._available_connections)
+
     async def _wait_for_turn(self) -> None:
         while not self.can_get_connection():
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -27,6 +27,9 @@ MAX_COMMANDS = 100
 MAX_BYTES = 64 * 2**10
 """No call is added to a round trip that already has more bytes to send. Otherwise a short command would wait until the
 long prompts of other calls are sent. A call with more bytes has a connection of its own."""
+CONNECT_AFTER_S = 0.002
+"""How long calls wait for a connection that is in use before another one is opened. A round trip on the same machine or
+in the same data center takes less time than to open a connection."""
 LONGEST_WAIT_S = 0.25
 """If no round trip ends within this time, each waiting call gets a connection of its own: long replies are read."""
 N_WAITS = 5
@@ -61,7 +64,8 @@ class SharedRoundTrips:
     To open a connection takes several round trips, and as long as dozens of commands. A backend that begins to submit
     32 jobs at once would open 32 connections, and the last job would wait for all of them. A call is sent at once if no
     other is in progress. Otherwise calls in the same iteration of the event loop form one round trip. So do all calls
-    that arrive while its connection is opened, or while `MAX_ROUND_TRIPS` others are in progress.
+    that arrive while no connection is free: for up to `CONNECT_AFTER_S`, while another one is opened, or while
+    `MAX_ROUND_TRIPS` others are in progress.
 
     A call that is cancelled does not affect the other calls of its round trip. When the connection is lost, each call
     without a reply raises the error. When the server cannot be reached or does not answer in time, the calls that wait
@@ -110,18 +114,29 @@ class SharedRoundTrips:
         self._fail_waiting(RedisConnectionError(CLOSED))
         await self._shared.cancel()
 
-    def _begin(self) -> None:
-        """Start a round trip for the waiting calls, unless too many are in progress."""
+    def _begin(self, *, may_connect: bool = False) -> None:
+        """Start a round trip for the waiting calls, unless too many are in progress.
+
+        Args:
+            may_connect: Whether a connection may be opened although one that is in use may soon be free.
+        """
         while self._waiting and self._waiting[0].replies.done():  # it was cancelled
             self._waiting.popleft()
         if not self._waiting:
             return
         if self._n_in_progress >= MAX_ROUND_TRIPS:
             self._time_wait(self._waiting[0])
+        elif self._n_in_progress and not (may_connect or self._pool.has_idle_connection):
+            asyncio.get_running_loop().call_later(CONNECT_AFTER_S, self._connect_for, self._waiting[0])
         elif len(self._waiting) == 1:
             self._waiting.popleft().replies.set_result(None)
         else:
             self._shared.start(self._send_waiting()).add_done_callback(lambda _: self._begin())
+
+    def _connect_for(self, first: Call) -> None:
+        """Open a connection if `first` is still the first waiting call."""
+        if self._waiting and self._waiting[0] is first:
+            self._begin(may_connect=True)
 
     def _time_wait(self, first: Call, n_over: int = 0) -> None:
         """Send the waiting calls separately if `first` is still the first of them at the end of the longest wait.

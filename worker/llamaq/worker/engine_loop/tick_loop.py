@@ -11,6 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -32,6 +33,9 @@ IDLE_WAIT_S = 1.0
 """An idle engine thread wakes up after this many seconds, to show that it is alive."""
 WAKE_UP_S = 0.0001
 """About the time in which an idle engine thread wakes up."""
+SETTLE_S = 0.002
+"""How long an engine without work waits for a command before it does anything else. The other threads need the GIL to
+report the ends of the last jobs."""
 SNAPSHOT_EVERY_S = 0.25
 DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
@@ -247,7 +251,6 @@ class TickLoop:
         """Run the commands that have arrived. Without work, wait for the first one."""
         try:
             if not self._scheduler.has_work and self._stop_s is None:
-                self._save_ahead()
                 self._wait_for_command()()
             while not self._commands.empty():
                 self._commands.get_nowait()()
@@ -260,9 +263,17 @@ class TickLoop:
             self.tick_started_s = self._clock()
 
     def _wait_for_command(self) -> Callable[[], object]:
+        """Return the next command. If none arrives at once, do what there is time for now."""
+        with suppress(queue.Empty):
+            return self._next_command(SETTLE_S)
+        self.snapshot = self._take_snapshot()
+        self._save_ahead()
+        return self._next_command(IDLE_WAIT_S)
+
+    def _next_command(self, timeout_s: float) -> Callable[[], object]:
         self._is_idle = True
         try:
-            return self._commands.get(timeout=IDLE_WAIT_S)
+            return self._commands.get(timeout=timeout_s)
         finally:
             self._is_idle = False
 
@@ -285,7 +296,8 @@ class TickLoop:
         self._report(tick, outputs)
         if not (batch or outputs or has_loaded):
             time.sleep(DISK_WAIT_S)
-        self._update_snapshot()
+        if self._is_snapshot_due:
+            self.snapshot = self._take_snapshot()
 
     def _withdraw_when_stopping(self) -> None:
         """Requeue the jobs that have no slot, if this worker is stopping."""
@@ -384,11 +396,6 @@ class TickLoop:
         self._publisher.add(outputs)
         if not self._scheduler.has_work:
             self._publish()
-
-    def _update_snapshot(self) -> None:
-        """Take a snapshot when the last one is old, or when the engine becomes idle."""
-        if not self._scheduler.has_work or self._is_snapshot_due:
-            self.snapshot = self._take_snapshot()
 
     @property
     def _is_snapshot_due(self) -> bool:
