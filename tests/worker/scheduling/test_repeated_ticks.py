@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -19,7 +19,7 @@ from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPre
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD
-from llamaq.worker.scheduling.speculation import MAX_REPEATS, PLANS_PER_REPEAT
+from llamaq.worker.scheduling.speculation import MAX_UNSEARCHED, SEARCHES_PER_TICK
 from llamaq.worker.scheduling.tick_times import TickTime
 from llamaq.worker.testing import (
     ByteVocab,
@@ -296,29 +296,44 @@ class LateDrafter:
         return Draft((next_letter(history),)[:n_max]) if len(history) - len(PROMPT) >= self.n_before else Draft()
 
 
+def gaps(positions: Iterable[int]) -> list[int]:
+    """Return the differences of positions that follow each other."""
+    return [later - earlier for earlier, later in pairwise(positions)]
+
+
 def test_texts_are_searched_for_drafts_the_less_often_the_longer_none_was_found() -> None:
     drafter = LateDrafter(800)
     job = make_job(max_tokens=840, drafting=Drafting(drafter, 4))
     rig = Rig(job, make_job(max_tokens=840), draft_tokens=8)
     rig.prefill()
-    n_repeats = [rig.tick() for _ in range(50)]
-    assert n_repeats[: 4 * PLANS_PER_REPEAT] == [at // PLANS_PER_REPEAT for at in range(1, 4 * PLANS_PER_REPEAT + 1)]
-    assert max(n_repeats) <= MAX_REPEATS
+    assert rig.tick() == 0, "it measures the time of a tick without drafts"
+    assert rig.tick() > 790, "a search without a draft needs no plan"
     while rig.scheduler.has_work:
         rig.tick()
-    assert max(later - earlier for earlier, later in pairwise(drafter.searched)) == MAX_REPEATS + 1
+    n_first = 4 * SEARCHES_PER_TICK
+    expected = [at // SEARCHES_PER_TICK + 1 for at in range(2, n_first + 2)]
+    assert gaps(drafter.searched[: n_first + 1]) == expected
+    assert max(gaps(drafter.searched)) == MAX_UNSEARCHED + 1
     after = [n_tokens for n_tokens in drafter.searched if n_tokens >= 800]
+    assert after[0] == after[1], "the plan after the search has the draft that was found"
     assert len(after) > 5, "with drafts, each text is searched in each tick"
     assert rig.tokens(job) == letters(840)
 
 
 def test_after_a_prompt_texts_are_searched_for_drafts_in_each_tick_again() -> None:
-    rig = Rig(make_job(max_tokens=300, drafting=Drafting(LateDrafter(1000), 4)), draft_tokens=8)
+    drafter = LateDrafter(1000)
+    rig = Rig(make_job(max_tokens=300, drafting=Drafting(drafter, 4)), draft_tokens=8)
     rig.prefill()
-    while rig.tick() < 3:
-        pass
+    rig.tick()
+    rig.tick(100)
+    assert gaps(drafter.searched)[-1] > 3
     rig.scheduler.submit(make_job(max_tokens=100))
-    assert [rig.tick() for _ in range(PLANS_PER_REPEAT + 1)] == [0] * PLANS_PER_REPEAT + [1]
+    rig.prefill()
+    assert rig.tick() == 0, "it measures the time of a tick with two decode tokens"
+    n_before = len(drafter.searched)
+    rig.tick(20)
+    expected = [at // SEARCHES_PER_TICK + 1 for at in range(2, 8)]
+    assert gaps(drafter.searched[n_before:])[:6] == expected
 
 
 def test_the_ticks_of_a_worker_that_drafts_are_repeated_if_no_job_drafts() -> None:

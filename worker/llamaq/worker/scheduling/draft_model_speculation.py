@@ -121,6 +121,10 @@ class DraftModelSpeculation(Speculation):
         self._n_since_trial, self._since_trial_s = 0, 0.0
         """Number of ticks since the last trial, and their time in seconds."""
 
+    def finds_none(self, batch: Batch) -> bool:  # noqa: ARG002 - part of the interface
+        """Return False: only a plan tells whether the draft model is used."""
+        return False
+
     def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with a plan for the draft model; see `Speculation.add_drafts`."""
         plain_s = None if self._has_failed else self._times.plain_s(batch.n_decode)

@@ -6,7 +6,7 @@ the tokens and the masks of grammars are made later, by another thread, while th
 
 A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
 compute, a waiting job that may preempt another one, cells to evict or to move, a draft, forced tokens, a deadline.
-Texts are searched for drafts the less often, the longer no draft was found.
+Between repeated ticks, texts are searched for drafts, the less often, the longer none was found.
 
 If a job ends by a stop string, this is found when the text is made. The next tick has then begun. It computes the KV
 cell of the job's last token. The token that it samples for the job is not used.
@@ -80,6 +80,10 @@ class RepeatedTicks:
         self._clock = clock
         self._n_left = 0
         """How often the planned batch can be repeated."""
+        self._batch = Batch()
+        """The planned batch."""
+        self._n_unsearched = 0
+        """How often it is repeated before the next search for drafts."""
         self._until_s = 0.0
         """When the first deadline of a job is reached."""
         self.have_stop_strings = False
@@ -107,8 +111,9 @@ class RepeatedTicks:
             return
         runs = [part.slot.active for part in batch.decode]
         n_to_end = min([run.max_length - len(run.tokens) for run in runs]) - 1
-        n_without_search = self._tokens_ahead.n_ticks_without_search(runs)
-        self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD), n_without_search)
+        self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD))
+        self._batch = batch
+        self._n_unsearched = self._tokens_ahead.n_unsearched(runs)
         self._until_s = self._first_deadline_s(runs, now_s)
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
         self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
@@ -140,6 +145,8 @@ class RepeatedTicks:
         """
         if self._n_left <= 0 or self._clock() >= self._until_s or not all(map(self._continues, results)):
             return False
+        if not self._has_no_draft(results):
+            return False
         self._n_left -= 1
         for slot, n_past, sampled, _, _ in results:
             slot.active.tokens.append(sampled[0].token)
@@ -157,6 +164,20 @@ class RepeatedTicks:
         if not self._has_room_for_forced:
             return True
         return len(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)) < FORCED_AHEAD
+
+    def _has_no_draft(self, results: Iterable[SlotResult]) -> bool:
+        """Whether no draft promises a gain after the sampled tokens, or it is not time to search for one."""
+        if self._n_unsearched:
+            self._n_unsearched -= 1
+            return True
+        runs = [result.slot.active for result in results]
+        for run, result in zip(runs, results, strict=True):
+            run.tokens.append(result.sampled[0].token)
+        finds_none = self._tokens_ahead.finds_no_draft(self._batch)
+        for run in runs:
+            run.tokens.pop()
+        self._n_unsearched = self._tokens_ahead.n_unsearched(runs)
+        return finds_none
 
     def late_outputs(self, batch: Batch, results: Iterable[SlotResult], ended_s: float) -> list[NewToken]:
         """Return the outputs of a tick that `extend` has accepted. The texts of its tokens are made now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
@@ -27,9 +27,10 @@ begins with the first of these, doubles with each such draft up to the second, a
 TRIAL_TOKENS = 2
 """Largest number of tokens of a draft that is tried: of such a draft, and of the first draft of each grade of a job.
 Other jobs may have raised the estimate of a grade, but the text of this one may be of another kind."""
-PLANS_PER_REPEAT, MAX_REPEATS = 4, 16
-"""For this many plans in a row without a draft, one more tick may be repeated without a search for drafts, up to the
-upper bound. So texts that do not repeat themselves are searched less often, and a draft comes at most so much later."""
+SEARCHES_PER_TICK, MAX_UNSEARCHED = 4, 16
+"""For this many searches in a row without a draft, there is one more tick without a search before the next one, up to
+the upper bound. So texts that do not repeat themselves are searched less often, and a draft comes at most so much
+later."""
 
 
 class _Proposal(NamedTuple):
@@ -61,7 +62,11 @@ class Speculation:
         self._retry_after: dict[int, int] = {}
         """Maps each grade to the number of such ticks before the next one is tried."""
         self._n_without = 0
-        """Number of plans in a row without a draft, since the last prompt."""
+        """Number of searches in a row without a draft, since the last prompt."""
+        self._plain_s: float | None = None
+        """The time of a tick without drafts, as the last plan predicted it, in seconds. None: it was not known."""
+        self._token_s = 0.0
+        """The time of a draft token, as the last plan predicted it, in seconds."""
 
     def add_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with the drafts that promise a gain.
@@ -76,14 +81,36 @@ class Speculation:
         return drafted
 
     @property
-    def n_repeats(self) -> int:
-        """How often the planned tick, which has no draft, may be repeated before the next search for drafts."""
-        return min(self._n_without // PLANS_PER_REPEAT, MAX_REPEATS)
+    def n_unsearched(self) -> int:
+        """Number of ticks before the next search for drafts, after one that found none."""
+        return min(self._n_without // SEARCHES_PER_TICK, MAX_UNSEARCHED)
+
+    def finds_none(self, batch: Batch) -> bool:
+        """Search for drafts. Return whether the next plan would have none if it had the decode tokens of `batch`.
+
+        This takes less time than a plan, and counts as one if it returns True. `batch` is that of the last plan. Its
+        times apply, because another thread may record a tick now.
+        """
+        n_decode, plain_s, token_s = batch.n_decode, self._plain_s, self._token_s
+        if plain_s is None:
+            return False  # the time of the last tick is recorded before the next plan
+        if can_gain(n_decode, plain_s, token_s):
+            proposals = self._proposals(batch)
+            if any(self._lengths(proposals, self._max_tokens, n_decode, plain_s, token_s)):
+                return False
+            grades = _grades(proposals)
+            if any(map(self._is_retried, grades)):
+                return False
+            self._pass(grades)
+        self._n_without += 1
+        return True
 
     def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with drafts; see `add_drafts`."""
         n_decode = batch.n_decode
-        plain_s, token_s = self._times.plain_s(n_decode), self._times.draft_token_s
+        self._plain_s = plain_s = self._times.plain_s(n_decode)
+        token_s = self._times.draft_token_s
+        self._token_s = token_s or 0.0
         if plain_s is None:
             return batch  # this tick measures it
         if token_s is None:
@@ -91,7 +118,7 @@ class Speculation:
         room = int(min(room, self._max_tokens, n_within(limit_s - plain_s, token_s)))
         if room <= 0 or not can_gain(n_decode, plain_s, token_s):
             return batch
-        proposals = [proposal for part in batch.decode if (proposal := self._propose(part)) is not None]
+        proposals = self._proposals(batch)
         if not proposals:
             return batch
         drafts = self._choose(proposals, room, n_decode, plain_s, token_s)
@@ -113,6 +140,9 @@ class Speculation:
             acceptance.record(draft.n_places, n_accepted)
         if n_accepted == len(draft):
             self._retry_after.pop(draft.grade, None)
+
+    def _proposals(self, batch: Batch) -> list[_Proposal]:
+        return [proposal for part in batch.decode if (proposal := self._propose(part)) is not None]
 
     def _propose(self, part: DecodeToken) -> _Proposal | None:
         """Return the draft of a slot. None: it has none, it generates its last token now, or its next tokens are
@@ -140,22 +170,40 @@ class Speculation:
         self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, token_s: float
     ) -> dict[Slot, Draft]:
         """Return the parts of the proposed drafts to verify."""
-        candidates = [Candidate(len(one.draft), one.probability) for one in proposals]
-        lengths = choose_lengths(candidates, n_decode, plain_s, token_s, room)
+        lengths = self._lengths(proposals, room, n_decode, plain_s, token_s)
         chosen = {one.slot: one.draft.first(length) for one, length in zip(proposals, lengths, strict=True) if length}
         return chosen or self._retry(proposals, room)
 
+    def _lengths(
+        self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, token_s: float
+    ) -> list[int]:
+        """Return how many tokens of each proposed draft promise a gain."""
+        candidates = [Candidate(len(one.draft), one.probability) for one in proposals]
+        return choose_lengths(candidates, n_decode, plain_s, token_s, room)
+
     def _retry(self, proposals: Sequence[_Proposal], room: int) -> dict[Slot, Draft]:
         """Return a draft that promises nothing, if it is time for one: of the job with the fewest draft tokens."""
-        for grade in {one.draft.grade for one in proposals}:
+        grades = _grades(proposals)
+        grade = next(filter(self._is_retried, grades), None)
+        if grade is None:
+            self._pass(grades)
+            return {}
+        self._n_passed[grade], self._retry_after[grade] = 0, min(2 * self._ticks_to_retry(grade), RETRY_AFTER)
+        of_grade = [one for one in proposals if one.draft.grade == grade]
+        least = min(of_grade, key=lambda one: one.drafting.n_drafted)
+        return {least.slot: least.draft.first(min(TRIAL_TOKENS, room))}
+
+    def _is_retried(self, grade: int) -> bool:
+        """Whether it is time for a draft of this grade that promises nothing."""
+        return self._n_passed.get(grade, 0) + 1 >= self._ticks_to_retry(grade)
+
+    def _ticks_to_retry(self, grade: int) -> int:
+        return self._retry_after.get(grade, FIRST_RETRY)
+
+    def _pass(self, grades: Iterable[int]) -> None:
+        """Count a tick with drafts of these grades, none of which is verified."""
+        for grade in grades:
             self._n_passed[grade] = self._n_passed.get(grade, 0) + 1
-            n_ticks = self._retry_after.get(grade, FIRST_RETRY)
-            if self._n_passed[grade] >= n_ticks:
-                self._n_passed[grade], self._retry_after[grade] = 0, min(2 * n_ticks, RETRY_AFTER)
-                of_grade = [one for one in proposals if one.draft.grade == grade]
-                least = min(of_grade, key=lambda one: one.drafting.n_drafted)
-                return {least.slot: least.draft.first(min(TRIAL_TOKENS, room))}
-        return {}
 
     def _probability(self, drafting: Drafting, grade: int) -> float:
         """Return the estimated acceptance of a job's next draft of a grade. Before its first one, the worker's."""
@@ -168,6 +216,10 @@ class Speculation:
 
     def __repr__(self) -> str:
         return f"<Speculation {self._acceptance!r} {self._times!r}>"
+
+
+def _grades(proposals: Iterable[_Proposal]) -> set[int]:
+    return {one.draft.grade for one in proposals}
 
 
 def n_within(seconds: float, token_s: float) -> float:

@@ -47,11 +47,15 @@ class TokensAhead:
             batch = self._speculation.add_drafts(batch, room - batch.n_forced, left_s)
         return batch
 
-    def n_ticks_without_search(self, runs: Iterable[Run]) -> int:
-        """Return for how many ticks no draft of these runs needs to be searched for. Unlimited if no job drafts."""
+    def n_unsearched(self, runs: Iterable[Run]) -> int:
+        """Return the number of ticks before drafts of these runs are searched for. Unlimited if no job drafts."""
         if self._speculation is None or all(run.job.drafting is None for run in runs):
             return sys.maxsize
-        return self._speculation.n_repeats
+        return self._speculation.n_unsearched
+
+    def finds_no_draft(self, batch: Batch) -> bool:
+        """Search for drafts. Return whether the next plan would have none if it had the decode tokens of `batch`."""
+        return self._speculation is None or self._speculation.finds_none(batch)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""
