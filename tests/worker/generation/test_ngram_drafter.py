@@ -55,6 +55,7 @@ def test_tokens_that_arrive_one_by_one_are_found_like_those_of_the_prompt(text: 
     for n in range(1, len(text) + 1):
         draft = grown.propose(text[:n], 4)
         assert draft.grade == AFTER_EDIT or draft == NgramDrafter(text[:n]).propose(text[:n], 4)
+        assert grown.propose(text[:n], 4) == draft, "the plan asks again after a search"
 
 
 ORIGINAL = list(range(100, 160))

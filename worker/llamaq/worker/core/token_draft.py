@@ -43,6 +43,8 @@ class Drafter(Protocol):
     def propose(self, history: Sequence[int], n_max: int) -> Draft:
         """Return at most `n_max` tokens that may follow, no token if the drafter has no proposal.
 
+        A second call with the same arguments returns the same draft.
+
         Args:
             history: The prompt, then the generated tokens. Each history begins with that of the last call.
             n_max: Largest number of tokens, at least 1.

@@ -49,6 +49,8 @@ class NgramDrafter:
         any other one to `OFTEN`."""
         self._distance = 0
         """How far back the original of the last draft is. 0: there was no draft, or its original was given up."""
+        self._found: tuple[int, int, int] = (-1, -1, RARE)
+        """The end of the history in the last call of `propose`, the source that was found, and the grade."""
         self._read(history)
 
     def propose(self, history: Sequence[int], n_max: int) -> Draft:
@@ -56,18 +58,24 @@ class NgramDrafter:
 
         The best occurrence has the longest part in common with the end of the history. Of several, it is the newest.
         """
-        self._read(history)
         end = len(history) - 1
+        if end != self._found[0]:  # after a search, the plan asks once more
+            self._read(history)
+            self._found = (end, *self._find(history, end))
+        _, source, grade = self._found
+        return NO_DRAFT if source < 0 else Draft(_following(history, source, n_max), grade)
+
+    def _find(self, history: Sequence[int], end: int) -> tuple[int, int]:
+        """Return after which position the draft is, -1 if there is none, and its grade."""
         source, n_equal = self._best_occurrence(history, end)
         grade = NGRAM + sum(n_equal >= least for least in GRADE_MATCHES)
         if source < 0 and self._distance:
             source, grade = self._after_edit(history, end), AFTER_EDIT
         if source < 0:
             source, grade = self._only_occurrence(history), RARE
-        if source < 0:
-            return NO_DRAFT
-        self._distance = end - source
-        return Draft(_following(history, source, n_max), grade)
+        if source >= 0:
+            self._distance = end - source
+        return source, grade
 
     def _best_occurrence(self, history: Sequence[int], end: int) -> tuple[int, int]:
         """Return where the best occurrence ends, -1 if there is none, and how many tokens are equal."""

@@ -24,7 +24,7 @@ FIRST_TOKENS = 4
 FIRST_RETRY, RETRY_AFTER = 8, 128
 """Ticks with drafts of a grade that promise no gain, after which one is tried: the text may have changed. The number
 begins with the first of these, doubles with each such draft up to the second, and begins anew when one was accepted."""
-TRIAL_TOKENS = 2
+TRIAL_TOKENS = 3
 """Largest number of tokens of a draft that is tried: of such a draft, and of the first draft of each grade of a job.
 Other jobs may have raised the estimate of a grade, but the text of this one may be of another kind."""
 SEARCHES_PER_TICK, MAX_UNSEARCHED = 4, 16
