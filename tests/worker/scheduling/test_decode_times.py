@@ -33,6 +33,18 @@ def test_the_time_of_a_draft_token_is_what_ticks_with_drafts_take_longer() -> No
     assert times.draft_token_s == 0.0, "noise does not make a token take less than no time"
 
 
+def test_of_few_ticks_with_drafts_the_fastest_counts() -> None:
+    times = DecodeTimes()
+    times.record(1, 0, 0.010)
+    times.record(1, 4, 0.090)
+    assert times.draft_token_s == pytest.approx(0.020)
+    times.record(1, 4, 0.018)
+    assert times.draft_token_s == pytest.approx(0.002)
+    times.record(1, 4, 0.022)
+    assert times.draft_token_s == pytest.approx(0.003), "the median of three"
+    assert times.n_drafted_ticks == 3
+
+
 def test_measurements_are_forgotten() -> None:
     times = DecodeTimes()
     times.record(1, 0, 0.010)

@@ -11,6 +11,9 @@ N_PLAIN_TICKS = 5
 """Number of newest ticks without drafts whose median is the time of a number of decode tokens."""
 N_DRAFT_TICKS = 16
 """Number of newest ticks with drafts that tell the time of a draft token."""
+FEW = 2
+"""Of so few ticks with drafts, the one whose draft tokens took the shortest time counts. A disturbance only makes ticks
+longer, and a draft token that seems too expensive would end the drafts for a long time."""
 FORGOTTEN_AFTER = 256
 """A measurement is forgotten after this many ticks, because attention covers more cells now, or other programs run."""
 
@@ -24,6 +27,8 @@ class DecodeTimes:
         """Maps a number of decode tokens to the newest ticks with this number and no drafts: tick number, seconds."""
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=N_DRAFT_TICKS)
         """The newest ticks with drafts: number of the tick, draft tokens, seconds of each draft token."""
+        self.n_drafted_ticks = 0
+        """Number of ticks with drafts so far whose time was compared with that of a tick without drafts."""
         self._draft_token_s: float | None = None
         self._is_valid_until = 0
         """Number of the tick at which `_draft_token_s` must be computed again, because a measurement is forgotten."""
@@ -37,6 +42,7 @@ class DecodeTimes:
             return
         plain_s = self.plain_s(n_decode)
         if plain_s is not None:
+            self.n_drafted_ticks += 1
             self._drafted.append((self._n_ticks, n_drafted, (seconds - plain_s) / n_drafted))
             self._is_valid_until = self._n_ticks
 
@@ -52,7 +58,7 @@ class DecodeTimes:
             while self._drafted and not self._is_new(self._drafted[0][0]):
                 self._drafted.popleft()
             times = [(seconds, n_drafted) for _, n_drafted, seconds in self._drafted]
-            self._draft_token_s = max(0.0, weighted_median(times)) if times else None
+            self._draft_token_s = max(0.0, _typical(times)) if times else None
             self._is_valid_until = self._drafted[0][0] + FORGOTTEN_AFTER if times else 0
         return self._draft_token_s
 
@@ -62,6 +68,11 @@ class DecodeTimes:
     def __repr__(self) -> str:
         plain = ", ".join(f"{n}: {(self.plain_s(n) or 0) * 1000:.1f} ms" for n in islice(self._plain, 4))
         return f"<DecodeTimes {plain}; {(self.draft_token_s or 0) * 1000:.2f} ms a draft token>"
+
+
+def _typical(times: list[tuple[float, int]]) -> float:
+    """Return the typical time of a draft token. `times` has a time and a number of tokens for each tick."""
+    return min(times)[0] if len(times) <= FEW else weighted_median(times)
 
 
 def _median(values: list[float]) -> float:

@@ -20,7 +20,9 @@ FIRST_PROBABILITY = 0.5
 WORKER_DECAY = 0.97
 """As `DECAY`, for the estimates of the worker, with which the estimates of its next jobs begin."""
 FIRST_TOKENS = 4
-"""Largest number of draft tokens in the tick that measures their time."""
+"""Largest number of draft tokens in a tick that measures their time."""
+N_FIRST = 2
+"""Number of such ticks at the start of a worker. In the first one, llama.cpp prepares memory for such batches."""
 FIRST_RETRY, RETRY_AFTER = 8, 128
 """Ticks with drafts of a grade that promise no gain, after which one is tried: the text may have changed. The number
 begins with the first of these, doubles with each such draft up to the second, and begins anew when one was accepted."""
@@ -110,11 +112,11 @@ class Speculation:
         n_decode = batch.n_decode
         self._plain_s = plain_s = self._times.plain_s(n_decode)
         token_s = self._times.draft_token_s
-        self._token_s = token_s or 0.0
+        if token_s is None or self._times.n_drafted_ticks < N_FIRST:
+            room, token_s = min(room, FIRST_TOKENS), 0.0
+        self._token_s = token_s
         if plain_s is None:
             return batch  # this tick measures it
-        if token_s is None:
-            room, token_s = min(room, FIRST_TOKENS), 0.0
         room = int(min(room, self._max_tokens, n_within(limit_s - plain_s, token_s)))
         if room <= 0 or not can_gain(n_decode, plain_s, token_s):
             return batch
