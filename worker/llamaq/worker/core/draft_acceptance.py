@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PRIOR_WEIGHT = 2.0
+PRIOR_WEIGHT = 1.0
 """The first estimate has the weight of this number of recorded outcomes."""
 DECAY = 0.85
 """Each later draft of the same grade multiplies the weight of an earlier draft in its job's estimate by this factor.

@@ -15,7 +15,7 @@ from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.scheduling.decode_times import DecodeTimes
 from llamaq.worker.scheduling.draft_lengths import Candidate, can_gain, choose_lengths
 
-FIRST_PROBABILITY = 0.5
+FIRST_PROBABILITY = 0.6
 """The estimated acceptance before the first draft of a worker."""
 WORKER_DECAY = 0.97
 """As `DECAY`, for the estimates of the worker, with which the estimates of its next jobs begin."""
@@ -26,7 +26,7 @@ N_FIRST = 2
 FIRST_RETRY, RETRY_AFTER = 8, 128
 """Ticks with drafts of a grade that promise no gain, after which one is tried: the text may have changed. The number
 begins with the first of these, doubles with each such draft up to the second, and begins anew when one was accepted."""
-TRIAL_TOKENS = 3
+TRIAL_TOKENS = 2
 """Largest number of tokens of a draft that is tried: of such a draft, and of the first draft of each grade of a job.
 Other jobs may have raised the estimate of a grade, but the text of this one may be of another kind."""
 SEARCHES_PER_TICK, MAX_UNSEARCHED = 4, 16
