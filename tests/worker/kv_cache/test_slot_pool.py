@@ -6,7 +6,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.slot import Slot, SlotState
 from llamaq.worker.kv_cache.slot_pool import SlotPool
-from llamaq.worker.testing import make_job
+from llamaq.worker.testing import GreedySampler, make_job
 
 
 def can_acquire(pool: SlotPool, job: Job) -> bool:
@@ -121,3 +121,24 @@ def test_the_integrity_check_finds_damage(how: str) -> None:
     damage(pool, slot, how)
     with pytest.raises(AssertionError):
         pool.check_integrity()
+
+
+def test_a_job_gets_a_sequence_whose_last_job_needed_as_many_logits() -> None:
+    pool = SlotPool(4, 1000, 4)
+
+    def run_job(n_largest: int | None) -> int:
+        sampler = GreedySampler()
+        sampler.n_largest = n_largest
+        slot = pool.acquire(make_job(sampler=sampler, max_tokens=1), 0.0)
+        run = pool.release(slot)
+        pool.free_sequence(run.seq_id)
+        return run.seq_id
+
+    first = run_job(1)
+    needing_all = run_job(None)
+    assert needing_all == first, "no sequence has had such a job: the one that was used last is taken"
+    others = [run_job(256) for _ in range(3)]
+    assert others == [others[0]] * 3
+    assert others[0] != needing_all
+    assert run_job(257) == needing_all
+    assert run_job(40) == others[0]

@@ -89,6 +89,12 @@ class ModelSettings(BaseModel):
         "prefix. Off: less memory, but a prefix is reused only as a whole.",
     )
     kv_offload: bool = Field(True, description="The KV cells are in GPU memory. Off: in host memory.")
+    backend_sampling: bool = Field(
+        False,
+        description="The GPU finds the 256 largest logits of each token, and only these are copied to host memory and "
+        "sampled there. The output does not change. Jobs that need all logits, such as those with a JSON schema or "
+        "`logprobs`, still get them. On a CPU, this makes each token slower.",
+    )
     warmup: bool = Field(
         True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
     )

@@ -28,6 +28,10 @@ NOT_NUMBERS = (
 )
 
 
+N_LARGEST = 256
+"""Number of largest logits of a row that the device copies to the host, with `--backend-sampling`."""
+
+
 class Sampler(Protocol):
     """Draws the next token of one job from its logits."""
 
@@ -37,6 +41,10 @@ class Sampler(Protocol):
 
     can_prepare: bool
     """Whether `prepare` has something to do."""
+
+    n_largest: int | None
+    """Number of largest logits that determine each draw: `sample_largest` may be called with these instead of `sample`.
+    None: the draws need all logits."""
 
     logprobs: TokenLogprobs | None
     """The probabilities of the token that was drawn last. None: the job did not ask for them."""
@@ -82,6 +90,25 @@ class Sampler(Protocol):
 
         Raises:
             JobRejected: The grammar allows no token, or a logit is plus infinity or NaN.
+        """
+
+    def sample_largest(
+        self,
+        tokens: npt.NDArray[np.int32],
+        logits: npt.NDArray[np.float32],
+        history: Sequence[int],
+        n_prompt: int,
+    ) -> int:
+        """Draw the same token as `sample`, from the largest logits alone. Call it only if `n_largest` is not None.
+
+        Args:
+            tokens: The tokens with the largest logits, in any order, at least `n_largest` or the whole vocabulary.
+            logits: Their logits. The arrays are not changed.
+            history: The prompt, then the generated tokens.
+            n_prompt: The length of the prompt in tokens.
+
+        Raises:
+            JobRejected: One of the largest logits is plus infinity or NaN.
         """
 
     def close(self) -> None:
@@ -189,6 +216,12 @@ class Job(BaseJob):
     def close(self) -> None:
         """Free the sampler."""
         self.sampler.close()
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether the largest `N_LARGEST` logits do not suffice to draw the next token."""
+        n_largest = self.sampler.n_largest
+        return n_largest is None or n_largest > N_LARGEST
 
     @property
     def n_history(self) -> int:

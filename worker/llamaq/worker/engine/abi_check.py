@@ -30,6 +30,7 @@ _CONTEXT_DEFAULTS = {
     "n_ubatch": 512,
     "n_seq_max": 1,
     "n_outputs_max": 0,
+    "n_outputs_max_per_seq": 1,
     "n_threads": 4,
     "flash_attn_type": -1,
     "yarn_ext_factor": -1.0,
@@ -93,6 +94,15 @@ _waits = bool(llama_cpp.llama_supports_gpu_offload())
 """Whether a call that reads results may wait for a device. A CPU has computed them when `llama_decode` returns."""
 
 get_logits = _declare("llama_get_logits", [ctypes.c_void_p], ctypes.c_void_p, releases_gil=_waits)
+get_sampled_logits = _declare(
+    "llama_get_sampled_logits_ith", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_void_p, releases_gil=_waits
+)
+get_sampled_candidates = _declare(
+    "llama_get_sampled_candidates_ith", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_void_p, releases_gil=_waits
+)
+get_sampled_logits_count = _declare(
+    "llama_get_sampled_logits_count_ith", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_uint32, releases_gil=_waits
+)
 get_embeddings = _declare("llama_get_embeddings", [ctypes.c_void_p], ctypes.c_void_p, releases_gil=_waits)
 get_embeddings_seq = _declare(
     "llama_get_embeddings_seq", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_void_p, releases_gil=_waits

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.job import NOT_NUMBERS
 from llamaq.worker.core.slot import Run
+from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits, Logits
 from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import NO_ROOM, SUCCESS, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions
@@ -35,9 +33,8 @@ from llamaq.worker.engine.load_options import ContextOptions
 logger = logging.getLogger(__name__)
 
 Part = DecodeToken | PrefillChunk
-Logits: TypeAlias = npt.NDArray[np.float32]
-Row: TypeAlias = tuple[Logits, int, float]
-"""The logits of a token, the token with the largest logit, and this logit."""
+Row: TypeAlias = Logits | LargestLogits
+"""All logits of a token, or the largest ones."""
 
 
 class Engine:
@@ -66,6 +63,7 @@ class Engine:
             self.vocab.chat_template = chat_template
         self.sequences = KvSequences(self.model, self.context)
         self._n_vocab = self.context.n_vocab
+        self._backend_samplers = self._start_backend_samplers() if options.backend_sampling else None
 
     def run(self, batch: Batch) -> list[SlotResult]:
         """Decode a batch, and sample for each slot whose tokens are then all decoded.
@@ -103,9 +101,22 @@ class Engine:
             raise EngineError(f"llama.cpp cannot compute a first token (status {status}); see its log for the reason")
         self.sequences.cut(0, 0)
 
+    def _start_backend_samplers(self) -> BackendSamplers | None:
+        """Let the device find the largest logits of each row. None: it cannot."""
+        samplers = BackendSamplers(self.context, self.sequences.n_sequences)
+        self.warm_up()
+        if samplers.works():
+            return samplers
+        logger.warning("engine.no_backend_sampling: the device cannot find the largest logits; the CPU samples")
+        for seq_id in range(self.sequences.n_sequences):
+            samplers.find_largest(seq_id, needs_all_logits=True)
+        return None
+
     def close(self) -> None:
         """Free the context and the model. May be called twice."""
         self.context.close()
+        if self._backend_samplers is not None:
+            self._backend_samplers.close()
         self.model.close()
 
     def __repr__(self) -> str:
@@ -147,6 +158,9 @@ class Engine:
             The status of llama_decode.
         """
         self._fill(parts)
+        if (samplers := self._backend_samplers) is not None:
+            for run in (part.slot.active for part in parts):
+                samplers.find_largest(run.seq_id, needs_all_logits=run.job.needs_all_logits)
         status = self.context.decode()
         if status == SUCCESS:
             if self.sequences.has_guards:
@@ -180,12 +194,20 @@ class Engine:
         # The logits have the order in which `_fill` adds the tokens: first the single tokens, then drafts and chunks.
         single = [part for part in parts if _is_single_token(part)]
         others = [part for part in parts if not _is_single_token(part)] if len(single) < len(parts) else []
-        n_rows = len(single) + sum(map(_n_rows, others))
-        rows = iter(self.context.logits(n_rows) if n_rows else ())
+        rows = self._rows(single, others)
         results = [_sample_one(part, next(rows)) for part in single]
         return results + [self._sample(part, [*islice(rows, _n_rows(part))]) for part in others]
 
-    def _sample(self, part: Part, rows: Sequence[Logits]) -> SlotResult:
+    def _rows(self, single: Sequence[Part], others: Sequence[Part]) -> Iterator[Row]:
+        """Return what the last decode computed for the rows of these parts, in the order of the batch."""
+        n_rows = len(single) + sum(map(_n_rows, others))
+        if not n_rows:
+            return iter(())
+        if self._backend_samplers is None:
+            return iter(self.context.logits(n_rows))
+        return self._backend_samplers.rows([_seq_id(part) for part in (*single, *others) for _ in range(_n_rows(part))])
+
+    def _sample(self, part: Part, rows: Sequence[Row]) -> SlotResult:
         """Sample the next token of a part and, while this is the next token of the draft, one more.
 
         Forced tokens count as sampled. The token after them is sampled.
@@ -220,16 +242,16 @@ class Engine:
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
 
 
-def _sample_one(part: Part, logits: Logits) -> SlotResult:
+def _sample_one(part: Part, row: Row) -> SlotResult:
     """Sample the next token of a part without a draft."""
     run = part.slot.active
     try:
-        return SlotResult(part.slot, run.n_past + 1, (_sample_row(run, logits),))
+        return SlotResult(part.slot, run.n_past + 1, (_sample_row(run, row),))
     except JobRejected as exc:
         return SlotResult(part.slot, run.n_past + 1, error=exc)
 
 
-def _sample_row(run: Run, logits: Logits) -> SampledToken:
+def _sample_row(run: Run, row: Row) -> SampledToken:
     """Sample the token that follows the history.
 
     Raises:
@@ -237,7 +259,7 @@ def _sample_row(run: Run, logits: Logits) -> SampledToken:
     """
     sampler = run.job.sampler
     try:
-        token = _draw(run, logits)
+        token = _draw(run, row)
     except JobRejected as exc:
         if exc.code is ErrorCode.DECODE_FAILED:
             logger.error("engine.logits_not_numbers id=%s n_tokens=%d", run.job.id, len(run.tokens))
@@ -248,19 +270,21 @@ def _sample_row(run: Run, logits: Logits) -> SampledToken:
     return SampledToken(token, sampler.logprobs, sampler.draw_probability)
 
 
-def _draw(run: Run, logits: Logits) -> int:
+def _draw(run: Run, row: Row) -> int:
     """Draw the next token of a run.
 
     Raises:
         JobRejected: No token can be drawn.
     """
     sampler = run.job.sampler
+    if isinstance(row, LargestLogits):
+        return sampler.sample_largest(row.tokens, row.logits, run.tokens, run.n_prompt)
     if sampler.checks_logits:
-        return sampler.sample(logits, run.tokens, run.n_prompt)
-    best = int(logits.argmax())
-    if not math.isfinite(logits.item(best)):  # NaN if any logit is NaN
+        return sampler.sample(row, run.tokens, run.n_prompt)
+    best = int(row.argmax())
+    if not math.isfinite(row.item(best)):  # NaN if any logit is NaN
         raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)
-    return sampler.sample(logits, run.tokens, run.n_prompt, best)
+    return sampler.sample(row, run.tokens, run.n_prompt, best)
 
 
 def _seq_id(part: Part) -> int:

@@ -63,6 +63,8 @@ class SlotPool:
         self._sequences = frozenset(range(n_sequences))
         self._free = list(range(n_sequences))[::-1]
         self._cached: set[int] = set()
+        self._all_logits: set[int] = set()
+        """The sequences whose last job needed all logits."""
         self._n_acquired = 0
         self._n_released = 0
 
@@ -186,16 +188,27 @@ class SlotPool:
         if slot is None:
             raise LookupError(f"no slot is idle for {job!r}")
         if adopted is None:
-            seq_id = self._free.pop()
+            seq_id = self._take_free(job)
         else:
             seq_id = adopted
             self._cached.remove(adopted)
+        (self._all_logits.add if job.needs_all_logits else self._all_logits.discard)(seq_id)
         self._n_acquired += 1
         tokens = [*job.prompt, *job.resumed]
         slot.run = Run(job, seq_id, tokens, admission_number=self._n_acquired, packed=job.packed, admitted_s=now_s)
         slot.transition_to(SlotState.PREFILL)
         self._find_active()
         return slot
+
+    def _take_free(self, job: Job) -> int:
+        """Take a free sequence. One is preferred whose last job needed as many logits as this job.
+
+        With `--backend-sampling`, llama.cpp plans its computation again when a sequence changes this.
+        """
+        needs_all = job.needs_all_logits
+        indices = range(len(self._free) - 1, -1, -1)
+        alike = next((index for index in indices if (self._free[index] in self._all_logits) is needs_all), -1)
+        return self._free.pop(alike)
 
     def release(self, slot: Slot) -> Run:
         """Make the slot idle and return its run. The sequence of the run then belongs to the prefix cache.

@@ -49,6 +49,7 @@ class GreedySampler:
 
     checks_logits = False
     can_prepare = False
+    n_largest: int | None = 1
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
@@ -70,11 +71,24 @@ class GreedySampler:
         n_prompt: int,
         best: int | None = None,  # noqa: ARG002 - part of the protocol
     ) -> int:
+        self._check_draw(len(history) - n_prompt)
+        return int(logits.argmax())
+
+    def sample_largest(
+        self,
+        tokens: npt.NDArray[np.int32],
+        logits: npt.NDArray[np.float32],
+        history: Sequence[int],
+        n_prompt: int,
+    ) -> int:
+        self._check_draw(len(history) - n_prompt)
+        return int(tokens[logits.argmax()])
+
+    def _check_draw(self, position: int) -> None:
         if self.closed:
             raise AssertionError("the sampler is closed")
-        if len(history) - n_prompt == self.fails_at:
+        if position == self.fails_at:
             raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, "no token may follow")
-        return int(logits.argmax())
 
     def close(self) -> None:
         self.closed += 1

@@ -97,6 +97,15 @@ class Candidates:
         _, own, given = np.intersect1d(self.tokens, tokens, assume_unique=True, return_indices=True)
         return given, own
 
+    def add(self, tokens: TokenIds, values: Logits | float) -> None:
+        """Add values to the logits of those of these tokens that are candidates. The ids must be in ascending order."""
+        if self.tokens is None:
+            raise ValueError("the candidates are the whole vocabulary: use their logits")
+        places = self.tokens.searchsorted(tokens)
+        places[places == len(self.tokens)] = 0
+        found = self.tokens[places] == tokens
+        self.logits[places[found]] += values[found] if isinstance(values, np.ndarray) else values
+
     def weights(self) -> Logits:
         """Return exp(logit_i - max_logit): the softmax of the logits without its normalization."""
         weights: Logits = np.exp(self.logits - self.max_logit)

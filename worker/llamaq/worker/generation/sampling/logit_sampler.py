@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isnan
 
 import numpy as np
+import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
@@ -29,6 +30,7 @@ from llamaq.worker.generation.sampling.sampler_chain import (
     filters_without_masked,
     is_greedy,
     join_top_p_min_p,
+    n_largest_logits,
     top_k_draw,
 )
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
@@ -82,6 +84,7 @@ class LogitSampler:
         self._is_greedy = is_greedy(params)
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         chain = build_chain(params, self._uniform, breakers)
+        n_largest = n_largest_logits(chain, params)
         n_first = next((index for index, step in enumerate(chain) if not step.is_penalty), len(chain))
         self._penalties = [step.apply for step in chain[:n_first]]
         """The samplers that get all logits, also those of masked tokens."""
@@ -112,6 +115,7 @@ class LogitSampler:
             can_force=n_logprobs is None and self._feedback is None and not self._bias.size,
             never=self._never_best,
         )
+        self.n_largest = None if is_bound else self._with_adjusted(n_largest)
         self.checks_logits = self._top_k_draw is not None and not is_bound
         self.can_prepare = grammar is not None
 
@@ -138,9 +142,36 @@ class LogitSampler:
             self.logprobs = token_logprobs(computed, token, self._n_logprobs or 0)
         return token
 
+    def sample_largest(
+        self, tokens: npt.NDArray[np.int32], logits: Logits, history: Sequence[int], n_prompt: int
+    ) -> int:
+        """Draw the token that `sample` would draw; see `core.job.Sampler`."""
+        _check_finite(float(logits.max()))
+        order = tokens.argsort()
+        candidates = Candidates(logits.take(order), tokens.take(order).astype(np.intp))
+        if self._bias_tokens.size:
+            candidates.add(self._bias_tokens, self._bias)
+        if self._masked.size:
+            candidates.add(self._masked, -inf)
+        for penalize in self._penalties:
+            candidates = penalize(candidates, history, len(history) - n_prompt)
+        if self._top_k_draw is not None:
+            return self._draw_of_few(self._top_k_draw, candidates, len(history) - n_prompt)
+        return self._choose(candidates, len(history) - n_prompt, history, len(tokens))
+
     def close(self) -> None:
         """Free the memory of the grammar. May be called twice."""
         self._allowed.close()
+
+    def _with_adjusted(self, n_largest: int | None) -> int | None:
+        """Return the number of largest logits that determine a draw if bias and masks lower some of them.
+
+        None: the draw, or the probabilities that the job asks for, need all logits.
+        """
+        raises_logits = bool((self._bias > 0).any())
+        if n_largest is None or raises_logits or self._feedback is not None or self._n_logprobs is not None:
+            return None
+        return n_largest + self._bias.size + len(self._never_best)
 
     def _n_best(self) -> int | None:
         """Return the number of tokens with the largest logits among which the token is drawn. None: all tokens."""

@@ -85,6 +85,25 @@ def is_greedy(params: SamplingDefaults) -> bool:
     return params.temperature < GREEDY_BELOW and (params.mirostat > 0 or "temperature" in params.samplers)
 
 
+def n_largest_logits(chain: Sequence[Step], params: SamplingDefaults) -> int | None:
+    """Return how many of the largest logits determine what a chain draws.
+
+    Penalties that only lower logits can move as many tokens out of the most probable ones as they change.
+
+    None: the chain needs all logits, because it does not begin with top-k, or because a penalty changes any number of
+    logits or raises some.
+    """
+    windows = {"penalties": params.penalty_last_n, "dry": params.dry_penalty_last_n}
+    n_penalized = [windows[step.name] for step in chain if step.is_penalty]
+    raises_logits = params.repeat_penalty < 1 or params.frequency_penalty < 0 or params.presence_penalty < 0
+    if n_penalized and (raises_logits or min(n_penalized) < 0):
+        return None
+    if is_greedy(params):
+        return 1 + sum(n_penalized)
+    first = next((step.name for step in chain if not step.is_penalty), None)
+    return params.top_k + sum(n_penalized) if first == "top_k" else None
+
+
 def _filter(name: Sampler, params: SamplingDefaults) -> Apply | None:
     """Return a sampler that depends on nothing but the candidates. None: it would change nothing."""
     min_keep = params.min_keep

@@ -1,0 +1,107 @@
+"""Backend sampling: the device finds the largest logits of each row, and only these are copied to the host.
+
+llama.cpp can run a chain of samplers as a part of its compute graph, one chain for each sequence. Here each chain is
+top-k alone. The host finishes the draw with the samplers of the job.
+
+When a chain is added or removed, llama.cpp plans its graphs again before the next decode. This takes some milliseconds,
+so a sequence keeps its chain until a job needs all logits, and stays without a chain until a job does not need them.
+
+If a micro-batch has a row of a sequence without a chain, llama.cpp copies all logits of all its rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from llamaq.worker.core.job import N_LARGEST
+from llamaq.worker.engine import abi_check
+from llamaq.worker.engine.llama_bindings import Context
+
+Logits: TypeAlias = npt.NDArray[np.float32]
+
+
+class LargestLogits(NamedTuple):
+    """The largest logits of a row, as views that are valid until the next decode."""
+
+    tokens: npt.NDArray[np.int32]
+    """The tokens, in any order."""
+    logits: Logits
+    """Their logits."""
+
+
+class BackendSamplers:
+    """The chains of one context. Not thread-safe.
+
+    Args:
+        context: The context.
+        n_sequences: Number of sequences. Each gets a chain.
+    """
+
+    def __init__(self, context: Context, n_sequences: int) -> None:
+        self._context = context
+        self._n_largest = min(N_LARGEST, context.n_vocab)
+        self._token_row: Any = ctypes.c_int32 * self._n_largest
+        self._logit_row: Any = ctypes.c_float * self._n_largest
+        self._chains: dict[int, Any] = {}
+        """Maps the sequences with a chain to pointers to these chains."""
+        for seq_id in range(n_sequences):
+            self._add(seq_id)
+
+    def find_largest(self, seq_id: int, *, needs_all_logits: bool) -> None:
+        """Set whether the device finds the largest logits of a sequence. Takes effect with the next decode."""
+        if needs_all_logits and seq_id in self._chains:
+            self._remove(seq_id)
+        elif not needs_all_logits and seq_id not in self._chains:
+            self._add(seq_id)
+
+    def works(self) -> bool:
+        """Return whether the device has found the largest logits of the last decode, which had a row of sequence 0.
+
+        A device that cannot run the chain computes the batch without it, and reports no error.
+        """
+        abi_check.get_logits(self._context.pointer)  # waits
+        return int(abi_check.get_sampled_logits_count(self._context.pointer, -1)) == self._n_largest
+
+    def rows(self, seq_ids: Sequence[int]) -> Iterator[Logits | LargestLogits]:
+        """Return what the last decode computed for each row.
+
+        Args:
+            seq_ids: The sequence of each row, in the order of the batch.
+        """
+        # This call also brings all rows into the order of the batch. llama.cpp does so only here.
+        all_logits = self._context.logits(len(seq_ids))
+        for row, seq_id in enumerate(seq_ids):
+            yield self._largest(row - len(seq_ids)) if seq_id in self._chains else all_logits[row]
+
+    def close(self) -> None:
+        """Free the chains. The context must be closed before. May be called twice."""
+        while self._chains:
+            llama_cpp.llama_sampler_free(self._chains.popitem()[1])
+
+    def _largest(self, index: int) -> LargestLogits:
+        """Return the largest logits of a row. The last row has the index -1."""
+        tokens = abi_check.get_sampled_candidates(self._context.pointer, index)
+        logits = abi_check.get_sampled_logits(self._context.pointer, index)
+        return LargestLogits(
+            np.frombuffer(self._token_row.from_address(tokens), np.int32),
+            np.frombuffer(self._logit_row.from_address(logits), np.float32),
+        )
+
+    def _add(self, seq_id: int) -> None:
+        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_top_k(self._n_largest))
+        llama_cpp.llama_set_sampler(self._context.pointer, seq_id, chain)
+        self._chains[seq_id] = chain
+
+    def _remove(self, seq_id: int) -> None:
+        llama_cpp.llama_set_sampler(self._context.pointer, seq_id, None)
+        llama_cpp.llama_sampler_free(self._chains.pop(seq_id))
+
+    def __repr__(self) -> str:
+        return f"<BackendSamplers {len(self._chains)} sequences, {self._n_largest} logits a row>"
