@@ -20,11 +20,11 @@ for tokens per second of processor time of the worker, which other load on the m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show, start_stack
@@ -35,15 +35,25 @@ from systems import check_target, range_of
 from workload import Prompts, follow, greedy, sampled
 
 OFF, ON = "off", "ngram"
-NUMBERS, QUICK_NUMBERS = (1, 8), (1,)
-N_IN, N_OUT = 256, 256
-QUICK_N_IN, QUICK_N_OUT = 48, 32
 EDIT_EVERY = 24
 PASSAGE, N_BETWEEN = (8, 32), 3
 N_MISLEADING = 4
 REPEATING = ("edit", "extraction")
-QUICK_KINDS = ("edit", "greedy")
 SPEED_UP_TARGET, COST_TARGET = 1.5, 0.97
+
+
+class Sizes(NamedTuple):
+    """What a run measures."""
+
+    kinds: tuple[str, ...]
+    numbers: tuple[int, ...]
+    """How many jobs run at once."""
+    n_in: int
+    n_out: int
+
+
+SIZES = Sizes(("edit", "extraction", "greedy", "sampled", "misleading"), (1, 8), 256, 256)
+QUICK_SIZES = Sizes(("edit", "greedy"), (1,), 48, 32)
 
 Options = Callable[[list[int]], JobOptions]
 """Returns the options of a job with this prompt."""
@@ -130,41 +140,44 @@ def time_both(stack: Stack, jobs: Sequence[tuple[list[int], JobOptions]], turn: 
 
 def measure(plan: Plan) -> Figures:
     """Return the medians over the rounds by kind of text and number of jobs."""
-    numbers = QUICK_NUMBERS if plan.quick else NUMBERS
-    n_in, n_out = (QUICK_N_IN, QUICK_N_OUT) if plan.quick else (N_IN, N_OUT)
-    workers = [plan.settings(n_parallel=max(numbers), queue=name, speculation=name) for name in (OFF, ON)]
+    sizes = QUICK_SIZES if plan.quick else SIZES
+    workers = [plan.settings(n_parallel=max(sizes.numbers), queue=name, speculation=name) for name in (OFF, ON)]
     rounds: dict[str, dict[str, list[Figures]]] = {}
-    with start_stack(workers) as stack:
-        n_vocab = stack.worker.card.n_vocab
-        prompts, texts = Prompts(plan.seed, n_vocab), Texts(n_vocab, n_out, Random(plan.seed))
-        kinds = texts.kinds()
-        if plan.quick:
-            kinds = {kind: kinds[kind] for kind in QUICK_KINDS}
-
-        def draw(kind: str, number: int) -> list[tuple[list[int], JobOptions]]:
-            return [(prompt, kinds[kind](prompt)) for prompt in prompts.several(number, n_in)]
-
-        for kind in () if plan.quick else kinds:  # warm up
-            time_both(stack, draw(kind, max(numbers)), 0)
-        for turn in range(plan.rounds):
-            for kind in kinds:
-                for number in numbers:
-                    one = time_both(stack, draw(kind, number), turn)
-                    rounds.setdefault(kind, {}).setdefault(str(number), []).append(one)
-                    ratios = f"{one['speed_up']:.2f} times as fast, by processor {one['cpu_speed_up']:.2f}"
-                    note(f"{kind}, {number} at once: {ratios}")
-    figures = {
+    for turn in range(plan.rounds):
+        # One of two equal workers can be slower by some per cent, because of where its memory is. So each round has
+        # new workers.
+        with start_stack(workers) as stack:
+            for kind, number, figures in measure_round(stack, sizes, plan.seed + turn, turn):
+                rounds.setdefault(kind, {}).setdefault(str(number), []).append(figures)
+                ratios = f"{figures['speed_up']:.2f} times as fast, by processor {figures['cpu_speed_up']:.2f}"
+                note(f"{kind}, {number} at once: {ratios}")
+    texts = {
         kind: {number: median_of(done) | {"range": range_of(done, "speed_up")} for number, done in of.items()}
         for kind, of in rounds.items()
     }
-    _show(figures)
+    _show(texts)
     return {
-        "slots": max(numbers),
-        "tokens_in": n_in,
-        "tokens_out": n_out,
-        "texts": figures,
-        "targets": _check(figures),
+        "slots": max(sizes.numbers),
+        "tokens_in": sizes.n_in,
+        "tokens_out": sizes.n_out,
+        "texts": texts,
+        "targets": _check(texts),
     }
+
+
+def measure_round(stack: Stack, sizes: Sizes, seed: int, turn: int) -> Iterator[tuple[str, int, Figures]]:
+    """Warm both workers up, and yield the figures of each kind of text and each number of jobs."""
+    n_vocab = stack.worker.card.n_vocab
+    prompts, kinds = Prompts(seed, n_vocab), Texts(n_vocab, sizes.n_out, Random(seed)).kinds()
+
+    def draw(kind: str, number: int) -> list[tuple[list[int], JobOptions]]:
+        return [(prompt, kinds[kind](prompt)) for prompt in prompts.several(number, sizes.n_in)]
+
+    for kind in sizes.kinds:
+        time_both(stack, draw(kind, max(sizes.numbers)), turn)
+    for kind in sizes.kinds:
+        for number in sizes.numbers:
+            yield kind, number, time_both(stack, draw(kind, number), turn)
 
 
 def _check(texts: dict[str, Any]) -> Figures:
