@@ -51,6 +51,33 @@ SHAPES = MappingProxyType(
             weights=Weights.Q8_0,
             chat_template=CHATML,
         ),
+        # config.json of Qwen/Qwen3-1.7B and Qwen/Qwen3-8B, for GPUs
+        "qwen3-1.7b": ModelSpec(
+            Architecture.QWEN3,
+            n_layers=28,
+            n_embd=2048,
+            n_ff=6144,
+            n_heads=16,
+            n_kv_heads=8,
+            head_dim=128,
+            n_ctx=QWEN3_N_CTX,
+            n_vocab=QWEN3_N_VOCAB,
+            weights=Weights.Q8_0,
+            chat_template=CHATML,
+        ),
+        "qwen3-8b": ModelSpec(
+            Architecture.QWEN3,
+            n_layers=36,
+            n_embd=4096,
+            n_ff=12_288,
+            n_heads=32,
+            n_kv_heads=8,
+            head_dim=128,
+            n_ctx=QWEN3_N_CTX,
+            n_vocab=QWEN3_N_VOCAB,
+            weights=Weights.Q8_0,
+            chat_template=CHATML,
+        ),
     }
 )
 

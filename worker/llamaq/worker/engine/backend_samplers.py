@@ -53,8 +53,8 @@ class BackendSamplers:
         for seq_id in range(n_sequences):
             self._add(seq_id)
 
-    def find_largest(self, seq_id: int, *, needs_all_logits: bool) -> None:
-        """Set whether the device finds the largest logits of a sequence. Takes effect with the next decode."""
+    def prepare(self, seq_id: int, *, needs_all_logits: bool) -> None:
+        """Add or remove the chain of a sequence, so that the next decode returns the logits that its job needs."""
         if needs_all_logits and seq_id in self._chains:
             self._remove(seq_id)
         elif not needs_all_logits and seq_id not in self._chains:
@@ -79,10 +79,10 @@ class BackendSamplers:
         for row, seq_id in enumerate(seq_ids):
             yield self._largest(row - len(seq_ids)) if seq_id in self._chains else all_logits[row]
 
-    def close(self) -> None:
-        """Free the chains. The context must be closed before. May be called twice."""
-        while self._chains:
-            llama_cpp.llama_sampler_free(self._chains.popitem()[1])
+    def remove_all(self) -> None:
+        """Remove all chains. Call it before the context is closed."""
+        for seq_id in list(self._chains):
+            self._remove(seq_id)
 
     def _largest(self, index: int) -> LargestLogits:
         """Return the largest logits of a row. The last row has the index -1."""

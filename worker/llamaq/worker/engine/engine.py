@@ -108,15 +108,15 @@ class Engine:
         if samplers.works():
             return samplers
         logger.warning("engine.no_backend_sampling: the device cannot find the largest logits; the CPU samples")
-        for seq_id in range(self.sequences.n_sequences):
-            samplers.find_largest(seq_id, needs_all_logits=True)
+        samplers.remove_all()
         return None
 
     def close(self) -> None:
         """Free the context and the model. May be called twice."""
-        self.context.close()
         if self._backend_samplers is not None:
-            self._backend_samplers.close()
+            self._backend_samplers.remove_all()
+            self._backend_samplers = None
+        self.context.close()
         self.model.close()
 
     def __repr__(self) -> str:
@@ -160,7 +160,7 @@ class Engine:
         self._fill(parts)
         if (samplers := self._backend_samplers) is not None:
             for run in (part.slot.active for part in parts):
-                samplers.find_largest(run.seq_id, needs_all_logits=run.job.needs_all_logits)
+                samplers.prepare(run.seq_id, needs_all_logits=run.job.needs_all_logits)
         status = self.context.decode()
         if status == SUCCESS:
             if self.sequences.has_guards:
