@@ -179,7 +179,7 @@ SOAK ?=
 SOAK_ARGS ?=
 
 .PHONY: soak
-soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 10 minutes, and report lost tokens (none)
+soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 40 minutes, and report lost tokens (none)
 	@exec $(BIN)/python -m tests.soak $(if $(SEED),--seed $(SEED)) --scale $(SCALE) $(SOAK_ARGS) $(SOAK)
 
 .PHONY: soak-cache
