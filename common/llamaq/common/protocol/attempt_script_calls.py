@@ -50,7 +50,7 @@ def _finish_outcome(reply: Any) -> FinishReply | ResponseError:
 
 
 class AttemptScripts:
-    """Each method raises `RedisError` if Redis cannot execute its script or command."""
+    """Calls the scripts about claimed jobs. Each method raises `RedisError` if Redis cannot execute its script."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
@@ -164,6 +164,9 @@ class AttemptScripts:
             worker: Id of the worker that runs the job.
             last: The tokens since the last flush, which are published.
             terminal_write: The terminal event, and the output.
+
+        Returns:
+            Whether the job has ended, or which tokens must be sent again; see `FinishReply`.
         """
         (outcome,) = await self.finish_jobs(worker, [(last, terminal_write)])
         if isinstance(outcome, RedisError):
@@ -192,7 +195,7 @@ class AttemptScripts:
         return [_finish_outcome(reply) for reply in await self._finish(keys=keys, args=args)]
 
     async def add_stats(self, queue: str, jobs: Sequence[RecentJob]) -> None:
-        """Add ended jobs to the stats of a queue. A repeated call adds them again, which only the stats show."""
+        """Add ended jobs to the stats of a queue. A repeated call adds them twice; this affects only the stats."""
         entries = [codec.encode_model(job) for job in jobs]
         await self._add_stats(keys=[self._keys.stats(queue)], args=[MAX_STATS, codec.encode_values(entries)])
 

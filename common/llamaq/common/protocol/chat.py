@@ -72,7 +72,7 @@ class Message(StrictModel):
 
     @model_serializer(mode="wrap")
     def _keep_content(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Keep an empty content, which is the default: a message without one would be refused."""
+        """Keep a content that was given, even if it is empty: a message without `content` is refused."""
         values: dict[str, Any] = handler(self)
         return values | ({"content": self.content} if "content" in self.model_fields_set else {})
 
@@ -131,7 +131,7 @@ class TemplateParams(BaseModel):
 
 @cache
 def _template_defaults() -> dict[str, Any]:
-    """Return the defaults of `TemplateParams`. pydantic takes as long for one of them as for the check of a request."""
+    """Return the defaults of `TemplateParams`. Cached, because pydantic takes long to compute a default."""
     return {name: field.get_default(call_default_factory=True) for name, field in TemplateParams.model_fields.items()}
 
 
@@ -144,7 +144,7 @@ def message_for_template(message: Message) -> dict[str, Any]:
 
 
 def arguments_as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Return the arguments of a call as chat templates read them: the object in a JSON text, or a text without one."""
+    """Return the arguments of a call as chat templates read them: an object, or the text if it is no JSON object."""
     if isinstance(arguments, dict):
         return arguments
     try:

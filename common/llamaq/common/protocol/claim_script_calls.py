@@ -86,7 +86,7 @@ def _entry(reply: list[Any]) -> Entry:
 
 
 class ClaimScripts:
-    """Each method raises `RedisError` if Redis cannot execute its script or command."""
+    """Calls the scripts that read and claim jobs. Each method raises `RedisError` if Redis cannot execute them."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis

@@ -31,7 +31,7 @@ class Pooling(StrEnum):
     """How the vectors of a text's tokens become the embedding of the text."""
 
     NONE = "none"
-    """They do not: each token has an embedding."""
+    """Each token keeps its own vector as an embedding."""
     MEAN = "mean"
     """Their mean."""
     CLS = "cls"
@@ -52,7 +52,7 @@ class Normalization(StrEnum):
     MAX_ABSOLUTE = "max_absolute"
     """To the largest absolute value 32,760."""
     NONE = "none"
-    """Not at all."""
+    """The embedding is not scaled."""
 
 
 class EmbeddingTask(StrictModel):

@@ -19,7 +19,7 @@ from llamaq.common.redis.write_refusals import refuses_writes
 log = logging.getLogger(__name__)
 
 MAX_DUE = 100
-"""Upper bound on the jobs that one search finds in each partition, for each of its two tasks."""
+"""Upper bound on the expired jobs, and on the delayed jobs that are due, that one search finds in a partition."""
 
 
 async def end_expired(

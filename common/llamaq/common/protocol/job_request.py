@@ -1,7 +1,7 @@
 """A job as its producer submits it: the prompt and the parameters.
 
-The producer validates a request on submit. The worker validates it again, because other clients of Redis
-can also write requests.
+The producer validates a request on submit. The worker validates it again, because other clients of Redis can also
+write requests.
 """
 
 from __future__ import annotations

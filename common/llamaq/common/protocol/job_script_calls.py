@@ -51,7 +51,7 @@ def _submit_reply(reply: list[Any]) -> SubmitReply:
 
 
 class JobScripts:
-    """Each method calls a script, and raises `RedisError` if Redis cannot execute it."""
+    """Calls the scripts that submit and change jobs. Each method raises `RedisError` if Redis cannot execute them."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis

@@ -25,7 +25,7 @@ ClaimCode = Literal["gone", "done", "ended", "stale", "paused", "left"]
 FlushCode = Literal["ok", "cancel", "lost"]
 """What a worker must do with a job after a flush; flush.lua explains the values."""
 FinishCode = Literal["ok", "lost", "resend"]
-"""The effect of a call of `finish`. `resend`: finish.lua has returned a number; for the others see there."""
+"""The effect of a call of `finish`; `FinishReply` explains the values. For `resend`, finish.lua returns a number."""
 CancelCode = Literal["gone", "done", "cancelled", "requested", "running"]
 """The effect of a call of `cancel`; cancel.lua explains the values."""
 ExpireCode = Literal["none", "ended", "given"]

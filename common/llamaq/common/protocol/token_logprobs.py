@@ -9,6 +9,6 @@ class TokenLogprobs(NamedTuple):
     """The probability of a generated token and of its alternatives, as natural logarithms."""
 
     logprob: float
-    """Of the generated token."""
+    """Logarithm of the probability of the generated token."""
     top: tuple[tuple[int, float], ...]
     """Id and logarithm of the most probable tokens at this position, the most probable one first."""

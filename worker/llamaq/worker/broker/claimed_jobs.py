@@ -24,7 +24,7 @@ class ClaimedJobs:
         return self._jobs.get(job.lease.job_id) is job
 
     def get(self, job_id: str) -> JobProgress | None:
-        """Return the progress of a job. None: the job is not here."""
+        """Return the progress of a job. None: this worker has not claimed the job."""
         return self._jobs.get(job_id)
 
     def of(self, lease: Lease) -> JobProgress | None:
@@ -41,7 +41,7 @@ class ClaimedJobs:
         self._jobs[job.lease.job_id] = job
 
     def remove(self, job: JobProgress) -> None:
-        """Remove the job, unless a newer attempt of it is here already."""
+        """Remove the job, unless a newer attempt has replaced it."""
         if job in self:
             del self._jobs[job.lease.job_id]
 

@@ -39,12 +39,11 @@ class Intake:
 
     Jobs that other workers requeued or lost are claimed before new jobs. Without new jobs, a worker with a free slot
     takes jobs that wait for a slot in other workers. Bulk jobs never keep interactive jobs waiting in Redis. A worker
-    that is full of bulk jobs still claims interactive jobs. The surplus bulk jobs are then preempted
-    or requeued. A worker that is full of interactive jobs still claims the few bulk jobs that `BulkShare` asks for,
-    so that the scheduler can give them their share of the slots.
+    that is full of bulk jobs still claims interactive jobs. The surplus bulk jobs are then preempted or requeued. A
+    worker that is full of interactive jobs still claims the few bulk jobs that `BulkShare` asks for, so that the
+    scheduler can give them their share of the slots.
 
-    Threads: all methods run on the I/O thread. The threads of the executor prepare jobs that take
-    long.
+    Threads: all methods run on the I/O thread. The threads of the executor prepare jobs that take long.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from llamaq.worker.engine_loop.telemetry import EndedJob
 log = logging.getLogger(__name__)
 
 REPORTED_BY_OTHERS = (ErrorCode.POISON, ErrorCode.DAMAGED)
-"""The worker that makes a dead letter of a job reports its end."""
+"""Errors of jobs that became dead letters. The worker that writes the dead letter reports the end of the job."""
 
 
 class JobDepartures:

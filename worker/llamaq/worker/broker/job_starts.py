@@ -43,8 +43,7 @@ class JobStarts:
 
     `JobClaims` claims the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers them.
 
-    Threads: all methods run on the I/O thread. The threads of the executor prepare jobs that take
-    long.
+    Threads: all methods run on the I/O thread. The threads of the executor prepare jobs that take long.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class JobStarts:
                 self._leave(starting)
 
     def _begin_all(self, replies: Sequence[tuple[_Starting, ClaimReply]]) -> None:
-        """Begin to prepare the claimed jobs. What needs more calls of Redis is done in the background."""
+        """Begin to prepare the claimed jobs. Replies that need more calls of Redis are completed in the background."""
         claimed = []
         for starting, reply in replies:
             if reply.claimed is not None:
@@ -186,6 +185,7 @@ class JobStarts:
         self._outbox.room_freed.set()
 
     def register(self, claimed: ClaimedJob) -> Lease:
+        """Register a claimed job in the outbox, and return its lease."""
         claim, attempt = claimed.claim, claimed.attempt
         lease = Lease(claim.job_id, claim.partition, claim.stream, claim.entry_id, attempt.number)
         self._outbox.register(lease, attempt, claimed.times)

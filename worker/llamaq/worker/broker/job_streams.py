@@ -82,7 +82,7 @@ class JobStreams:
         self._probes: dict[int, asyncio.Task[None]] = {}
         """Maps a partition of a cluster that does not answer to the task that waits until it answers again."""
         self._last_peeked: dict[str, bytes] = {}
-        """Maps each stream to the id of the newest entry that a wait has returned for."""
+        """Maps each stream to the id of the newest entry that has ended a wait."""
         self._peeks: dict[tuple[int, tuple[Priority, ...]], asyncio.Task[Any]] = {}
         """Maps a partition and the priorities that are peeked at to the running peek, or to one that has ended after
         its wait. On one server, the peek of partition 0 is for all partitions."""
@@ -317,7 +317,8 @@ class JobStreams:
         for key, peek in running.items():
             if peek in done:
                 del self._peeks[key]
-                self._note_peeked(peek.result())  # not before: the entries of a wait that was given up end the next one
+                # A peek that ends after its call is noted here by a later call. So its entries end the next wait.
+                self._note_peeked(peek.result())
 
     async def _peek_at(self, streams: list[str], wait_s: float) -> Any:
         after: dict[Any, Any] = {stream: self._last_peeked.get(stream, b"0-0") for stream in streams}

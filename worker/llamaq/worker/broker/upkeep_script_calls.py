@@ -17,13 +17,13 @@ MAX_WAITING_SEARCHED = 1000
 SWEEP_PAUSE_S = 5.0
 """Time between two steps of the search for jobs that cannot be claimed."""
 SWEEP_KEYS = 1000
-"""Number of keys that one step examines, about. Redis takes less than a millisecond for it."""
+"""Approximate number of keys that one step examines. Redis takes less than a millisecond for them."""
 IDLE_CONSUMER_S = 10.0
 """A consumer without pending entries is removed after this time if its worker is not alive."""
 
 
 class UpkeepScripts:
-    """Each method works on one partition, and raises `RedisError` if Redis cannot execute the script."""
+    """Calls the scripts that repair a partition. Each method raises `RedisError` if Redis cannot execute its script."""
 
     def __init__(self, redis: Redis, keys: Keys, queue: str) -> None:
         self._keys = keys
@@ -40,7 +40,7 @@ class UpkeepScripts:
         return int(await self._leave_group(keys=self._streams(partition), args=[GROUP, worker]))
 
     async def release_worker(self, partition: int, worker: str) -> int:
-        """Requeue all jobs of a worker that is known to be dead, and return their number. The crash counts."""
+        """Requeue all jobs of a worker that is dead, and return their number. The crash counts against each of them."""
         args: list[str | int] = [GROUP, worker, MAX_WAITING_SEARCHED]
         return int(await self._release_worker(keys=self._streams(partition), args=args))
 

@@ -53,10 +53,10 @@ class TickBatch(Protocol):
 class DecodeToken(NamedTuple):
     """The last sampled token of a slot in DECODE. The engine samples the next token from its logits.
 
-    With a draft, the engine computes the tokens of the draft too. While the token that it samples is the next token of
-    the draft, it samples one more.
+    With a draft, the engine computes the tokens of the draft too. As long as each sampled token equals the next token
+    of the draft, it samples one more.
 
-    With forced tokens, the engine computes them too, and samples the token after them. They need no logits.
+    With forced tokens, the engine computes these tokens too, without logits, and samples the token after them.
     """
 
     slot: Slot

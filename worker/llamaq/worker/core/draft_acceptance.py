@@ -5,8 +5,8 @@ from __future__ import annotations
 PRIOR_WEIGHT = 1.0
 """The first estimate has the weight of this number of recorded outcomes."""
 DECAY = 0.85
-"""Each later draft of the same grade multiplies the weight of an earlier draft in its job's estimate by this factor.
-The grade says how much the drafter relies on a draft."""
+"""Each draft of a job multiplies the weight of the job's earlier drafts of the same grade by this factor. The grade
+says how much the drafter relies on a draft."""
 
 
 class Acceptance:

@@ -72,7 +72,7 @@ class DraftModel:
         """Compute short drafts, and return how long that took. The first computation also loads the weights.
 
         Args:
-            n_drafts: Number of drafts, at most that of the slots.
+            n_drafts: Number of drafts, at most the number of slots.
 
         Raises:
             EngineError: llama.cpp cannot compute it.

@@ -1,4 +1,4 @@
-"""Returns the memory of rows of logits that no decode has written yet to the system.
+"""Returns to the system the memory of those rows of logits that no decode has written yet.
 
 llama.cpp allocates a row of logits for every sequence of a context, also for those that hold cached prefixes and never
 have logits, and fills all rows with zeros. So all rows are in memory: 44 MB with 73 sequences and 151,936 tokens. If

@@ -25,7 +25,7 @@ class ComputedTick(NamedTuple):
 
 
 class TickRepeater(Protocol):
-    """Lets the next tick compute the last batch again, without a plan: `RepeatedTicks`."""
+    """Lets the next tick compute the last batch again, without a plan. `RepeatedTicks` documents the methods."""
 
     def extend(self, results: Any) -> bool: ...
     def late_outputs(self, batch: Any, results: Any, ended_s: float) -> Sequence[Output]: ...
@@ -67,7 +67,7 @@ class LateOutputs:
         """Make the outputs of the added ticks, on the publishing thread.
 
         Args:
-            is_due: Whether to publish them, and those that were made before. If not, a later call does.
+            is_due: Whether to publish these outputs and those of earlier calls. False: a later call publishes them.
 
         Raises:
             BaseException: The outputs of earlier ticks could not be made.
@@ -86,7 +86,7 @@ class LateOutputs:
         try:
             self._publisher.wait()
         except BaseException:
-            self._ticks.clear()  # their tokens must not follow those that are missing
+            self._ticks.clear()  # their outputs must not be published, because earlier outputs are missing
             raise
 
     def finish(self) -> None:

@@ -98,7 +98,7 @@ class Publisher:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a user waits for one of the added messages: for any message but a later token of a stream."""
+        """Whether one of the added messages must not wait: any message except the second and later tokens of a job."""
         return any(not isinstance(one, NewToken) or one.time_s == one.job.first_token_s for one in self._next.messages)
 
     def publish(self) -> None:
@@ -114,7 +114,7 @@ class Publisher:
             self._next = _Report()
 
     def publish_at_once(self) -> None:
-        """Publish what was added, in the work of `begin`. `publish` would do it only after this work."""
+        """Publish what was added. For the work of `begin`: `publish` would deliver it only after this work."""
         report, self._next = self._next, _Report()
         self._deliver(report)
 

@@ -151,7 +151,7 @@ class Telemetry:
         for hook in self._job_hooks:
             try:
                 hook(ended)
-            except Exception:  # what exports the spans may raise anything
+            except Exception:  # the exporter of spans may raise anything
                 log.exception("hook.failed hook=%r measurement=%s", hook, REQUEST_DONE)
 
     def _call_hooks(self, name: str, measurements: Mapping[str, Any]) -> None:

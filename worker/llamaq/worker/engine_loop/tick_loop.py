@@ -263,7 +263,7 @@ class TickLoop:
             self.tick_started_s = self._clock()
 
     def _wait_for_command(self) -> Callable[[], object]:
-        """Return the next command. If none arrives at once, do what there is time for now."""
+        """Return the next command. If none arrives within `SETTLE_S`, first take a snapshot and save cells ahead."""
         with suppress(queue.Empty):
             return self._next_command(SETTLE_S)
         self.snapshot = self._take_snapshot()

@@ -32,7 +32,7 @@ QUICK_BYTES = 1024
 """Largest size of a request that is quick to prepare. The tokenizer needs about half a microsecond for each byte."""
 SLOW_FIELDS = tuple(name.encode() for name in (*CONSTRAINTS, "dry_multiplier", "chat_template_kwargs"))
 """Fields with which a job is not quick to prepare: a grammar is compiled, the vocabulary is searched for sequence
-breakers, or the template computes whatever its variables say."""
+breakers, or the work of the chat template depends on its variables."""
 TAG_MARK = b"\xff"
 """A byte that no text in UTF-8 contains."""
 
@@ -47,7 +47,7 @@ class JobPreparer:
         context_limit: Largest number of tokens of a job, prompt included.
         max_request_bytes: Largest size of an encoded request.
         draft_max: Largest number of tokens that are drafted for a job at once. 0: none.
-        has_draft_model: Whether the draft model of the worker drafts. Otherwise the text of the job itself does.
+        has_draft_model: Whether the draft model of the worker makes the drafts. Otherwise the job's own text does.
         counts_system_tokens: Whether `Job.system_tokens` is set for every chat, so that the cache can save the state at
             the end of the system messages. Otherwise it is set only for chats with `cache_public="system"`.
     """
@@ -134,7 +134,7 @@ class JobPreparer:
         return PreparedJob(job, texts)
 
     def _detokenizer(self, request: JobRequest) -> StreamDetokenizer:
-        """Return the detokenizer of a job. Only a job that asks for the texts of control tokens needs those of tags."""
+        """Return the detokenizer of a job. Only a job that asks for the texts of control tokens has offsets of tags."""
         if request.special:
             return TagDetokenizer(self._vocab.piece_with_special, request.stop, self._tag_lengths)
         return StreamDetokenizer(self._vocab.piece, request.stop)

@@ -1,13 +1,16 @@
-"""Drafts from the job's own text (prompt lookup): what followed the last tokens when they occurred before.
+"""Drafts from the job's own text (prompt lookup): the tokens that followed an earlier occurrence of the last tokens.
 
 Edited code, extracted facts and answers that quote their prompt repeat long parts of it. The occurrences are found as
-in LZ77 compression: a dict has the last position of each n-gram, and each position has the one before it with the
+in LZ77 compression: a dict has the last position of each n-gram, and each position has the previous position of the
 same n-gram. So a new token takes the same short time in texts of any length.
 
-An edited text leaves its original for a few tokens and then follows it again. The n-gram after an edit would be found
-only when several tokens of the original have followed. So the place in the original is kept, and after the first
-different token the draft is what follows the replaced one. A quotation may begin with a rare token. If the last token
-has occurred only once before, the draft is what followed it there.
+There are two more sources of drafts, for texts without such an occurrence:
+
+- An edit. An edited text differs from its original for a few tokens and then follows it again. An n-gram of the
+  original is complete only after several tokens. So the place in the original is kept, and right after the edit the
+  draft is the text of the original at this place.
+- A rare token, which may begin a quotation. If the last token has occurred exactly once before, the draft is the text
+  after that occurrence.
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ from llamaq.worker.core.token_draft import NO_DRAFT, Draft
 N_GRAM = 3
 """Number of last tokens that must have occurred before."""
 MAX_OCCURRENCES = 4
-"""Number of newest occurrences that are compared."""
+"""Number of earlier occurrences of the last n-gram, newest first, that are compared."""
 RARE, AFTER_EDIT, NGRAM = 0, 1, 2
 """Grades of drafts: after a rare token, after an edit, and after an n-gram."""
 GRADE_MATCHES = (4, 8, 16)
-"""The grade of a draft after an n-gram is higher by one, two or three if at least this many tokens before it are equal.
-Comparing ends with the last number."""
+"""A draft after an n-gram has the grade `NGRAM`, plus 1 for each of these numbers of equal tokens that it reaches. More
+equal tokens than the last number are not counted."""
 OFTEN = -sys.maxsize
+"""Stands in `_places` for a token that occurs more than twice."""
 MAX_EDIT = 8
-"""The longest edit: tokens that it removes, and tokens that it adds. After a longer one, the original is given up."""
+"""Longest edit: upper bound on the tokens that it removes, and on the tokens that it adds. After a longer edit, the
+original is forgotten."""
 
 
 class NgramDrafter:
@@ -41,32 +46,33 @@ class NgramDrafter:
 
     def __init__(self, history: Sequence[int]) -> None:
         self._last: dict[int, int] = {}
-        """Maps an n-gram, as one number, to the last position at which it ends."""
+        """Maps an n-gram, packed into one integer, to the last position at which it ends."""
         self._before: array[int] = array("i")
-        """Maps a position to the last one before it at which the same n-gram ends, or to -1."""
+        """For each position, the previous position at which the same n-gram ends. -1: there is none."""
         self._places: dict[int, int] = {}
-        """Maps a token that occurs once to its position, one that occurs twice to `~position` of the first of them, and
-        any other one to `OFTEN`."""
+        """Maps a token that occurs once to its position, a token that occurs twice to `~position` of its first
+        occurrence, and any other token to `OFTEN`."""
         self._distance = 0
-        """How far back the original of the last draft is. 0: there was no draft, or its original was given up."""
+        """Number of tokens from the source of the last draft to the end of the history. 0: no source is known."""
         self._found: tuple[int, int, int] = (-1, -1, RARE)
-        """The end of the history in the last call of `propose`, the source that was found, and the grade."""
+        """The last position of the history in the last call of `propose`, and the result of `_find` for it."""
         self._read(history)
 
     def propose(self, history: Sequence[int], n_max: int) -> Draft:
-        """Return what followed the best occurrence, or the original after an edit; see `Drafter.propose`.
+        """Return the tokens after the best source; see `Drafter.propose`.
 
-        The best occurrence has the longest part in common with the end of the history. Of several, it is the newest.
+        The best source is the n-gram occurrence with the most tokens in common with the end of the history; the newest
+        if several have equally many. Without an occurrence, it is the original after an edit, otherwise a rare token.
         """
         end = len(history) - 1
-        if end != self._found[0]:  # after a search, the plan asks once more
+        if end != self._found[0]:  # the plan asks again after a search has found a draft
             self._read(history)
             self._found = (end, *self._find(history, end))
         _, source, grade = self._found
         return NO_DRAFT if source < 0 else Draft(_following(history, source, n_max), grade)
 
     def _find(self, history: Sequence[int], end: int) -> tuple[int, int]:
-        """Return after which position the draft is, -1 if there is none, and its grade."""
+        """Return the position that the draft follows, or -1 if there is no draft, and the grade of the draft."""
         source, n_equal = self._best_occurrence(history, end)
         grade = NGRAM + sum(n_equal >= least for least in GRADE_MATCHES)
         if source < 0 and self._distance:
@@ -78,7 +84,7 @@ class NgramDrafter:
         return source, grade
 
     def _best_occurrence(self, history: Sequence[int], end: int) -> tuple[int, int]:
-        """Return where the best occurrence ends, -1 if there is none, and how many tokens are equal."""
+        """Return where the best occurrence ends, -1 if there is none, and the number of equal tokens."""
         best, n_best, position = -1, 0, self._before[end] if end >= 0 else -1
         for _ in range(MAX_OCCURRENCES):
             if position < 0 or n_best == GRADE_MATCHES[-1]:
@@ -95,10 +101,11 @@ class NgramDrafter:
         return ~place if OFTEN < place < 0 else -1
 
     def _after_edit(self, history: Sequence[int], end: int) -> int:
-        """Return the place in the original that corresponds to the end of the history. -1: it is not known.
+        """Return the position in the original that corresponds to the last token of the history. -1: it is not known.
 
-        The last token may be the first one after the edit. Then its place is the nearest at which the original has the
-        same token. Otherwise, if only this token is different, it has probably replaced one.
+        The last token may be the first token after the edit. Then its position is the nearest one at which the original
+        has the same token. If there is no such position and only the last token differs, this token has probably
+        replaced one token of the original.
         """
         expected = end - self._distance
         n_different = 0
@@ -114,7 +121,7 @@ class NgramDrafter:
         return min(places, key=lambda place: abs(place - expected), default=expected if n_different == 1 else -1)
 
     def _read(self, history: Sequence[int]) -> None:
-        """Add the n-grams that end with a new token."""
+        """Record the tokens that the history has in addition to the last call, and the n-grams that end with them."""
         last, before, places = self._last, self._before, self._places
         for position in range(len(before), len(history)):
             place = places.get(history[position])
@@ -131,7 +138,7 @@ class NgramDrafter:
 
 
 def _count_equal(history: Sequence[int], position: int, end: int) -> int:
-    """Return how many tokens up to `position` equal those up to `end`. Counting ends with the last grade."""
+    """Return how many tokens up to `position` equal those up to `end`, at most the last number of `GRADE_MATCHES`."""
     limit = min(GRADE_MATCHES[-1], position + 1)
     n_equal = N_GRAM
     while n_equal < limit and history[position - n_equal] == history[end - n_equal]:
@@ -140,7 +147,7 @@ def _count_equal(history: Sequence[int], position: int, end: int) -> int:
 
 
 def _following(history: Sequence[int], position: int, n_tokens: int) -> tuple[int, ...]:
-    """Return the `n_tokens` tokens after `position`. They repeat if the history ends before."""
+    """Return the `n_tokens` tokens after `position`. If the history has fewer, these are repeated."""
     following = tuple(history[position + 1 : position + 1 + n_tokens])
     period = len(history) - 1 - position
     if len(following) < n_tokens:

@@ -88,10 +88,10 @@ class KvMemory:
         return self._pool.lacks_cells(n_ahead)
 
     def n_ticks_with_room(self, n_ahead: int) -> int:
-        """Return for how many ticks there is room, if each running job gets a token in each tick.
+        """Return for how many ticks the free cells suffice, if each running job takes one cell in each tick.
 
-        Then entries have to be evicted, to make room for the margins of the running jobs. Without entries, the running
-        jobs then lack cells for their next `n_ahead` tokens.
+        After these ticks, entries must be evicted to make room for the margins of the running jobs. If there are no
+        entries, the running jobs lack cells for their next `n_ahead` tokens then.
         """
         n_jobs = len(self._pool.active)
         if self.has_entries:
@@ -206,7 +206,7 @@ class KvMemory:
         """
         run = slot.active
         if n_tokens < run.n_past:
-            run.n_past = n_tokens  # `record_progress` shall find a loss of cells of the history only
+            run.n_past = n_tokens  # otherwise `record_progress` would take the removed cells for lost cells
             self.record_progress(slot, self._sequences.cut(run.seq_id, n_tokens))
 
     def _cache_state(self, run: Run) -> None:
@@ -282,8 +282,7 @@ class KvMemory:
         """Reserve an entry with cells for all of the packed tokens, and copy the prefix that the device already holds.
 
         The entry counts as in transfer: it is not evicted or saved. A job that needs its cells waits until the transfer
-        is finished.
-        `make_room_for_entry` must have returned AVAILABLE.
+        is finished. `make_room_for_entry` must have returned AVAILABLE.
 
         Args:
             tokens: The packed tokens that the entry will hold.

@@ -12,14 +12,19 @@ N_PLAIN_TICKS = 5
 N_DRAFT_TICKS = 16
 """Number of newest ticks with drafts that tell the time of a draft token."""
 FEW = 2
-"""Of so few ticks with drafts, the one whose draft tokens took the shortest time counts. A disturbance only makes ticks
-longer, and a draft token that seems too expensive would end the drafts for a long time."""
+"""With at most this number of measured ticks with drafts, the shortest time of a draft token counts instead of the
+median. A disturbance only makes ticks longer, and a draft token that seems too expensive would end the drafts for a
+long time."""
 FORGOTTEN_AFTER = 256
 """A measurement is forgotten after this many ticks, because attention covers more cells now, or other programs run."""
 
 
 class DecodeTimes:
-    """Predicts the time of a tick from measured ticks. Both times are medians, so a single slow tick changes little."""
+    """Predicts the time of a tick from measured ticks.
+
+    The times are medians, so a single slow tick changes little. With few measured drafts (`FEW`), the shortest time of
+    a draft token counts.
+    """
 
     def __init__(self) -> None:
         self._n_ticks = 0

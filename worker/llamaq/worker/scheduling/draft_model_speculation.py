@@ -1,11 +1,12 @@
 """Speculation with a draft model: decides which slots it drafts for, and how many tokens, before it computes anything.
 
-A draft of the model costs time before it is verified: a step of the draft model for each of its tokens, and the tokens
-of the history that the draft model has not computed yet. So the lengths are chosen before, from the acceptance of
-earlier drafts. Slots whose drafts promise a gain catch up over several ticks if they lack many tokens.
+The draft model takes time before a draft can be verified: one step for each token of the draft, and the computation of
+the tokens of the history that it has not computed yet (the missing tokens). So the lengths of the drafts are chosen
+before, from the acceptance of earlier drafts. If a slot whose drafts promise a gain lacks many tokens, the draft model
+computes them over several ticks.
 
-Without such a slot, one slot gets a short draft from time to time, so that a change of the texts is noticed. These
-trials take little of the time (`TRIAL_SHARE`).
+While no draft promises a gain, one slot gets a short draft from time to time as a trial, so that a change of the texts
+is noticed. Trials take little of the time (`TRIAL_SHARE`).
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class DraftModelSpeculation(Speculation):
         max_tokens: Largest number of draft tokens in a tick.
         sequences: The sequences of the draft model.
         max_missing: Largest number of tokens in a batch of the draft model.
-        measured: Measurements of the draft model. Without them, its first drafts tell how long it takes.
+        measured: Measurements of the draft model. If empty, the first drafts measure how long it takes.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class DraftModelSpeculation(Speculation):
                 self.record_draft(self._draftings[part.slot], part.draft, 0)
 
     def _read_costs(self, slots: Sequence[Slot], n_decode: int, plain_s: float) -> tuple[_Costs, float]:
-        """Return the times of a tick with drafts for these slots, and the largest probability of a draft token."""
+        """Return the times of a tick with drafts for these slots, and the largest estimated acceptance of a draft."""
         draftings = (slot.active.job.drafting for slot in slots)
         probabilities = [self._probability(drafting, GRADE) for drafting in draftings if drafting is not None]
         times, token_s = self._model_times, self._times.draft_token_s
@@ -224,7 +225,7 @@ class DraftModelSpeculation(Speculation):
         return costs.missing_s(proposal.n_missing) * costs.n_decode <= (1 - 1 / LEAST_GAIN) * rest_s
 
     def _choose_trial(self, proposals: Sequence[_Proposal], room: int, costs: _Costs) -> Mapping[Slot, int]:
-        """Return the length of a draft that promises nothing, if it is time for one."""
+        """Return the slot and the length of a trial, if a trial is due or not complete."""
         current = next((one for one in proposals if one.slot.active.admission_number == self._trial), None)
         if current is None:
             self._trial = None

@@ -83,7 +83,7 @@ class DraftSequences:
             n_now = min(missing[slot], max_missing)
             n_tokens = wanted[slot] if n_now == missing[slot] else 0
             part = DraftPart(slot, self._n_kept(slot), n_now, n_tokens)
-            n_cells = len(slot.active.tokens) + wanted[slot] - 1  # of the whole history, or it would be in vain
+            n_cells = len(slot.active.tokens) + wanted[slot] - 1  # of the whole history: a part is of no use
             if n_now > 0 and self._has_tokens(part) and self._make_room(slot, n_cells, wanted, emptied):
                 max_missing -= n_now
                 parts.append(part)
@@ -133,7 +133,7 @@ class DraftSequences:
         return False
 
     def _release_idle(self, generating: Collection[Slot]) -> list[int]:
-        """Empty sequences of slots that generate nothing until the others hold at most `held_cells`. Returns them."""
+        """Empty sequences of slots that generate nothing, until these hold at most `held_cells`. Returns them."""
         busy = {slot.index for slot in generating}
         idle = sorted(
             (index for index, one in enumerate(self._sequences) if one.tokens and index not in busy),
@@ -150,7 +150,7 @@ class DraftSequences:
         return emptied
 
     def _make_room(self, slot: Slot, n_cells: int, wanted: Collection[Slot], emptied: list[int]) -> bool:
-        """Empty sequences that are not wanted, the one that was used first first, until the slot has `n_cells`.
+        """Empty sequences of slots that want no draft, least recently used first, until the slot has `n_cells`.
 
         Returns:
             False if there are not enough cells. Then no sequence is emptied.

@@ -6,7 +6,8 @@ the tokens and the masks of grammars are made later, by another thread, while th
 
 A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
 compute, a waiting job that may preempt another one, cells to evict or to move, a draft, forced tokens, a deadline.
-Between repeated ticks, texts are searched for drafts, the less often, the longer none was found.
+Between repeated ticks, the texts are searched for drafts. The longer no draft was found, the less often they are
+searched.
 
 If a job ends by a stop string, this is found when the text is made. The next tick has then begun. It computes the KV
 cell of the job's last token. The token that it samples for the job is not used.

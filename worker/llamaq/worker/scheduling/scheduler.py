@@ -400,8 +400,8 @@ class Scheduler:
         finish = self._append_tokens(slot, result.sampled, now_s) or result.error
         n_verified = result.n_past - n_before
         if n_verified > 0:
-            # The sequence holds the history of before and the tokens ahead: those of the draft, or forced ones. The
-            # last sampled token is not among them.
+            # The sequence holds the earlier history and then the tokens ahead: a draft, or forced tokens. It does not
+            # hold the last sampled token.
             n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
             self._memory.remove_after(slot, n_before + n_accepted)
             if isinstance(part, DecodeToken) and part.draft.tokens:

@@ -16,23 +16,24 @@ from llamaq.worker.scheduling.decode_times import DecodeTimes
 from llamaq.worker.scheduling.draft_lengths import Candidate, can_gain, choose_lengths
 
 FIRST_PROBABILITY = 0.6
-"""The estimated acceptance before the first draft of a worker."""
+"""The estimated acceptance of a draft token before the first draft of a worker."""
 WORKER_DECAY = 0.97
-"""As `DECAY`, for the estimates of the worker, with which the estimates of its next jobs begin."""
+"""The `DECAY` of the estimates over all jobs of the worker. The estimate of a new job begins with the worker's."""
 FIRST_TOKENS = 4
 """Largest number of draft tokens in a tick that measures their time."""
 N_FIRST = 2
 """Number of such ticks at the start of a worker. In the first one, llama.cpp prepares memory for such batches."""
 FIRST_RETRY, RETRY_AFTER = 8, 128
-"""Ticks with drafts of a grade that promise no gain, after which one is tried: the text may have changed. The number
-begins with the first of these, doubles with each such draft up to the second, and begins anew when one was accepted."""
+"""While the drafts of a grade promise no gain, one is tried after this number of ticks, because the text may have
+changed. The number begins with `FIRST_RETRY` and doubles with each trial, up to `RETRY_AFTER`. It begins anew after a
+draft whose tokens were all accepted."""
 TRIAL_TOKENS = 2
-"""Largest number of tokens of a draft that is tried: of such a draft, and of the first draft of each grade of a job.
-Other jobs may have raised the estimate of a grade, but the text of this one may be of another kind."""
+"""Largest number of tokens of a trial, and of the first draft of each grade of a job: other jobs may have raised the
+estimate of the grade, but the text of this job may be of another kind."""
 SEARCHES_PER_TICK, MAX_UNSEARCHED = 4, 16
-"""For this many searches in a row without a draft, there is one more tick without a search before the next one, up to
-the upper bound. So texts that do not repeat themselves are searched less often, and a draft comes at most so much
-later."""
+"""Ticks without a search come between two searches: one for each `SEARCHES_PER_TICK` searches in a row that found no
+draft, at most `MAX_UNSEARCHED`. So texts that do not repeat themselves are searched less often, and a draft is found at
+most `MAX_UNSEARCHED` ticks late."""
 
 
 class _Proposal(NamedTuple):
@@ -45,8 +46,10 @@ class _Proposal(NamedTuple):
 class Speculation:
     """Decides which drafts a tick verifies.
 
-    A draft costs time whether its tokens are accepted or not, so it must promise more tokens per second. Its promise is
-    the acceptance of the earlier drafts of its job. A draft that promises nothing is tried now and then.
+    A draft costs time whether its tokens are accepted or not. So a draft is verified only if it promises more tokens
+    per second, judged by the acceptance of the earlier drafts of its job and by the measured times of ticks. From time
+    to time, a draft that promises no gain is verified as a trial. The acceptance is estimated for each grade of drafts
+    (`Draft.grade`) separately.
 
     Args:
         end_tokens: The model's end-of-generation tokens. A draft ends before such a token: the job may end there.
@@ -60,9 +63,9 @@ class Speculation:
         self._acceptance: dict[int, Acceptance] = {}
         """Maps each grade to the acceptance of the drafts of all jobs."""
         self._n_passed: dict[int, int] = {}
-        """Maps each grade to the number of ticks since a draft was tried that promised nothing."""
+        """Maps each grade to the number of ticks since its last trial in which its drafts promised no gain."""
         self._retry_after: dict[int, int] = {}
-        """Maps each grade to the number of such ticks before the next one is tried."""
+        """Maps each grade to the number of such ticks before its next trial."""
         self._n_without = 0
         """Number of searches in a row without a draft, since the last prompt."""
         self._plain_s: float | None = None
@@ -88,10 +91,13 @@ class Speculation:
         return min(self._n_without // SEARCHES_PER_TICK, MAX_UNSEARCHED)
 
     def finds_none(self, batch: Batch) -> bool:
-        """Search for drafts. Return whether the next plan would have none if it had the decode tokens of `batch`.
+        """Search for drafts. Return whether the next plan would add no draft to the decode tokens of `batch`.
 
-        This takes less time than a plan, and counts as one if it returns True. `batch` is that of the last plan. Its
-        times apply, because another thread may record a tick now.
+        This takes less time than a plan. If it returns True, it counts as a plan without a draft. The predicted times
+        of the last plan are used, because another thread may record a tick now.
+
+        Args:
+            batch: The batch of the last plan.
         """
         n_decode, plain_s, token_s = batch.n_decode, self._plain_s, self._token_s
         if plain_s is None:
@@ -133,7 +139,7 @@ class Speculation:
             self._times.record(batch.n_decode, batch.n_drafted, seconds)
 
     def record_draft(self, drafting: Drafting, draft: Draft, n_accepted: int) -> None:
-        """Learn what became of a draft that was verified. A place without a probable token counts as not accepted."""
+        """Record the outcome of a draft that was verified. A place without a probable token counts as not accepted."""
         drafting.n_drafted += len(draft)
         drafting.n_accepted += n_accepted
         overall = self._overall(draft.grade)
@@ -147,8 +153,10 @@ class Speculation:
         return [proposal for part in batch.decode if (proposal := self._propose(part)) is not None]
 
     def _propose(self, part: DecodeToken) -> _Proposal | None:
-        """Return the draft of a slot. None: it has none, it generates its last token now, or its next tokens are
-        forced.
+        """Return the draft of a slot.
+
+        Returns:
+            None if there is no draft, if the job generates its last token now, or if its next tokens are forced.
         """
         slot, run = part.slot, part.slot.active
         drafting, n_max = run.job.drafting, self._n_max(run)
@@ -184,7 +192,7 @@ class Speculation:
         return choose_lengths(candidates, n_decode, plain_s, token_s, room)
 
     def _retry(self, proposals: Sequence[_Proposal], room: int) -> dict[Slot, Draft]:
-        """Return a draft that promises nothing, if it is time for one: of the job with the fewest draft tokens."""
+        """Return a trial of the job with the fewest drafted tokens, if a trial is due."""
         grades = _grades(proposals)
         grade = next(filter(self._is_retried, grades), None)
         if grade is None:
@@ -196,7 +204,7 @@ class Speculation:
         return {least.slot: least.draft.first(min(TRIAL_TOKENS, room))}
 
     def _is_retried(self, grade: int) -> bool:
-        """Whether it is time for a draft of this grade that promises nothing."""
+        """Whether a trial of this grade is due."""
         return self._n_passed.get(grade, 0) + 1 >= self._ticks_to_retry(grade)
 
     def _ticks_to_retry(self, grade: int) -> int:
@@ -208,7 +216,7 @@ class Speculation:
             self._n_passed[grade] = self._n_passed.get(grade, 0) + 1
 
     def _probability(self, drafting: Drafting, grade: int) -> float:
-        """Return the estimated acceptance of a job's next draft of a grade. Before its first one, the worker's."""
+        """Return the estimated acceptance of a job's next draft of a grade. Before the first: the worker's estimate."""
         return (drafting.acceptance.get(grade) or self._overall(grade)).probability
 
     def _overall(self, grade: int) -> Acceptance:

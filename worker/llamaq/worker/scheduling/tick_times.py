@@ -10,7 +10,7 @@ from dataclasses import dataclass
 N_DECODE_TICKS = 9
 """The time of the decode tokens is computed from this number of newest ticks without prompt tokens."""
 SIMILAR = 2
-"""The time of decode tokens is known from ticks with up to this many times more or fewer streams."""
+"""A tick tells the time of decode tokens for numbers of streams that differ from its own by at most this factor."""
 N_PREFILL_TICKS = 16
 """The time of one prompt token is computed from this number of newest ticks with prompt tokens."""
 DECAY = 0.7
@@ -40,7 +40,7 @@ class TickTime:
     """From the end of the previous tick to the end of this tick: the time between two tokens of a stream. If the worker
     was idle before, the time begins when this tick is planned."""
     n_drafted: int = 0
-    """Number of draft tokens, which were verified."""
+    """Number of draft tokens, which were verified, and of tokens that grammars force."""
     draft_model_s: float = 0.0
     """The part of `seconds` that the draft model took."""
 
@@ -64,7 +64,9 @@ class TickTimer:
     def end(self, ended_s: float, *, begins_next: bool) -> float:
         """Return the seconds from the beginning of the tick to `ended_s`.
 
-        `begins_next`: the next tick follows without a pause.
+        Args:
+            ended_s: When the tick ended, on the clock.
+            begins_next: Whether the next tick follows without a pause, so that it begins at `ended_s`.
         """
         seconds = 0.0 if self._started_s is None else ended_s - self._started_s
         self._started_s = ended_s if begins_next else None
@@ -88,7 +90,7 @@ class TickTimeModel:
         """Number of ticks since the last one that computed decode tokens only."""
 
     def record(self, tick: TickTime) -> None:
-        """Learn from a tick. Ticks with drafts are ignored: they tell neither time alone."""
+        """Learn from a tick. Ticks with drafts or forced tokens are ignored, because they show neither time alone."""
         if tick.n_drafted or tick.draft_model_s:
             return
         if not tick.n_prefill:

@@ -1,6 +1,6 @@
 """Adds tokens ahead to the batch of a tick: those that a grammar forces, and those that are drafted.
 
-Both follow the last sampled token of a slot, and both share what room the batch, the KV memory and the target of the
+Both follow the last sampled token of a slot. They share the room that the batch, the KV memory and the target of the
 strategy leave. Forced tokens come first, because they are certain.
 """
 
@@ -54,7 +54,7 @@ class TokensAhead:
         return self._speculation.n_unsearched
 
     def finds_no_draft(self, batch: Batch) -> bool:
-        """Search for drafts. Return whether the next plan would have none if it had the decode tokens of `batch`."""
+        """Search for drafts. Return whether the next plan would add no draft to the decode tokens of `batch`."""
         return self._speculation is None or self._speculation.finds_none(batch)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
@@ -64,7 +64,7 @@ class TokensAhead:
             self._speculation.record_tick(batch, seconds)
 
     def record_draft(self, run: Run, draft: Draft, n_accepted: int) -> None:
-        """Learn what became of a draft that was verified."""
+        """Record the outcome of a draft that was verified."""
         if self._speculation is not None and run.job.drafting is not None:
             self._speculation.record_draft(run.job.drafting, draft, n_accepted)
 

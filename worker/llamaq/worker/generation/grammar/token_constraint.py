@@ -100,7 +100,7 @@ class TokenConstraint:
         self._check("the grammar cannot be used, because no token of this model's vocabulary is allowed first")
 
     def copy(self) -> Self:
-        """Return a constraint in the same state, which advances by itself."""
+        """Return an independent constraint in the same state."""
         other = copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
@@ -145,8 +145,8 @@ class TokenConstraint:
     def allowed_along(self, draft: Sequence[int]) -> Iterator[TokenSet]:
         """Yield the tokens that are allowed next, and those after each token of a draft. The state does not change.
 
-        The last set is that before a token of the draft that is not allowed, or after which the grammar is too complex:
-        the model may not generate this token at all.
+        The iteration stops before a token of the draft that the grammar does not allow, or that would make the grammar
+        too complex. This is no error, because the model may generate another token there.
 
         Raises:
             JobRejected: See `allowed_tokens`.
@@ -158,11 +158,12 @@ class TokenConstraint:
         return self._allowed_along(choose)
 
     def allowed_along_forced(self, n_max: int, never: Container[int] = ()) -> Iterator[TokenSet]:
-        """Yield the tokens that are allowed next; while this is a single token, yield those after it too.
+        """Yield the set of tokens that are allowed next. While a set has a single token, also yield the set after it.
 
         Args:
             n_max: Largest number of such single tokens.
-            never: Single tokens after which nothing follows. End tokens are among them in any case.
+            never: Tokens that are never forced, besides end tokens. The iteration stops at a set with only such a
+                token.
 
         Raises:
             JobRejected: See `allowed_tokens`.
@@ -179,7 +180,7 @@ class TokenConstraint:
         change.
 
         Args:
-            choose: Returns one of the allowed tokens, given their number so far. None: the last set was yielded.
+            choose: Gets the last set and the number of tokens chosen so far. Returns a token of the set; None: stop.
         """
         allowed = self.allowed_tokens()
         yield allowed
@@ -196,7 +197,7 @@ class TokenConstraint:
                 yield allowed
 
     def end_token_in(self, allowed: TokenSet) -> int | None:
-        """Return an end token that is among the allowed tokens. None: the grammar cannot end where these follow."""
+        """Return an end token that is among the allowed tokens. None: the grammar cannot end here."""
         return next((token for token in sorted(self._tokenizer.end_tokens) if token in allowed), None)
 
     def _compute_allowed(self) -> TokenSet:

@@ -69,7 +69,7 @@ class AllowedTokens:
         self._draft: Sequence[int] = ()
         """The draft, or the forced tokens."""
         self._is_forced = False
-        """Whether these are forced tokens."""
+        """Whether `_draft` contains forced tokens."""
         self._newest: TokenSet | None = None
         """What the grammar allows where a token was drawn last."""
         self._n_drawn = 0
@@ -143,8 +143,10 @@ class AllowedTokens:
         return allowed is None or token in allowed
 
     def restrict(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
-        """Return the allowed tokens, or at least the `n_best` of them with the largest logits. If these are many,
-        return the whole vocabulary, in which the logits of the other tokens are masked. Changes `logits`.
+        """Return the candidates of the next draw. Changes `logits`.
+
+        If few tokens are allowed, these are the allowed tokens. Otherwise they are at least the `n_best` allowed tokens
+        with the largest logits, or the whole vocabulary, in which the logits of forbidden tokens are masked.
 
         Args:
             logits: The logits of the whole vocabulary.
@@ -215,8 +217,8 @@ def _find_best(logits: Logits, allowed: TokenSet, n_best: int) -> Candidates | N
     """Return at least the `n_best` allowed tokens with the largest logits, in ascending order of ids.
 
     The largest logits of the whole vocabulary mostly belong to allowed tokens, and to find these takes much less time
-    than to mask all others. May mask logits of tokens that are not allowed. None: they do not have enough allowed
-    tokens.
+    than to mask all others. May mask logits of tokens that are not allowed. None: too few of the largest logits belong
+    to allowed tokens.
     """
     if n_best == 1:
         for _ in range(MAX_TRIES):

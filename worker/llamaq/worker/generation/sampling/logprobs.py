@@ -42,5 +42,5 @@ def drawn_logprobs(candidates: Candidates, index: int, n_top: int) -> TokenLogpr
 
 
 def _rounded(value: float) -> float:
-    """Return a finite number with the precision of the logits: a stored result has one for each alternative."""
+    """Return the value as a finite number with five decimals, about the precision of the logits."""
     return round(max(value, -9999.0), 5)
