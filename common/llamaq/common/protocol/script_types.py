@@ -300,10 +300,12 @@ class TerminalWrite:
 
     @property
     def status(self) -> str:
+        """The field `status` of the job's hash: `finished` or `failed`."""
         return "finished" if isinstance(self.event, Finished) else "failed"
 
     @property
     def end(self) -> StoredEnd:
+        """How the job ends."""
         if isinstance(self.event, Finished):
             return StoredEnd(self.event.finish_reason, None)
         return StoredEnd(None, self.event.code if isinstance(self.event, Failed) else None)

@@ -58,6 +58,15 @@ class JobStreams:
     """
 
     def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, claimant: Claimant) -> None:
+        """Create the object. `open` must be called before any other method.
+
+        Args:
+            redis: The Redis client.
+            keys: The names of the keys.
+            queue: The queue to read.
+            partitions: The number of partitions of the queue.
+            claimant: The worker that reads and claims. Its lease is the lease of the entries.
+        """
         self._redis = redis
         self._scripts = ClaimScripts(redis, keys)
         self._claimant = claimant

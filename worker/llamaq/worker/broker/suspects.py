@@ -23,6 +23,11 @@ class Suspects:
     A suspect is a job that is one crash away from the dead-letter limit. No other job is claimed until a token of the
     suspect is stored or the suspect has ended. Otherwise a crash that the suspect causes would also count against the
     other jobs.
+
+    Args:
+        job_claims: Checks and claims the suspects.
+        outbox: Has the jobs of this worker.
+        starts: Starts a suspect.
     """
 
     def __init__(self, job_claims: JobClaims, outbox: Outbox, starts: JobStarts) -> None:

@@ -29,6 +29,7 @@ class Admission:
 
     @property
     def evicted_tokens(self) -> int:
+        """Number of tokens of all evicted sequences."""
         return sum(entry.n_tokens for entry in self.evicted)
 
     def __str__(self) -> str:

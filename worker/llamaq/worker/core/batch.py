@@ -68,6 +68,7 @@ class DecodeToken(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
+        """Number of tokens of the slot in the batch: the sampled token, its draft and its forced tokens."""
         return 1 + len(self.draft.tokens) + len(self.forced)
 
 
@@ -81,6 +82,7 @@ class PrefillChunk(NamedTuple):
 
     @property
     def is_last(self) -> bool:
+        """Whether no pending token is left after the chunk, so that the engine samples after it."""
         return self.n_tokens == self.slot.n_pending
 
 
@@ -99,26 +101,32 @@ class Batch:
 
     @property
     def parts(self) -> tuple[DecodeToken | PrefillChunk, ...]:
+        """The parts of all slots, decode tokens first."""
         return (*self.decode, *self.prefill)
 
     @property
     def n_decode(self) -> int:
+        """Number of decode tokens, one for each generating slot."""
         return len(self.decode)
 
     @property
     def n_prefill(self) -> int:
+        """Number of prompt tokens."""
         return sum([chunk.n_tokens for chunk in self.prefill])
 
     @property
     def n_drafts(self) -> int:
+        """Number of drafts that have a token."""
         return sum([part.draft.tokens != () for part in self.decode])
 
     @property
     def n_drafted(self) -> int:
+        """Number of tokens of the drafts."""
         return sum([len(part.draft.tokens) for part in self.decode])
 
     @property
     def n_forced(self) -> int:
+        """Number of tokens that grammars force."""
         return sum([len(part.forced) for part in self.decode])
 
     @property
@@ -128,10 +136,12 @@ class Batch:
 
     @property
     def n_tokens(self) -> int:
+        """Number of all tokens of the batch."""
         return self.n_decode + self.n_drafted + self.n_forced + self.n_prefill
 
     @property
     def n_jobs(self) -> int:
+        """Number of jobs with tokens in the batch."""
         return len(self.decode) + len(self.prefill)
 
     def __bool__(self) -> bool:

@@ -32,4 +32,5 @@ class Scope:
 
     @property
     def key(self) -> bytes:
+        """The 32-byte key of the namespace."""
         return self.hashed or namespace_key(self.namespace)

@@ -93,10 +93,12 @@ class Run:
 
     @property
     def n_prompt(self) -> int:
+        """Number of tokens in the prompt."""
         return len(self.job.prompt)
 
     @property
     def n_generated(self) -> int:
+        """Number of generated tokens, over all attempts."""
         return len(self.tokens) - self.n_prompt
 
     @property
@@ -163,6 +165,7 @@ class Slot:
 
     @property
     def priority(self) -> Priority | None:
+        """The priority of the running job. None: the slot is idle."""
         return self.run.priority if self.run else None
 
     def snapshot(self) -> SlotSnapshot:

@@ -32,6 +32,7 @@ class Entry:
 
     @property
     def n_tokens(self) -> int:
+        """Number of tokens whose cells the sequence holds."""
         return len(self.tokens) // TOKEN_BYTES
 
     def __repr__(self) -> str:
@@ -115,7 +116,7 @@ class PrefixCache(Protocol):
 
 
 class NullPrefixCache:
-    """A prefix cache that stores nothing, so that every prompt is computed in full."""
+    """A prefix cache that stores nothing, so every prompt is computed in full. `PrefixCache` documents the methods."""
 
     def __len__(self) -> int:
         return 0
@@ -165,6 +166,8 @@ PUBLIC_INDEX = None
 
 class RadixPrefixCache:
     """Caches the sequence of every finished job until it is evicted, and finds prefixes in a radix tree.
+
+    `PrefixCache` documents the methods.
 
     Args:
         can_cut: Whether a copy may end at any token. False for a recurrent state. Then a prompt can use an entry only

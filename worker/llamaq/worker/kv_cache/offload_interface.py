@@ -101,7 +101,7 @@ class Offload(Protocol):
 
 
 class NoOffload:
-    """No storage behind the device: an entry that leaves the device is lost."""
+    """No storage behind the device: an entry that leaves the device is lost. `Offload` documents the methods."""
 
     host_bytes: int = 0
     disk_bytes: int = 0

@@ -1,5 +1,5 @@
--- Functions that the scripts share. This file is put in front of each script when the script is loaded, and
--- `_metrics.lua` in front of this file.
+-- Functions that the scripts share. When a script is loaded, the functions that it needs are put in front of it
+-- (script_source.py): those of `_metrics.lua`, `_turns.lua`, this file and `_claim.lua`, in this order.
 --
 -- Fields of a job's hash:
 --   request               msgpack of JobRequest; deleted when the job finishes

@@ -88,7 +88,7 @@ local function add_length(counts, name, n_tokens)
   add_value(counts, name, bound < n_tokens and 'inf' or bound, n_tokens)
 end
 
--- Adds the times of a job's tokens, 'FIRST LAST BOUND=COUNT ...' (see metrics/token_times.py).
+-- Adds the times of a job's tokens, 'FIRST LAST BOUND=COUNT ...' (see `TokenTimes` in worker/broker/token_times.py).
 local function add_token_times(counts, priority, token_times)
   local first, last, between = string.match(token_times, '^(%d+) (%d+)(.*)$')
   if not first then

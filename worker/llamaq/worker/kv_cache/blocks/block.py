@@ -175,10 +175,12 @@ class ChildBlocks:
         self._blocks: dict[bytes, Block] = {}
 
     def add(self, block: Block) -> None:
+        """Add a block. No child may have the same tokens."""
         insort(self._keys, block.tokens)
         self._blocks[block.tokens] = block
 
     def remove(self, block: Block) -> None:
+        """Remove a block that is among the children."""
         del self._blocks[block.tokens]
         del self._keys[bisect_left(self._keys, block.tokens)]
 

@@ -58,6 +58,7 @@ class LruOrder:
             self._link_before(ancestor or self._root, block)
 
     def remove(self, block: Block) -> None:
+        """Remove a block of this tier, pinned or not."""
         self.n_bytes -= self._size_of(block)
         self._unlink(block)
 
