@@ -10,16 +10,16 @@ from llamaq.common.errors import ModelError
 from llamaq.common.vocab.llama_vocab import Vocab
 
 MAX_SIZE_DIFFERENCE = 128
-"""Largest difference of the numbers of tokens."""
+"""Largest difference between the two numbers of tokens."""
 FIRST_COMPARED = 5
-"""The texts of the tokens before this one are not compared."""
+"""Id of the first token whose text is compared."""
 
 
 def check_draft_vocabulary(target: Vocab, draft: Vocab) -> None:
     """Check that tokens of the draft model have the same meaning in the target model.
 
     Raises:
-        ModelError: They have not.
+        ModelError: The vocabularies differ. The message names the first difference.
     """
     difference = _difference(target, draft)
     if difference is not None:
@@ -30,7 +30,7 @@ def check_draft_vocabulary(target: Vocab, draft: Vocab) -> None:
 
 
 def _difference(target: Vocab, draft: Vocab) -> str | None:
-    """Return the first difference that matters. None: there is none."""
+    """Return the first difference that these rules do not allow. None: there is none."""
     if target.kind != draft.kind:
         return f"its tokenizer has type {draft.kind}, not {target.kind}"
     for name, of_target, of_draft in (

@@ -1,5 +1,5 @@
--- Claims a job for a worker. claim.lua claims jobs whose entries were taken before, and read.lua those of new entries. This
--- file is put behind `_lib.lua`.
+-- Claims a job for a worker. claim.lua claims jobs whose entries were taken before, and read.lua the jobs of new entries.
+-- The functions use those of `_lib.lua`.
 --
 -- Tokens of two models are never mixed in one job. If another model has stored tokens of the job, its entry is left to
 -- the workers of that model: it can be taken again after LEFT_MS. With `restart`, a job with stream=false, of which no
@@ -8,8 +8,8 @@
 local LEFT_MS = 2000
 local MAX_CLAIMED_BYTES = 1048576 -- size of requests from which on a call claims no further job
 
--- Returns whether a job is as an earlier call has left it, whose reply was lost: the attempt `known` waits in the worker `by`.
--- With 0, no worker has claimed the job.
+-- Returns whether a job is still as an earlier call left it. The reply to that call was lost. If `known` is above 0, the
+-- attempt `known` waits in the worker `by`. If it is 0, no worker has claimed the job.
 local function is_unchanged(by, state, known)
   if known == 0 then
     return not state[12]
