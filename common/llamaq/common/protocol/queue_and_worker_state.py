@@ -67,8 +67,8 @@ class TickStats(WireModel):
         "not accepted."
     )
     decode_tokens: int = Field(
-        description="Number of decode tokens in the batch: one for each generating slot, and the draft tokens that "
-        "were accepted."
+        description="Number of decode tokens in the batch: one for each generating slot, the tokens that grammars "
+        "force, and the draft tokens that were accepted."
     )
     prefill_tokens: int = Field(description="Number of prompt tokens in the batch.")
     active_slots: int = Field(description="Number of slots that run a job.")
