@@ -20,7 +20,7 @@ from llamaq.worker.scheduling.draft_model_speculation import TRIAL_SHARE, DraftM
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.scheduling.speculation import RETRY_AFTER
+from llamaq.worker.scheduling.speculation import TRIAL_AFTER
 from llamaq.worker.scheduling.tick_times import TickTime, TickTimeModel
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, make_memory, next_letter
 
@@ -214,9 +214,9 @@ def test_a_draft_model_that_becomes_right_is_used_again() -> None:
     rig.run(drafted_job(max_tokens=300))
     n_drafted, n_ticks = rig.n_drafted, len(rig.engine.batches)
     rig.draft_model.next_token = right
-    rig.run(drafted_job("Other", max_tokens=4 * RETRY_AFTER))
-    assert rig.n_drafted - n_drafted > RETRY_AFTER
-    assert len(rig.engine.batches) - n_ticks < 3.5 * RETRY_AFTER
+    rig.run(drafted_job("Other", max_tokens=4 * TRIAL_AFTER))
+    assert rig.n_drafted - n_drafted > TRIAL_AFTER
+    assert len(rig.engine.batches) - n_ticks < 3.5 * TRIAL_AFTER
 
 
 def test_a_draft_model_that_finds_no_probable_token_is_not_asked_in_every_tick() -> None:

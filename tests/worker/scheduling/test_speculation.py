@@ -16,7 +16,8 @@ from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.latency_target import LatencyTarget
-from llamaq.worker.scheduling.speculation import FIRST_RETRY, RETRY_AFTER, TRIAL_TOKENS
+from llamaq.worker.scheduling.ngram_speculation import FIRST_TRIAL_AFTER, TRIAL_TOKENS
+from llamaq.worker.scheduling.speculation import TRIAL_AFTER
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,
@@ -204,7 +205,7 @@ def test_the_accepted_tokens_of_a_tick_are_counted() -> None:
 def test_where_nothing_is_accepted_drafts_end_soon_and_retries_are_rare() -> None:
     rig = Rig(n_ctx=2000, next_token=next_of_length, tick_s=lambda batch: 0.6 + 0.4 * batch.n_tokens)
     rig.run(make_job(max_tokens=1000, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
-    assert len(rig.drafts) < 10 + 1000 / RETRY_AFTER
+    assert len(rig.drafts) < 10 + 1000 / TRIAL_AFTER
     assert rig.clock.now_s - 1000 < 1.02 * 1000
     rig.engine.batches.clear()
     rig.run(make_job("next", max_tokens=100, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
@@ -225,8 +226,8 @@ def test_drafts_that_promise_nothing_yet_are_tried_soon_and_then_in_growing_inte
     drafted = [index for index, batch in enumerate(decoding) if batch.n_drafted]
     gaps = [later - earlier for earlier, later in pairwise(drafted[1:])]  # the first draft measures the time of a token
     assert gaps == sorted(gaps)
-    assert gaps[0] < 4 * FIRST_RETRY
-    assert gaps[-1] == RETRY_AFTER
+    assert gaps[0] < 4 * FIRST_TRIAL_AFTER
+    assert gaps[-1] == TRIAL_AFTER
 
 
 def test_the_first_draft_of_a_job_is_short_although_those_of_other_jobs_were_accepted() -> None:

@@ -33,6 +33,7 @@ from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
 from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
+from llamaq.worker.scheduling.ngram_speculation import NgramSpeculation
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.testing import ManualClock, make_job
@@ -87,7 +88,7 @@ class Rig:
         self.engine = engine = Engine(Model(model, ModelOptions(n_gpu_layers=0)), options)
         self.kind = speculation
         end_tokens, self.draft_model = engine.vocab.end_tokens, None
-        planner: Speculation | None = Speculation(end_tokens, N_DRAFT_TOKENS) if speculation == "ngram" else None
+        planner: Speculation | None = NgramSpeculation(end_tokens, N_DRAFT_TOKENS) if speculation == "ngram" else None
         if speculation == "model":
             self.draft_model = DraftModel(
                 Model(model, ModelOptions(n_gpu_layers=0)),

@@ -26,6 +26,7 @@ from llamaq.worker.process.engine_options import context_options, load_model
 from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
+from llamaq.worker.scheduling.ngram_speculation import NgramSpeculation
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.settings import WorkerSettings
@@ -166,7 +167,7 @@ def make_speculation(
             "--swa-full, --kv-unified and --cache-prompt. Use --speculation off"
         )
     if draft_model is None:
-        return Speculation(engine.vocab.end_tokens, n_draft_tokens(settings))
+        return NgramSpeculation(engine.vocab.end_tokens, n_draft_tokens(settings))
     return make_draft_speculation(settings, engine, draft_model, n_draft_tokens(settings))
 
 

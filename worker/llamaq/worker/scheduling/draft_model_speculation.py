@@ -24,7 +24,7 @@ from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, Candidate, can_gain, choose_lengths
 from llamaq.worker.scheduling.draft_model_times import DraftModelTimes
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
-from llamaq.worker.scheduling.speculation import RETRY_AFTER, Speculation, n_within
+from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class _Costs(NamedTuple):
 
 
 class DraftModelSpeculation(Speculation):
-    """Plans the drafts of a draft model. `Speculation` verifies drafts that cost no time.
+    """Plans the drafts of a draft model; see `Speculation`.
 
     Args:
         end_tokens: The model's end-of-generation tokens.
@@ -199,7 +199,7 @@ class DraftModelSpeculation(Speculation):
         """Return whether it is time for a trial that takes `trial_s` seconds."""
         if not self._had_trial:
             return trial_s <= FIRST_TRIAL_SHARE * self._since_trial_s
-        return self._n_since_trial >= RETRY_AFTER and trial_s <= TRIAL_SHARE * self._since_trial_s
+        return self._n_since_trial >= TRIAL_AFTER and trial_s <= TRIAL_SHARE * self._since_trial_s
 
     def _propose_length(self, slot: Slot) -> _Proposal | None:
         """Return the largest draft of a slot. None: it cannot have one."""

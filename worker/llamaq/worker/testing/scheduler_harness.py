@@ -13,8 +13,8 @@ from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
+from llamaq.worker.scheduling.ngram_speculation import NgramSpeculation
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.testing.fake_engine import FakeEngine
 
 
@@ -92,7 +92,7 @@ def make_scheduler(
         end_tokens=end_tokens,
         worker=worker,
         bulk_share=bulk_share,
-        speculation=Speculation(end_tokens, draft_tokens) if draft_tokens else None,
+        speculation=NgramSpeculation(end_tokens, draft_tokens) if draft_tokens else None,
         clock=clock,
     )
 
