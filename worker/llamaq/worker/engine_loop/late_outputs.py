@@ -50,10 +50,13 @@ class LateOutputs:
 
     Threads: the engine thread calls all methods. From `begin` to `wait`, the publisher belongs to the publishing
     thread, and the engine thread must not use it.
+
+    Attributes:
+        repeater: Decides which ticks are repeated.
     """
 
     def __init__(self, repeater: TickRepeater, publisher: Publisher, shared: SharedState) -> None:
-        self._repeater = repeater
+        self.repeater = repeater
         self._publisher = publisher
         self._shared = shared
         self._ticks: list[ComputedTick] = []
@@ -74,7 +77,7 @@ class LateOutputs:
         """
         self.wait()
         ticks, self._ticks = self._ticks, []
-        preparation = self._repeater.preparation(ticks[-1].batch)
+        preparation = self.repeater.preparation(ticks[-1].batch)
         self._publisher.begin(partial(self._make, ticks, preparation, is_due))
         self._is_making = True
 
@@ -104,6 +107,6 @@ class LateOutputs:
 
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
         for tick in ticks:
-            outputs = self._repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
+            outputs = self.repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
             self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, 0, self._shared.queue_depth.n_waiting))
             self._publisher.add(outputs)

@@ -150,8 +150,8 @@ class TickLoop:
         self._tick_times = TickTimePredictor()
         self._publisher = Publisher(shared)
         repeater = scheduler.repeater
-        self._repeater = repeater
         self._late = None if repeater is None else LateOutputs(repeater, self._publisher, shared)
+        """The outputs of repeated ticks. None: no tick is repeated."""
         self._stream_interval_s = stream_interval_s
         self._published_s = clock()
         self._draft_s = 0.0
@@ -342,8 +342,7 @@ class TickLoop:
 
     def _prepare(self, batch: TickBatch) -> TickBatch:
         """Let the publishing thread compute the masks of grammars while the engine computes the batch."""
-        preparation = None if self._repeater is None else self._repeater.preparation(batch)
-        if preparation is not None:
+        if self._late is not None and (preparation := self._late.repeater.preparation(batch)) is not None:
             self._publisher.run(preparation)
         return batch
 
@@ -363,9 +362,9 @@ class TickLoop:
         Returns:
             The last tick, which is not applied yet.
         """
-        repeater, late = self._repeater, self._late
-        if repeater is None or late is None:
+        if (late := self._late) is None:
             return tick
+        repeater = late.repeater
         try:
             while self._has_nothing_else_to_do() and repeater.extend(tick.results):
                 late.add(tick)
