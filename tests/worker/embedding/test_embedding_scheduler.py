@@ -149,9 +149,9 @@ def test_a_stopping_worker_gets_back_the_jobs_without_a_slot_and_then_all() -> N
     for job in (make_job("a", 9, 9), make_job("b", 1), make_job("c", 1, priority=Priority.BULK)):
         rig.scheduler.submit(job)
     rig.tick()
-    assert [job.id for job in rig.scheduler.shed(2)] == ["c"]
-    assert [job.id for job in rig.scheduler.withdraw()] == ["b"]
-    assert [job.id for job in rig.scheduler.close()] == ["a"]
+    assert [job.id for job in rig.scheduler.withdraw_surplus(2)] == ["c"]
+    assert [job.id for job in rig.scheduler.withdraw_waiting()] == ["b"]
+    assert [job.id for job in rig.scheduler.withdraw_all()] == ["a"]
     assert not rig.ends
 
 

@@ -25,7 +25,7 @@ from llamaq.worker.core.job import Job, JobEnded, NewToken, SlotAcquired
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message
 from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS
-from llamaq.worker.scheduling.scheduler import SHED_AFTER_S
+from llamaq.worker.scheduling.scheduler import SURPLUS_AFTER_S
 from llamaq.worker.testing.fake_job import make_job
 
 pytestmark = pytest.mark.interpreted  # the recording classes inherit from compiled ones
@@ -255,7 +255,7 @@ async def test_bulk_jobs_beyond_the_capacity_are_withdrawn() -> None:
     with loop.running():
 
         def pass_time() -> None:
-            loop.clock.now_s += SHED_AFTER_S
+            loop.clock.now_s += SURPLUS_AFTER_S
 
         def admit_jobs_and_pass_time() -> None:
             admit_all(loop, jobs)

@@ -12,7 +12,7 @@ from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.scheduling.bulk_share import TURN_TICKS, BulkShare
 from llamaq.worker.scheduling.preemption import PROTECTED_TOKENS
-from llamaq.worker.scheduling.scheduler import SHED_AFTER_S, Scheduler
+from llamaq.worker.scheduling.scheduler import SURPLUS_AFTER_S, Scheduler
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, make_memory, make_scheduler, run_tick
 
 INTERACTIVE_TOKENS = 20
@@ -158,8 +158,8 @@ def test_only_bulk_jobs_that_waited_for_some_time_without_a_slot_are_withdrawn()
     rig.tick()
     for number in range(4):
         rig.submit(f"bulk{number}")
-    rig.clock.now_s += SHED_AFTER_S / 2
-    assert rig.scheduler.shed(3) == []
-    rig.clock.now_s += SHED_AFTER_S
-    assert [job.id for job in rig.scheduler.shed(3)] == ["bulk3", "bulk2", "bulk1", "bulk0"]
+    rig.clock.now_s += SURPLUS_AFTER_S / 2
+    assert rig.scheduler.withdraw_surplus(3) == []
+    rig.clock.now_s += SURPLUS_AFTER_S
+    assert [job.id for job in rig.scheduler.withdraw_surplus(3)] == ["bulk3", "bulk2", "bulk1", "bulk0"]
     assert rig.scheduler.n_waiting == 1

@@ -330,9 +330,9 @@ def test_withdraw_returns_the_jobs_without_a_slot_and_close_returns_all() -> Non
     jobs = [make_job(job_id=f"j{number}", max_tokens=5) for number in range(3)]
     rig.submit(*jobs)
     rig.tick()
-    assert rig.scheduler.withdraw() == jobs[1:]
+    assert rig.scheduler.withdraw_waiting() == jobs[1:]
     assert rig.running == ["j0"]
-    assert rig.scheduler.close() == jobs[:1]
+    assert rig.scheduler.withdraw_all() == jobs[:1]
     assert not rig.scheduler.has_work
     assert rig.engine.sequences.memory == {}
     assert all(isinstance(job.sampler, GreedySampler) and job.sampler.closed for job in jobs)

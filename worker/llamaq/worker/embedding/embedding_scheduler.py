@@ -86,12 +86,12 @@ class EmbeddingScheduler:
         log.info("job.released id=%s attempt=%d", job.id, job.lease.attempt)
         return True
 
-    def withdraw(self) -> list[EmbeddingJob]:
+    def withdraw_waiting(self) -> list[EmbeddingJob]:
         """Remove and return all jobs without a slot, so that a stopping worker can requeue them."""
         jobs, self._waiting = self._waiting, []
         return jobs
 
-    def shed(self, n_jobs: int) -> list[EmbeddingJob]:
+    def withdraw_surplus(self, n_jobs: int) -> list[EmbeddingJob]:
         """Remove waiting bulk jobs, the last one first, until this worker has at most `n_jobs` jobs. Return them."""
         n_surplus = len(self._running) + len(self._waiting) - n_jobs
         bulk = [job for job in self._waiting if job.is_bulk][self._bulk_share.n_slots :]
@@ -100,7 +100,7 @@ class EmbeddingScheduler:
             self._remove(job)
         return shed
 
-    def close(self) -> list[EmbeddingJob]:
+    def withdraw_all(self) -> list[EmbeddingJob]:
         """Remove and return all jobs, without a `JobEnded`."""
         jobs = [*self._running, *self._waiting]
         for job in jobs:

@@ -187,7 +187,7 @@ class WorkerProcess:
 
     def _shut_down(self) -> None:
         """Requeue unfinished jobs, save the prefix cache, and free the model."""
-        for job in self._parts.scheduler.close():
+        for job in self._parts.scheduler.withdraw_all():
             log.info("job.unfinished id=%s", job.id)
         self._io_thread.close()
         self._parts.close()

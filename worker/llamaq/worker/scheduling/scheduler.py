@@ -13,7 +13,7 @@ All calls must come from one thread, and no other method may be called between `
 outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced` for each chunk if the
 job asks for it, the tokens of the run, and a `SlotLost` if the job is preempted. The last output of a job is its
 `JobEnded`. Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one
-`JobEnded` for the job, or `release`, `withdraw`, `shed` or `close` removes the job without a `JobEnded`.
+`JobEnded` for the job, or the job is removed without a `JobEnded`, by `release` or one of the methods `withdraw_...`.
 
 Between `plan` and `apply`, the batch may be computed several times, see `RepeatedTicks`.
 """
@@ -48,7 +48,7 @@ from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
 
-SHED_AFTER_S = 2.0
+SURPLUS_AFTER_S = 2.0
 """How long a bulk job waits in this worker before it may be withdrawn, so that another worker runs it."""
 
 
@@ -159,18 +159,19 @@ class Scheduler:
         log.info("job.released id=%s attempt=%d", job.id, job.lease.attempt)
         return True
 
-    def withdraw(self) -> list[Job]:
+    def withdraw_waiting(self) -> list[Job]:
         """Remove and return all jobs without a slot, so that a stopping worker can requeue them."""
         jobs = list(self._waiting)
         for job in jobs:
             self._remove(job)
         return jobs
 
-    def shed(self, n_jobs: int) -> list[Job]:
+    def withdraw_surplus(self, n_jobs: int) -> list[Job]:
         """Remove waiting bulk jobs, starting with the last, until this worker has at most `n_jobs` jobs.
 
         Each removal costs a new attempt. Therefore these jobs are not removed: jobs that have had a slot here, because
-        their cells are cached here; jobs in their first `SHED_AFTER_S` seconds; and the jobs that the bulk share needs.
+        their cells are cached here; jobs in their first `SURPLUS_AFTER_S` seconds; and the jobs that the bulk share
+        needs.
 
         Returns:
             The removed jobs.
@@ -178,20 +179,20 @@ class Scheduler:
         n_surplus = len(self._memory.active_slots) + self.n_waiting - n_jobs
         if n_surplus <= 0:
             return []
-        submitted_before_s = self._clock() - SHED_AFTER_S
+        submitted_before_s = self._clock() - SURPLUS_AFTER_S
         surplus = [*self._waiting.bulk][self._bulk_share.n_slots :]
         old = [job for job in surplus if job.times.started_s is None and job.started_s <= submitted_before_s]
-        shed = old[::-1][:n_surplus]
-        for job in shed:
+        withdrawn = old[::-1][:n_surplus]
+        for job in withdrawn:
             self._remove(job)
-        return shed
+        return withdrawn
 
-    def close(self) -> list[Job]:
+    def withdraw_all(self) -> list[Job]:
         """Remove and return all jobs, including running jobs, without a `JobEnded`.
 
         Outputs that were created before this call are still returned by the next `apply`.
         """
-        jobs = self.withdraw()
+        jobs = self.withdraw_waiting()
         for slot in self._memory.active_slots:
             jobs.append(slot.active.job)
             self._remove(slot, reusable=True)
