@@ -14,7 +14,7 @@ from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import Entry, NullPrefixCache, PrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.scheduling.scheduler import Scheduler
@@ -94,7 +94,7 @@ def test_a_match_is_the_longest_prefix_among_entries_and_runs() -> None:
     cache.insert(2, pack([1, 2, 9, 9, 9]), Scope())
     cache.add_run(run := make_run([1, 2, 3, 4, 5, 6], n_past=5))
     found = cache.match(pack([1, 2, 9, 9, 7]), Scope())
-    assert isinstance(found.source, Entry)
+    assert isinstance(found.source, CachedSequence)
     assert (found.n_held, found.source.seq_id) == (4, 2)
     found = cache.match(pack([1, 2, 3, 4, 5, 6, 7]), Scope())
     assert (found.n_held, found.source, found.n_coming, found.leader) == (5, run, 6, run)

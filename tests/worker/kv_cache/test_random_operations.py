@@ -17,7 +17,7 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import Entry, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import (
     FakeEngine,
@@ -48,8 +48,8 @@ class CheckingCache(RadixPrefixCache):
         found = super().match(tokens, scope, admitted_before)
         for holder, n_tokens in ((found.source, found.n_held), (found.leader, found.n_coming)):
             if holder is not None:
-                owner = holder.scope if isinstance(holder, Entry) else holder.job.scope
-                held = holder.tokens if isinstance(holder, Entry) else holder.packed
+                owner = holder.scope if isinstance(holder, CachedSequence) else holder.job.scope
+                held = holder.tokens if isinstance(holder, CachedSequence) else holder.packed
                 assert held[: 4 * n_tokens] == tokens[: 4 * n_tokens]
                 assert owner.namespace == scope.namespace or n_tokens <= min(owner.public, scope.public)
                 assert isinstance(holder, Run) or holder in self.entries()

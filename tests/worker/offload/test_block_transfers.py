@@ -14,7 +14,7 @@ from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import Entry
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.offload.block_transfers import MIN_ENTRY_TOKENS, BlockTransfers, NoBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.testing import FakeEngine, make_job
@@ -72,12 +72,12 @@ class Setup:
         self.disk = FakeDisk()
         self.store = BlockStore(BLOCK_TOKENS, host_bytes, ROOMY, can_cut=True)
         self.transfers = BlockTransfers(self.store, self.sequences, self.disk, arena)
-        self.entry = Entry(0, pack(TOKENS), SCOPE)
+        self.entry = CachedSequence(0, pack(TOKENS), SCOPE)
 
     def save(self) -> None:
         """Save the whole entry."""
         assert self.transfers.start_save(self.entry)
-        finished: list[Entry] = []
+        finished: list[CachedSequence] = []
         while self.transfers.has_transfers:
             finished += self.transfers.step(0).finished_saves
             self.transfers.check_integrity()
@@ -112,7 +112,7 @@ def test_a_step_saves_one_block_and_the_last_step_reports_the_entry() -> None:
 
 def test_an_entry_that_is_too_short_is_not_saved() -> None:
     setup = Setup()
-    assert not setup.transfers.start_save(Entry(0, pack(TOKENS[: MIN_ENTRY_TOKENS - 1]), SCOPE))
+    assert not setup.transfers.start_save(CachedSequence(0, pack(TOKENS[: MIN_ENTRY_TOKENS - 1]), SCOPE))
     assert not setup.transfers.has_transfers
 
 
@@ -131,7 +131,7 @@ def test_save_ahead_saves_one_block_and_a_later_save_has_less_to_save() -> None:
 
 def test_save_ahead_tells_when_no_block_can_be_saved() -> None:
     setup = Setup()
-    assert not setup.transfers.save_ahead(Entry(0, pack(TOKENS[: MIN_ENTRY_TOKENS - 1]), SCOPE)), "too short"
+    assert not setup.transfers.save_ahead(CachedSequence(0, pack(TOKENS[: MIN_ENTRY_TOKENS - 1]), SCOPE)), "too short"
     setup.sequences.fail_saves()
     assert not setup.transfers.save_ahead(setup.entry)
     full = BlockTransfers(BlockStore(BLOCK_TOKENS, 10, can_cut=True), setup.sequences)
@@ -192,7 +192,7 @@ def test_a_load_from_disk_waits_for_its_reads_and_saves_continue_meanwhile() -> 
     setup.save()
     run = setup.start_load()
     setup.sequences.append(1, range(100, 120))
-    other = Entry(1, pack(range(100, 120)), SCOPE)
+    other = CachedSequence(1, pack(range(100, 120)), SCOPE)
     setup.transfers.start_save(other)
     finished = [entry for _ in range(3) for entry in setup.transfers.step(0).finished_saves]
     assert finished == [other]
@@ -235,7 +235,7 @@ def test_cancel_transfers_ends_the_saves_and_loads_of_one_sequence() -> None:
     setup = Setup()
     setup.save()
     setup.sequences.append(1, range(100, 120))
-    setup.transfers.start_save(Entry(1, pack(range(100, 120)), SCOPE))
+    setup.transfers.start_save(CachedSequence(1, pack(range(100, 120)), SCOPE))
     setup.start_load()
     assert "1 saves, 1 loads" in repr(setup.transfers)
     setup.transfers.cancel_transfers(EMPTY_SEQUENCE)
@@ -260,7 +260,7 @@ def test_close_writes_the_entries_and_host_memory_to_disk() -> None:
     setup = Setup(arena=HostArena(10**6, BLOCK_TOKENS))
     setup.save()
     setup.sequences.append(1, range(100, 120))
-    entries = [Entry(1, pack(range(100, 120)), SCOPE), setup.entry]
+    entries = [CachedSequence(1, pack(range(100, 120)), SCOPE), setup.entry]
     assert not setup.disk.files
     setup.transfers.close(entries, 60)
     assert len(setup.disk.files) == 6

@@ -20,8 +20,8 @@ from llamaq.worker.kv_cache.radix_tree import RadixTree
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A cached sequence that holds the cells of exactly these packed tokens."""
+class CachedSequence:
+    """An entry of the prefix cache: a sequence that holds the cells of exactly these packed tokens."""
 
     seq_id: int
     tokens: bytes
@@ -36,7 +36,7 @@ class Entry:
         return len(self.tokens) // TOKEN_BYTES
 
     def __repr__(self) -> str:
-        return f"<Entry seq={self.seq_id} {self.n_tokens} tokens{' in transfer' if self.in_transfer else ''}>"
+        return f"<CachedSequence seq={self.seq_id} {self.n_tokens} tokens{' in transfer' if self.in_transfer else ''}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class DeviceMatch:
 
     n_held: int = 0
     """Number of tokens of the prompt whose cells `source` holds now."""
-    source: Entry | Run | None = None
+    source: CachedSequence | Run | None = None
     n_coming: int = 0
     """Number of tokens of the prompt whose cells `leader` will hold after its prefill."""
     leader: Run | None = None
@@ -67,7 +67,7 @@ class PrefixCache(Protocol):
     def __len__(self) -> int:
         """Return the number of entries."""
 
-    def __contains__(self, entry: Entry) -> bool:
+    def __contains__(self, entry: CachedSequence) -> bool:
         """Whether the entry is still cached."""
 
     def add_run(self, run: Run) -> None:
@@ -88,7 +88,7 @@ class PrefixCache(Protocol):
                 each other. None allows every run.
         """
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: CachedSequence) -> None:
         """Count the entry as used now."""
 
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> list[int]:
@@ -99,16 +99,16 @@ class PrefixCache(Protocol):
             tokens.
         """
 
-    def entry_of(self, seq_id: int) -> Entry | None:
+    def entry_of(self, seq_id: int) -> CachedSequence | None:
         """Return the entry of a sequence, or None when the cache does not own the sequence."""
 
-    def coldest(self, *, include_in_transfer: bool = False) -> Entry | None:
+    def coldest(self, *, include_in_transfer: bool = False) -> CachedSequence | None:
         """Return the least recently used entry, or None. Entries in transfer are skipped by default."""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CachedSequence]:
         """Return all entries, the least recently used first."""
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: CachedSequence) -> None:
         """Remove the entry."""
 
     def check_integrity(self) -> None:
@@ -121,7 +121,7 @@ class NullPrefixCache:
     def __len__(self) -> int:
         return 0
 
-    def __contains__(self, entry: Entry) -> bool:
+    def __contains__(self, entry: CachedSequence) -> bool:
         return False
 
     def add_run(self, run: Run) -> None:
@@ -138,22 +138,22 @@ class NullPrefixCache:
     ) -> DeviceMatch:
         return DeviceMatch()
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: CachedSequence) -> None:
         raise LookupError(f"{entry!r} is not cached")
 
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> list[int]:  # noqa: ARG002 - the interface's
         return [seq_id]
 
-    def entry_of(self, seq_id: int) -> Entry | None:  # noqa: ARG002 - the interface's
+    def entry_of(self, seq_id: int) -> CachedSequence | None:  # noqa: ARG002 - the interface's
         return None
 
-    def coldest(self, *, include_in_transfer: bool = False) -> Entry | None:  # noqa: ARG002 - the interface's
+    def coldest(self, *, include_in_transfer: bool = False) -> CachedSequence | None:  # noqa: ARG002 - the interface's
         return None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CachedSequence]:
         return []
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: CachedSequence) -> None:
         raise LookupError(f"{entry!r} is not cached")
 
     def check_integrity(self) -> None:
@@ -177,14 +177,14 @@ class RadixPrefixCache:
 
     def __init__(self, *, can_cut: bool = True) -> None:
         self._can_cut = can_cut
-        self._indexes: defaultdict[bytes | None, RadixTree[Entry | Run]] = defaultdict(RadixTree)
-        self._entries: dict[int, Entry] = {}
+        self._indexes: defaultdict[bytes | None, RadixTree[CachedSequence | Run]] = defaultdict(RadixTree)
+        self._entries: dict[int, CachedSequence] = {}
         """Maps a sequence to its entry. The least recently used entry is the first."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, entry: Entry) -> bool:
+    def __contains__(self, entry: CachedSequence) -> bool:
         return self._entries.get(entry.seq_id) is entry
 
     def add_run(self, run: Run) -> None:
@@ -200,18 +200,18 @@ class RadixPrefixCache:
             held = max(match, public, key=lambda part: part.n_held)
             coming = max(match, public, key=lambda part: part.n_coming)
             match = DeviceMatch(held.n_held, held.source, coming.n_coming, coming.leader)
-        if isinstance(match.source, Entry):
+        if isinstance(match.source, CachedSequence):
             self.touch(match.source)
         return match
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: CachedSequence) -> None:
         self._entries[entry.seq_id] = self._entries.pop(entry.seq_id)
 
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> list[int]:
-        entry = Entry(seq_id, tokens, scope)
-        redundant: list[Entry] = []
+        entry = CachedSequence(seq_id, tokens, scope)
+        redundant: list[CachedSequence] = []
         for n_common, other in self._indexes[scope.key].matches(tokens):
-            if not isinstance(other, Entry) or other.scope.public != scope.public:
+            if not isinstance(other, CachedSequence) or other.scope.public != scope.public:
                 continue
             if n_common == entry.n_tokens and (self._can_cut or other.n_tokens == n_common):
                 self.touch(other)
@@ -224,16 +224,16 @@ class RadixPrefixCache:
         self._add(tokens, scope, entry)
         return [other.seq_id for other in redundant]
 
-    def entry_of(self, seq_id: int) -> Entry | None:
+    def entry_of(self, seq_id: int) -> CachedSequence | None:
         return self._entries.get(seq_id)
 
-    def coldest(self, *, include_in_transfer: bool = False) -> Entry | None:
+    def coldest(self, *, include_in_transfer: bool = False) -> CachedSequence | None:
         return next((entry for entry in self._entries.values() if include_in_transfer or not entry.in_transfer), None)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CachedSequence]:
         return list(self._entries.values())
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: CachedSequence) -> None:
         del self._entries[entry.seq_id]
         self._discard(entry.tokens, entry.scope, entry)
 
@@ -248,7 +248,7 @@ class RadixPrefixCache:
 
     def _match_in(self, index: bytes | None, tokens: bytes, admitted_before: int | None) -> DeviceMatch:
         n_held = n_coming = 0
-        source: Entry | Run | None = None
+        source: CachedSequence | Run | None = None
         leader: Run | None = None
         if index not in self._indexes:
             return DeviceMatch()
@@ -266,19 +266,19 @@ class RadixPrefixCache:
                 n_coming, leader = n_common, holder
         return DeviceMatch(n_held, source, n_coming, leader)
 
-    def _usable(self, holder: Entry | Run, n_common: int) -> int:
+    def _usable(self, holder: CachedSequence | Run, n_common: int) -> int:
         """Return how many of the common tokens can be copied from the holder now."""
-        n_held = holder.n_tokens if isinstance(holder, Entry) else holder.n_past
+        n_held = holder.n_tokens if isinstance(holder, CachedSequence) else holder.n_past
         if self._can_cut:
             return min(n_held, n_common)
         return n_held if n_held <= n_common else 0
 
-    def _add(self, tokens: bytes, scope: Scope, holder: Entry | Run) -> None:
+    def _add(self, tokens: bytes, scope: Scope, holder: CachedSequence | Run) -> None:
         self._indexes[scope.key].add(tokens, holder)
         if scope.public:
             self._indexes[PUBLIC_INDEX].add(tokens[: scope.public * TOKEN_BYTES], holder)
 
-    def _discard(self, tokens: bytes, scope: Scope, holder: Entry | Run) -> None:
+    def _discard(self, tokens: bytes, scope: Scope, holder: CachedSequence | Run) -> None:
         indexed = [(scope.key, tokens), (PUBLIC_INDEX, tokens[: scope.public * TOKEN_BYTES])]
         for key, part in indexed if scope.public else indexed[:1]:
             index = self._indexes[key]

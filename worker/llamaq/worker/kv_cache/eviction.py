@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from llamaq.worker.core.admission_record import Evicted
-from llamaq.worker.kv_cache.cached_prefix_index import Entry, PrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
 from llamaq.worker.kv_cache.slot_pool import SlotPool
@@ -45,7 +45,7 @@ class Eviction:
         cache: PrefixCache,
         lookup: PrefixLookup,
         offload: Offload,
-        drop: Callable[[Entry], None],
+        drop: Callable[[CachedSequence], None],
         *,
         held_cells: int | None,
     ) -> None:
@@ -56,7 +56,7 @@ class Eviction:
         self._drop = drop
         self._held_cells = pool.n_cells if held_cells is None else held_cells
         self._needs_trim = False
-        self._to_save_ahead: deque[Entry] | None = None
+        self._to_save_ahead: deque[CachedSequence] | None = None
         """The entries that are not saved yet and that `trim` will evict for the next job. None: not known."""
         self._evicted_for_jobs: list[Evicted] = []
         self.n_evicted = 0
@@ -97,13 +97,13 @@ class Eviction:
                 return Room.PENDING if self._in_transfer() else Room.UNAVAILABLE
             self.evict_coldest()
 
-    def adoptable(self, candidate: Candidate) -> Entry | None:
+    def adoptable(self, candidate: Candidate) -> CachedSequence | None:
         """Return the entry whose sequence the job takes over, or None when no sequence can be taken over.
 
         A job adopts a sequence only if no sequence is free and the job reuses at least half of the entry.
         """
         entry = candidate.hit.source
-        if self._pool.n_free_sequences or not isinstance(entry, Entry) or entry.in_transfer:
+        if self._pool.n_free_sequences or not isinstance(entry, CachedSequence) or entry.in_transfer:
             return None
         return entry if candidate.hit.n_held >= MIN_ADOPTED_SHARE * entry.n_tokens else None
 
@@ -124,7 +124,7 @@ class Eviction:
         evictable = self._pool.ledger.owned_together(self._pool.cached)
         return self._pool.could_admit(candidate.job) or self._missing_cells(candidate) <= evictable
 
-    def _in_transfer(self) -> list[Entry]:
+    def _in_transfer(self) -> list[CachedSequence]:
         return [entry for entry in self._cache.entries() if entry.in_transfer]
 
     def _is_enough_in_transfer(self, n_missing: int) -> bool:
@@ -180,7 +180,7 @@ class Eviction:
         """Save nothing ahead until the cache changes."""
         self._to_save_ahead = deque()
 
-    def _next_to_evict(self) -> list[Entry]:
+    def _next_to_evict(self) -> list[CachedSequence]:
         """Return the entries that `trim` would evict if a job ran, in this order."""
         entries = [entry for entry in self._cache.entries() if not entry.in_transfer]
         n_free = self._pool.n_free_sequences + len(self._in_transfer())
@@ -207,7 +207,7 @@ class Eviction:
 
     # ---- one entry
 
-    def evict_coldest(self) -> Entry | None:
+    def evict_coldest(self) -> CachedSequence | None:
         """Start to save the least recently used entry. If there is nothing to save, remove the entry at once.
 
         Returns:

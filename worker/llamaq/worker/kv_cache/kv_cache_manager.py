@@ -13,7 +13,7 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.sequence_interface import SequenceOps
 from llamaq.worker.core.slot import Run, Slot, SlotState
-from llamaq.worker.kv_cache.cached_prefix_index import DeviceMatch, Entry, PrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, DeviceMatch, PrefixCache
 from llamaq.worker.kv_cache.eviction import Eviction, Room
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit, PrefixLookup
@@ -173,13 +173,13 @@ class KvMemory:
         elif not self._sequences.can_cut:
             run.checkpoints = sorted({*run.checkpoints, run.job.system_tokens, len(run.tokens) - 1})
 
-    def _copy(self, source: Entry | Run, run: Run, n_tokens: int) -> None:
+    def _copy(self, source: CachedSequence | Run, run: Run, n_tokens: int) -> None:
         n_copied = self._sequences.copy(source.seq_id, run.seq_id, n_tokens)
         if n_copied:
             self._pool.share(source.seq_id, run.seq_id, n_copied)
             run.add_cached(n_copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
 
-    def _adopt(self, run: Run, entry: Entry, n_tokens: int) -> None:
+    def _adopt(self, run: Run, entry: CachedSequence, n_tokens: int) -> None:
         """Cut the entry's sequence to `n_tokens` and use it as the sequence of the run. The entry is removed."""
         self._cache.remove(entry)
         n_left = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
@@ -258,15 +258,15 @@ class KvMemory:
         """Return the longest prefix of these packed tokens on the device. The matched entry counts as used now."""
         return self._cache.match(tokens, scope)
 
-    def entries_in(self, scope: Scope) -> list[Entry]:
+    def entries_in(self, scope: Scope) -> list[CachedSequence]:
         """Return the entries of the scope's namespace."""
         return [entry for entry in self._cache.entries() if entry.scope.key == scope.key]
 
-    def is_cached(self, entry: Entry) -> bool:
+    def is_cached(self, entry: CachedSequence) -> bool:
         """Whether the entry has not been evicted."""
         return entry in self._cache
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: CachedSequence) -> None:
         """Remove an entry and its sequence without saving it."""
         self._remove_entry(entry)
 
@@ -278,7 +278,7 @@ class KvMemory:
         """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries to make room."""
         return self._eviction.make_room_for_entry(n_cells)
 
-    def begin_restore(self, tokens: bytes, scope: Scope, hidden: Scope) -> tuple[Entry, int]:
+    def begin_restore(self, tokens: bytes, scope: Scope, hidden: Scope) -> tuple[CachedSequence, int]:
         """Reserve an entry with cells for all of the packed tokens, and copy the prefix that the device already holds.
 
         The entry counts as in transfer: it is not evicted or saved. A job that needs its cells waits until the transfer
@@ -307,7 +307,7 @@ class KvMemory:
         entry.in_transfer = True
         return entry, n_copied
 
-    def finish_restore(self, entry: Entry, scope: Scope) -> None:
+    def finish_restore(self, entry: CachedSequence, scope: Scope) -> None:
         """Make a restored entry available to the jobs of `scope`."""
         self._cache.remove(entry)
         self._insert(entry.seq_id, entry.tokens, scope)
@@ -351,14 +351,14 @@ class KvMemory:
         """Write the entries to the disk tier, if it exists, within about `timeout_s` seconds. Stops all transfers."""
         self._offload.close(self._cache.entries(), timeout_s)
 
-    def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> Entry | None:
+    def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> CachedSequence | None:
         """Offer a sequence to the cache. Returns its entry, or None when another entry holds the same tokens."""
         self._hits.clear()
         self._remove_sequences(self._cache.insert(seq_id, tokens, scope))
         self._eviction.request_trim()
         return self._cache.entry_of(seq_id)
 
-    def _remove_entry(self, entry: Entry) -> None:
+    def _remove_entry(self, entry: CachedSequence) -> None:
         self._hits.clear()
         self._cache.remove(entry)
         self._remove_sequences([entry.seq_id])

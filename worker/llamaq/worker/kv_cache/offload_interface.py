@@ -12,7 +12,7 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, StoredPrefix
-from llamaq.worker.kv_cache.cached_prefix_index import Entry
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 
 
 class LoadedTokens(NamedTuple):
@@ -32,7 +32,7 @@ class OffloadStep:
     loaded: list[LoadedTokens] = field(default_factory=list)
     finished_loads: list[Run] = field(default_factory=list)
     """Runs whose load has ended, because all blocks were loaded or because one block could not be loaded."""
-    finished_saves: list[Entry] = field(default_factory=list)
+    finished_saves: list[CachedSequence] = field(default_factory=list)
     """Entries whose save has ended. Their cells may be removed, even if a block could not be stored."""
 
 
@@ -60,14 +60,14 @@ class Offload(Protocol):
     def start_load(self, run: Run, stored: StoredPrefix) -> None:
         """Start to load the blocks of `stored` that end after the run's `n_past`."""
 
-    def start_save(self, entry: Entry) -> bool:
+    def start_save(self, entry: CachedSequence) -> bool:
         """Start to save the entry. Returns False when there is nothing to save. The entry may then be removed."""
 
     @property
     def can_save_ahead(self) -> bool:
         """Whether `save_ahead` may be called now. False while the disk has much to write."""
 
-    def save_ahead(self, entry: Entry) -> bool:
+    def save_ahead(self, entry: CachedSequence) -> bool:
         """Save one block of the entry, which stays on the device. Returns False if no block is missing or can be saved.
 
         A later `start_save` then has less to save, or nothing.
@@ -88,7 +88,7 @@ class Offload(Protocol):
     def step(self, budget_s: float) -> OffloadStep:
         """Transfer blocks for about `budget_s` seconds. Transfers at least one block, if a block is ready."""
 
-    def close(self, entries: Iterable[Entry], timeout_s: float) -> None:
+    def close(self, entries: Iterable[CachedSequence], timeout_s: float) -> None:
         """Write the entries and the blocks in host memory to disk within about `timeout_s`. Then stop all transfers.
 
         Args:
@@ -114,10 +114,10 @@ class NoOffload:
     def start_load(self, run: Run, stored: StoredPrefix) -> None:  # noqa: ARG002 - the interface's
         raise LookupError(f"{stored!r} is not stored")
 
-    def start_save(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
+    def start_save(self, entry: CachedSequence) -> bool:  # noqa: ARG002 - the interface's
         return False
 
-    def save_ahead(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
+    def save_ahead(self, entry: CachedSequence) -> bool:  # noqa: ARG002 - the interface's
         return False
 
     def read_block(self, block: Block) -> Future[Data | None]:
@@ -132,7 +132,7 @@ class NoOffload:
     def step(self, budget_s: float) -> OffloadStep:  # noqa: ARG002 - the interface's
         return OffloadStep()
 
-    def close(self, entries: Iterable[Entry], timeout_s: float) -> None:
+    def close(self, entries: Iterable[CachedSequence], timeout_s: float) -> None:
         pass
 
     def check_integrity(self) -> None:

@@ -9,7 +9,7 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import StoredPrefix
-from llamaq.worker.kv_cache.cached_prefix_index import Entry, PrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
 
 MIN_GAIN_TOKENS = 16
@@ -27,12 +27,12 @@ class PrefixHit:
     when stored blocks change (at the next `Offload.step` or `Offload.discard`).
     """
 
-    matched_entry: Entry | None = None
+    matched_entry: CachedSequence | None = None
     """The entry with the longest prefix on the device. None if a run has the longest prefix, or if there is none. The
     lookup counts the entry as used."""
     n_held: int = 0
     """Number of tokens to copy from `source`."""
-    source: Entry | Run | None = None
+    source: CachedSequence | Run | None = None
     leader: Run | None = None
     """The running job that will compute a longer prefix of the prompt. After that, the lookup is repeated."""
     n_coming: int = 0
@@ -102,7 +102,7 @@ class PrefixLookup:
         match = self._cache.match(tokens, job.scope, admitted_before)
         stored = self._offload.match(tokens, job.scope)
         n_stored = stored.n_tokens if stored else 0
-        entry = match.source if isinstance(match.source, Entry) else None
+        entry = match.source if isinstance(match.source, CachedSequence) else None
         if match.leader and match.n_coming >= max(match.n_held + MIN_GAIN_TOKENS, n_stored):
             return PrefixHit(entry, leader=match.leader, n_coming=match.n_coming)
         if n_stored < match.n_held + MIN_GAIN_TOKENS:

@@ -22,7 +22,7 @@ from llamaq.worker.core.sequence_interface import StateOps
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, StoredPrefix, TokenSpan
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import Entry
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
 from llamaq.worker.offload.host_arena import HostArena
 
@@ -77,7 +77,7 @@ class NoBlockFiles:
 class SaveTransfer:
     """A transfer that saves the cells of an entry from the device."""
 
-    entry: Entry
+    entry: CachedSequence
     spans: deque[TokenSpan]
     """The spans that are not saved yet."""
 
@@ -167,7 +167,7 @@ class BlockTransfers:
         self._loads.append(LoadTransfer(run, stored, blocks))
         self._start_disk_read(self._loads[-1])
 
-    def start_save(self, entry: Entry) -> bool:
+    def start_save(self, entry: CachedSequence) -> bool:
         spans = self._missing_spans(entry)
         if spans:
             self._saves.append(SaveTransfer(entry, spans))
@@ -179,7 +179,7 @@ class BlockTransfers:
     def can_save_ahead(self) -> bool:
         return not self._files.is_behind
 
-    def save_ahead(self, entry: Entry) -> bool:
+    def save_ahead(self, entry: CachedSequence) -> bool:
         spans = self._missing_spans(entry)
         is_saved = bool(spans) and self._save_span(entry, spans[0])
         self._submit_disk_operations()
@@ -212,7 +212,7 @@ class BlockTransfers:
         results, self._results = self._results, OffloadStep()
         return results
 
-    def close(self, entries: Iterable[Entry], timeout_s: float) -> None:
+    def close(self, entries: Iterable[CachedSequence], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         for entry in reversed(list(entries)):
             save = SaveTransfer(entry, deque(self.store.missing_spans(entry.tokens, entry.scope)))
@@ -247,7 +247,7 @@ class BlockTransfers:
 
     # ---- from the device
 
-    def _missing_spans(self, entry: Entry) -> deque[TokenSpan]:
+    def _missing_spans(self, entry: CachedSequence) -> deque[TokenSpan]:
         """Return the spans of the entry that are worth saving and are not stored."""
         if entry.n_tokens < MIN_ENTRY_TOKENS:
             return deque()
@@ -257,7 +257,7 @@ class BlockTransfers:
         if not self._save_span(save.entry, save.spans.popleft()):
             save.spans.clear()  # a block needs its parent, so the later spans cannot be stored either
 
-    def _save_span(self, entry: Entry, span: TokenSpan) -> bool:
+    def _save_span(self, entry: CachedSequence, span: TokenSpan) -> bool:
         """Save these cells of the entry. Returns False if llama.cpp or the store refuses them."""
         try:
             data = self._sequences.save(

@@ -11,7 +11,7 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.kv_cache.cached_prefix_index import Entry
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.slot_files.restore_slot import SlotRestore, SlotRestorer
@@ -78,7 +78,7 @@ class SlotOperations:
         slot.content, slot.scope = b"", Scope()
         return len(tokens) // TOKEN_BYTES
 
-    def _entries_of(self, tokens: bytes, scope: Scope) -> tuple[list[Entry], list[Entry]]:
+    def _entries_of(self, tokens: bytes, scope: Scope) -> tuple[list[CachedSequence], list[CachedSequence]]:
         """Return the entries of this scope in two lists: those that hold a prefix of `tokens`, and the others."""
         entries = self._memory.entries_in(scope)
         prefixes = [entry for entry in entries if tokens.startswith(entry.tokens)]

@@ -15,7 +15,7 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.kv_cache.cached_prefix_index import Entry
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
@@ -33,7 +33,7 @@ class SlotRestore:
     """Packed tokens of the state."""
     scope: Scope
     parts: Sequence[SlotStatePart]
-    entry: Entry | None = None
+    entry: CachedSequence | None = None
     """The entry that the state is loaded into. None when the cache already contains the whole state."""
     n_restored: int = 0
     """Number of tokens of the state that are on the device."""
@@ -129,7 +129,7 @@ class SlotRestorer:
     def _is_cached(self, tokens: bytes, scope: Scope) -> bool:
         """Whether an entry contains the whole state and is not being moved to the offload tiers."""
         match = self._memory.match(tokens, scope)
-        is_staying = isinstance(match.source, Entry) and not match.source.in_transfer
+        is_staying = isinstance(match.source, CachedSequence) and not match.source.in_transfer
         return is_staying and match.n_held * TOKEN_BYTES == len(tokens)
 
     def _finish(self, restore: SlotRestore) -> None:

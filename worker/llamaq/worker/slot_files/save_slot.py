@@ -17,7 +17,7 @@ from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Run, Slot
-from llamaq.worker.kv_cache.cached_prefix_index import Entry
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS
@@ -119,7 +119,7 @@ class SlotSaver:
         source, n_held = self._find_on_device(tokens, scope)
         return max(n_held if source else 0, stored.n_tokens if stored else 0)
 
-    def _find_on_device(self, tokens: bytes, scope: Scope) -> tuple[Entry | Run | None, int]:
+    def _find_on_device(self, tokens: bytes, scope: Scope) -> tuple[CachedSequence | Run | None, int]:
         """Return the entry or run with the longest prefix of `tokens`, and the length of that prefix."""
         match = self._memory.match(tokens, scope)
         if match.source and not self._sequences.can_save_parts and _scope_of(match.source).key != scope.key:
@@ -130,7 +130,7 @@ class SlotSaver:
         """Read the next part from a sequence on the device. False when no sequence contains the next part."""
         run = save.run
         if run is not None and not run.is_released and run.n_past > save.n_read:
-            source: Entry | Run | None = run
+            source: CachedSequence | Run | None = run
             n_held = min(run.n_past, save.n_tokens)
         else:
             source, n_held = self._find_on_device(save.tokens, save.scope)
@@ -160,8 +160,8 @@ class SlotSaver:
         raise _evicted_error()
 
 
-def _scope_of(source: Entry | Run) -> Scope:
-    return source.scope if isinstance(source, Entry) else source.job.scope
+def _scope_of(source: CachedSequence | Run) -> Scope:
+    return source.scope if isinstance(source, CachedSequence) else source.job.scope
 
 
 def _evicted_error() -> SlotCommandRefused:
