@@ -25,14 +25,7 @@ from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_log
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.running_sums import RunningSums
-from llamaq.worker.generation.sampling.sampler_chain import (
-    build_chain,
-    filters_without_masked,
-    is_greedy,
-    join_top_p_min_p,
-    n_largest_logits,
-    top_k_draw,
-)
+from llamaq.worker.generation.sampling.sampler_chain import SamplerChain, is_greedy
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
 from llamaq.worker.generation.sampling.top_k_draw import TopKDraw
 from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers
@@ -83,39 +76,25 @@ class LogitSampler:
         self._masked = np.fromiter(masked_tokens, np.int64)
         self._is_greedy = is_greedy(params)
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
-        chain = build_chain(params, self._uniform, breakers)
-        n_largest = n_largest_logits(chain, params)
-        n_first = next((index for index, step in enumerate(chain) if not step.is_penalty), len(chain))
-        self._penalties = [step.apply for step in chain[:n_first]]
-        """The samplers that get all logits, also those of masked tokens."""
-        chain = chain[n_first:]
-        starts_with_top_k = bool(chain) and chain[0].name == "top_k"
-        self._reduce = chain[0].apply if starts_with_top_k else _drop_masked_of_few
-        """The first step. Then no token is masked, except among many candidates."""
-        steps = join_top_p_min_p(chain[starts_with_top_k:], params)
-        if starts_with_top_k:
-            self._filters = [step.apply for step in steps]
-        else:
-            accepts_masked = self._feedback is None or self._feedback.accepts_masked
-            self._filters = filters_without_masked(steps, draw_accepts_masked=accepts_masked)
-        is_changed = self._bias.size or self._penalties
+        accepts_masked = self._feedback is None or self._feedback.accepts_masked
+        self._chain = chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
+        is_changed = self._bias.size or chain.penalties
         is_bound = grammar is not None or reasoning is not None
         self._takes_best = self._is_greedy and not is_changed and n_logprobs is None
         """Whether the token with the largest logit of all is drawn if it is allowed."""
-        self._takes_all = not is_bound and not self._penalties
+        self._takes_all = not is_bound and not chain.penalties
         """Whether neither a grammar nor a penalty changes the logits."""
         is_plain = self._feedback is None and not has_drawn_logprobs
-        self._top_k_draw = top_k_draw(chain, params) if is_plain else None
-        """Draws from the whole vocabulary after the penalties, if no other samplers than its own are needed."""
+        self._top_k_draw = chain.top_k_draw if is_plain else None
         self._never_best = frozenset(self._masked.tolist())
         self._allowed = AllowedTokens(
             grammar,
             reasoning,
-            n_best=None if self._penalties else self._n_best(),
+            n_best=None if chain.penalties else self._n_best(),
             can_force=n_logprobs is None and self._feedback is None and not self._bias.size,
             never=self._never_best,
         )
-        self.n_largest = None if is_bound else self._with_adjusted(n_largest)
+        self.n_largest = None if is_bound else self._with_adjusted(chain.n_largest)
         self.checks_logits = self._top_k_draw is not None and not is_bound
         self.can_prepare = grammar is not None
 
@@ -153,7 +132,7 @@ class LogitSampler:
             candidates.add(self._bias_tokens, self._bias)
         if self._masked.size:
             candidates.add(self._masked, -inf)
-        for penalize in self._penalties:
+        for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
         if self._top_k_draw is not None:
             return self._draw_of_few(self._top_k_draw, candidates, len(history) - n_prompt)
@@ -225,20 +204,20 @@ class LogitSampler:
         """Apply bias, masks, grammar, and the penalties at the beginning of the chain. Changes `logits`."""
         self._adjust(logits)
         candidates = self._allowed.restrict(logits, history, n_prompt)
-        for penalize in self._penalties:
+        for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
         return candidates
 
     def _filtered(self, candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
         """Apply the rest of the chain. Returns no candidate if all are masked."""
-        candidates = self._reduce(candidates, history, position)
+        candidates = self._chain.reduce(candidates, history, position)
         if not len(candidates):
             return candidates
         largest = float(candidates.max_logit)
         _check_finite(largest)
         if largest == -inf:
             return candidates.head(0)
-        for apply in self._filters:
+        for apply in self._chain.filters:
             candidates = apply(candidates, history, position)
         return candidates
 
@@ -282,13 +261,6 @@ class LogitSampler:
             self.draw_probability = float(probabilities[index])
             self._feedback.record(self.draw_probability)
         return candidates.token_at(index)
-
-
-def _drop_masked_of_few(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
-    """Drop masked candidates, if there are few candidates. Copying a whole vocabulary takes longer than most samplers,
-    which give masked candidates the probability 0.
-    """
-    return candidates.without_masked() if len(candidates) <= SORT_LIMIT else candidates
 
 
 def _best_token(candidates: Candidates) -> int | None:

@@ -11,6 +11,7 @@ from llamaq.common.protocol.sampler_names import Sampler
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.sampling.candidate_filters import (
     MAX_XTC_THRESHOLD,
+    SORT_LIMIT,
     dynamic_temperature,
     exclude_top_choices,
     top_k,
@@ -50,7 +51,60 @@ class Step(NamedTuple):
         return self.name in PENALTIES
 
 
-def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: SequenceBreakers) -> list[Step]:
+def is_greedy(params: SamplingDefaults) -> bool:
+    """Return whether every draw selects the most probable token."""
+    return params.temperature < GREEDY_BELOW and (params.mirostat > 0 or "temperature" in params.samplers)
+
+
+class SamplerChain:
+    """The samplers of a job, as the steps of a draw.
+
+    Attributes:
+        penalties: The samplers that get all logits, also those of masked tokens.
+        reduce: The first step after them. Then no token is masked, except among many candidates.
+        filters: The steps after it.
+        top_k_draw: Does the same as `reduce`, `filters` and a draw in less time. None: it does not support these
+            samplers.
+        n_largest: How many of the largest logits determine the draw. None: all logits.
+
+    Args:
+        params: The sampling parameters.
+        uniform: The random numbers of the job.
+        breakers: The sequence breakers of DRY.
+        draw_accepts_masked: Whether the draw after the chain accepts masked candidates.
+    """
+
+    def __init__(
+        self,
+        params: SamplingDefaults,
+        uniform: UniformNumbers,
+        breakers: SequenceBreakers,
+        *,
+        draw_accepts_masked: bool,
+    ) -> None:
+        steps = _build_steps(params, uniform, breakers)
+        n_penalties = next((index for index, step in enumerate(steps) if not step.is_penalty), len(steps))
+        others = steps[n_penalties:]
+        self.penalties = [step.apply for step in steps[:n_penalties]]
+        self.n_largest = _n_largest_logits(steps, params)
+        self.top_k_draw = _top_k_draw(others, params)
+        if others and others[0].name == "top_k":
+            self.reduce = others[0].apply
+            self.filters = [step.apply for step in _join_top_p_min_p(others[1:], params)]
+        else:
+            self.reduce = _drop_masked_of_few
+            joined = _join_top_p_min_p(others, params)
+            self.filters = _filters_without_masked(joined, draw_accepts_masked=draw_accepts_masked)
+
+
+def _drop_masked_of_few(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
+    """Drop masked candidates, if there are few candidates. Copying a whole vocabulary takes longer than most samplers,
+    which give masked candidates the probability 0.
+    """
+    return candidates.without_masked() if len(candidates) <= SORT_LIMIT else candidates
+
+
+def _build_steps(params: SamplingDefaults, uniform: UniformNumbers, breakers: SequenceBreakers) -> list[Step]:
     """Return the samplers that change something, in the order of the job.
 
     Mirostat replaces all samplers but the temperature, as in llama.cpp. Greedy decoding needs only the penalties.
@@ -74,18 +128,13 @@ def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: Seq
     return [Step(name, apply, name in accepting) for name, apply in steps if apply is not None]
 
 
-def top_k_draw(chain: Sequence[Step], params: SamplingDefaults) -> TopKDraw | None:
+def _top_k_draw(chain: Sequence[Step], params: SamplingDefaults) -> TopKDraw | None:
     """Return the fast draw of a chain without penalties. None: it does not support the chain."""
     names = [step.name for step in chain]
     return TopKDraw(names, params, max(params.temperature, GREEDY_BELOW)) if TopKDraw.supports(names, params) else None
 
 
-def is_greedy(params: SamplingDefaults) -> bool:
-    """Return whether every draw selects the most probable token."""
-    return params.temperature < GREEDY_BELOW and (params.mirostat > 0 or "temperature" in params.samplers)
-
-
-def n_largest_logits(chain: Sequence[Step], params: SamplingDefaults) -> int | None:
+def _n_largest_logits(chain: Sequence[Step], params: SamplingDefaults) -> int | None:
     """Return how many of the largest logits determine what a chain draws.
 
     Penalties that only lower logits can move as many tokens out of the most probable ones as they change.
@@ -120,7 +169,7 @@ def _filter(name: Sampler, params: SamplingDefaults) -> Apply | None:
     return None
 
 
-def join_top_p_min_p(chain: Sequence[Step], params: SamplingDefaults) -> list[Step]:
+def _join_top_p_min_p(chain: Sequence[Step], params: SamplingDefaults) -> list[Step]:
     """Return the chain with one step in place of top-p followed by min-p, because one step takes less time than two."""
     joined: list[Step] = []
     for step in chain:
@@ -135,7 +184,7 @@ def join_top_p_min_p(chain: Sequence[Step], params: SamplingDefaults) -> list[St
     return joined
 
 
-def filters_without_masked(chain: Sequence[Step], *, draw_accepts_masked: bool) -> list[Apply]:
+def _filters_without_masked(chain: Sequence[Step], *, draw_accepts_masked: bool) -> list[Apply]:
     """Return the steps of a chain, and before the first step that does not accept masked candidates, one that drops
     them.
 
