@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from tests.worker.scheduling.test_speculation import Oracle
 
-from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
@@ -29,6 +29,7 @@ from llamaq.worker.testing import (
     make_memory,
     make_scheduler,
     run_tick,
+    run_to_end,
 )
 
 PERIOD = 9
@@ -173,6 +174,24 @@ def test_a_stop_string_within_forced_tokens_ends_the_job_and_leaves_no_cell_afte
     assert len(tokens_of(outputs, again)) == 20
 
 
+@pytest.mark.parametrize("can_cut", [True, False])
+def test_a_job_that_ends_within_forced_tokens_leaves_its_cells_to_the_next_job(can_cut: bool) -> None:
+    job = job_like(make_job([1, 2]))
+    engine = FakeEngine(n_ctx=600, n_seq_max=8, can_cut=can_cut)
+    memory = make_memory(engine, n_slots=1, cache=RadixPrefixCache(can_cut=can_cut))
+    scheduler = make_scheduler(engine, memory)
+    scheduler.submit(job)
+    outputs = run_to_end(scheduler, engine)
+    assert end_of(outputs, job).reason is FinishReason.STOP
+    history = [*job.prompt, *tokens_of(outputs, job)]
+    again, following = job_like(make_job([1, 2])), make_job([*history, 3])
+    for next_job, n_cached in ((again, 1), (following, len(history) - 1)):
+        scheduler.submit(next_job)
+        stats = end_of(run_to_end(scheduler, engine), next_job).stats
+        assert stats.prefix_cache_tokens >= n_cached
+        assert stats.prefix_cache_tier is CacheTier.DEVICE
+
+
 def job_like(job: Job) -> Job:
     copy = make_job(job.prompt, max_tokens=50, sampler=ForcingSampler())
     copy.detokenizer = StreamDetokenizer(ByteVocab().piece, ["FG"])
@@ -202,7 +221,7 @@ def test_one_tick_has_a_bounded_number_of_forced_tokens() -> None:
 
 
 def test_a_limit_of_the_time_of_ticks_bounds_forced_tokens() -> None:
-    forced, job = ForcedTokens(), make_job(max_tokens=300, sampler=ForcingSampler(n_free=0))
+    forced, job = ForcedTokens(can_remove=True), make_job(max_tokens=300, sampler=ForcingSampler(n_free=0))
     slot = decoding_slot(job)
     batch = Batch((DecodeToken(slot),))
     room, limit_s = 64, 0.010

@@ -15,6 +15,10 @@ class SequenceOps(Protocol):
         """Whether a sequence can be cut at any token, and any prefix of it copied. False for a recurrent state."""
 
     @property
+    def can_remove_draft(self) -> bool:
+        """Whether the last tokens of a sequence can be removed after they were decoded."""
+
+    @property
     def can_save_parts(self) -> bool:
         """Whether saved cells can be appended to a sequence that already holds cells."""
 

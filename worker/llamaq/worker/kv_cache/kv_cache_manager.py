@@ -76,6 +76,11 @@ class KvMemory:
         return len(self._cache) > 0
 
     @property
+    def can_remove_draft(self) -> bool:
+        """Whether the last tokens of a sequence can be removed after they were decoded."""
+        return self._sequences.can_remove_draft
+
+    @property
     def n_cells_for_drafts(self) -> int:
         """Number of cells that draft tokens may use during a tick. May be negative."""
         return self._pool.unpromised_cells

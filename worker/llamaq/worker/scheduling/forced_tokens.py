@@ -21,9 +21,15 @@ FIRST_TOKENS = 4
 
 
 class ForcedTokens:
-    """Decides how many forced tokens a tick computes."""
+    """Decides how many forced tokens a tick computes.
 
-    def __init__(self) -> None:
+    Args:
+        can_remove: Whether the last tokens of a sequence can be removed after they were decoded. If not, jobs with stop
+            strings get no forced tokens: the job may end among them, and its sequence would then lose all cells.
+    """
+
+    def __init__(self, *, can_remove: bool) -> None:
+        self._can_remove = can_remove
         self._times = DecodeTimes()
         self._is_limited = False
         """Whether the strategy limits the time of ticks."""
@@ -72,6 +78,8 @@ class ForcedTokens:
         run = part.slot.active
         n_max = min(room, run.max_length - len(run.tokens) - 1)
         if n_max <= 0 or not run.job.sampler.can_prepare:
+            return ()
+        if run.job.detokenizer.has_stop_strings and not self._can_remove:
             return ()
         return tuple(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)[:n_max])
 

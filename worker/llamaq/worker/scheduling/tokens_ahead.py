@@ -31,7 +31,7 @@ class TokensAhead:
         self._memory = memory
         self._strategy = strategy
         self._speculation = speculation
-        self._forced = ForcedTokens()
+        self._forced = ForcedTokens(can_remove=memory.can_remove_draft)
 
     def add(self, batch: Batch) -> Batch:
         """Return the batch with its tokens ahead."""
