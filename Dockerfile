@@ -4,6 +4,10 @@
 #   --build-arg BUILD_IMAGE=nvidia/cuda:12.8.1-devel-ubuntu24.04
 #   --build-arg RUNTIME_IMAGE=nvidia/cuda:12.8.1-runtime-ubuntu24.04
 #   --build-arg CMAKE_ARGS=-DGGML_CUDA=ON
+# llama.cpp then has machine code for the RTX 30, 40 and 50 series and their relatives (A10, L4, L40). For other GPUs,
+# such as A100 and H100, the driver compiles it in every new container. To avoid that, name the architecture of your
+# GPU. The build is then shorter, too. For an H100:
+#   --build-arg CMAKE_ARGS="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90"
 # Both images must be Debian or Ubuntu of the same release: the virtual environment moves from one to the other.
 ARG BUILD_IMAGE=debian:bookworm-slim
 ARG RUNTIME_IMAGE=debian:bookworm-slim
@@ -18,7 +22,8 @@ RUN apt-get update \
 # llama.cpp is a separate layer. It takes minutes, and is built again only when its version or its arguments change.
 # GGML_NATIVE must stay off: an image runs on other CPUs than the one that built it. llama-cpp-python switches on
 # llama.cpp's `common` library, which belongs to the tools; a variable set before that wins. The wheel's second copy of
-# the libraries, outside its package, is never loaded.
+# the libraries, outside its package, is never loaded. In the package the wheel has each library under three names. Two
+# of them become links, because a library for CUDA has hundreds of megabytes.
 ARG LLAMA_CPP_PYTHON="llama-cpp-python>=0.3.36,<0.3.37"
 ARG CMAKE_ARGS=""
 RUN echo 'set(LLAMA_BUILD_COMMON OFF)' > /tmp/leave-out.cmake \
@@ -26,7 +31,9 @@ RUN echo 'set(LLAMA_BUILD_COMMON OFF)' > /tmp/leave-out.cmake \
         -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_OPENSSL=OFF \
         -DCMAKE_PROJECT_INCLUDE=/tmp/leave-out.cmake ${CMAKE_ARGS}" \
     /opt/llamaq/bin/pip install "${LLAMA_CPP_PYTHON}" \
-    && rm -rf /opt/llamaq/lib/python3*/site-packages/lib /opt/llamaq/lib/python3*/site-packages/include
+    && rm -rf /opt/llamaq/lib/python3*/site-packages/lib /opt/llamaq/lib/python3*/site-packages/include \
+    && cd /opt/llamaq/lib/python3*/site-packages/llama_cpp/lib \
+    && for copy in *.so.*; do ln --symbolic --force "${copy%%.so.*}.so" "$copy"; done
 
 COPY pyproject.toml LICENSE README.md /src/
 COPY common /src/common
@@ -41,7 +48,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends libgomp1 python3 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home llamaq \
-    && install --directory --owner llamaq --group llamaq /home/llamaq/.cache/huggingface
+    && install --directory --owner llamaq --group llamaq /home/llamaq/.cache /home/llamaq/.cache/huggingface
 COPY --from=build /opt/llamaq /opt/llamaq
 
 ENV PATH=/opt/llamaq/bin:$PATH PYTHONUNBUFFERED=1

@@ -134,7 +134,7 @@ def test_redis_is_reachable_from_this_host_alone(compose: dict[str, Any]) -> Non
 def test_the_observe_profile_adds_metrics_prometheus_and_grafana(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert services_of(compose, "observe") == {"redis", "metrics", "prometheus", "grafana"}
-    assert services["metrics"]["image"] == services["worker"]["image"]
+    assert services["metrics"]["build"] == services["worker"]["build"]
     (job,) = yaml.safe_load((ROOT / "docs/monitoring/prometheus.yml").read_text())["scrape_configs"]
     port = services["metrics"]["command"][services["metrics"]["command"].index("--port") + 1]
     assert job["static_configs"] == [{"targets": [f"metrics:{port}"]}]
@@ -200,6 +200,21 @@ def test_compose_passes_only_build_arguments_that_the_dockerfile_takes(
     assert set(compose["services"]["worker-gpu"]["build"]["args"]) <= taken
 
 
+def test_no_two_services_build_the_same_tag(compose: dict[str, Any]) -> None:
+    """Compose builds all services at once. Docker may reject the second build of a tag: "already exists"."""
+    built = [service["image"] for service in compose["services"].values() if "build" in service]
+    assert len(built) == len(set(built)) >= 3
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "observe"])
+def test_every_image_of_this_repository_is_built_by_a_service_of_the_same_profile(
+    compose: dict[str, Any], profile: str
+) -> None:
+    services = [compose["services"][name] for name in services_of(compose, profile)]
+    ours = {service["image"] for service in services if service["image"].startswith("llamaq-")}
+    assert ours == {service["image"] for service in services if "build" in service} != set()
+
+
 def test_every_path_that_the_dockerfile_copies_exists_and_is_not_ignored(dockerfile: list[list[str]]) -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copies = [args.split() for args in arguments(dockerfile, "COPY") if not args.startswith("--from")]
@@ -223,6 +238,27 @@ def test_image_and_makefile_leave_out_the_same_parts_of_llama_cpp(dockerfile: li
     without_server = re.sub(r"^\S*/llama-server:.*?\n\n", "", makefile, flags=re.MULTILINE | re.DOTALL)
     left_out = re.compile(r"-D(LLA[A-Z_]+)=OFF|set\((LLAMA_[A-Z_]+) OFF\)")
     assert set(left_out.findall(build)) == set(left_out.findall(without_server)) != set()
+
+
+def test_the_image_has_each_library_of_llama_cpp_once(dockerfile: list[list[str]], tmp_path: Path) -> None:
+    (build,) = (run for run in arguments(dockerfile, "RUN") if "LLAMA_CPP_PYTHON" in run)
+    for name in ("libllama.so", "libggml-cuda.so"):
+        for suffix in ("", ".0", ".0.5.0"):
+            (tmp_path / f"{name}{suffix}").write_text(name)
+    loop = build[build.index("for copy in ") :]
+    subprocess.run(["sh", "-e", "-c", loop], cwd=tmp_path, check=True, timeout=10)
+    assert {path.name for path in tmp_path.iterdir() if not path.is_symlink()} == {"libllama.so", "libggml-cuda.so"}
+    assert (tmp_path / "libllama.so.0").read_text() == (tmp_path / "libllama.so.0.5.0").read_text() == "libllama.so"
+    assert (tmp_path / "libggml-cuda.so.0").read_text() == "libggml-cuda.so"
+
+
+def test_the_user_of_the_image_owns_the_folder_of_downloads_and_its_parent(
+    compose: dict[str, Any], dockerfile: list[list[str]]
+) -> None:
+    (setup,) = (run for run in arguments(dockerfile, "RUN") if "useradd" in run)
+    words = shlex.split(setup[setup.index("install --directory") :])
+    (downloads,) = (volume.split(":")[1] for volume in compose["services"]["worker"]["volumes"] if ":/home/" in volume)
+    assert {downloads, str(Path(downloads).parent)} <= set(words)
 
 
 def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[str]]) -> None:
