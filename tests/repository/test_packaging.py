@@ -218,6 +218,13 @@ def test_the_compiled_modules_and_the_exceptions_of_the_build_hook_exist() -> No
         assert path == "__init__.py" or (WORKER / path).is_file(), path
 
 
+def test_the_build_hook_installs_the_packages_whose_types_mypyc_needs() -> None:
+    project = tomllib.loads((WORKER / "pyproject.toml").read_text())
+    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
+    (numpy,) = (name for name in project["project"]["dependencies"] if name.startswith("numpy"))
+    assert numpy in hook["dependencies"]
+
+
 def test_a_plain_install_requires_nothing_heavy_and_the_extra_requires_the_worker(
     wheel: Path, worker_wheel: Path
 ) -> None:
