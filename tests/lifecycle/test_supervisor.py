@@ -236,6 +236,24 @@ def test_a_child_that_cannot_start_ends_its_supervisor_with_one_error_line(
     assert not environment.running_processes()
 
 
+@pytest.mark.parametrize("options", [(), ("--no-supervise",)], ids=" ".join)
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_worker_whose_llama_cpp_cannot_be_loaded_ends_with_one_error_line(
+    environment: Environment, options: tuple[str, ...], *, is_broken: bool
+) -> None:
+    folder = environment.folder / "libraries"
+    folder.mkdir()
+    if is_broken:
+        (folder / "libllama.so").write_text("no library")
+    variables = environment.worker_variables(LLAMA_CPP_LIB_PATH=str(folder))
+    worker = environment.run([str(LLAMAQ), "worker", *options], **variables)
+    assert worker.end() == 2
+    assert "llama.cpp cannot be loaded" in worker.output
+    assert "--gpus all" in worker.output
+    assert "Traceback" not in worker.output
+    assert "child.died" not in worker.output
+
+
 @pytest.fixture
 def settings(environment: Environment) -> WorkerSettings:
     return WorkerSettings(redis_url=environment.redis_url, queue=environment.queue, n_threads=1)

@@ -81,9 +81,9 @@ def run_worker(
         from llamaq.worker.local.supervise_local import supervise
 
         raise typer.Exit(supervise(settings))
-    from llamaq.worker.process.worker_process import serve
+    from llamaq.worker.process.child_main import check_and_serve
 
-    raise typer.Exit(serve(settings))
+    raise typer.Exit(check_and_serve(settings))
 
 
 def run_up(

@@ -8,6 +8,7 @@ worker's id.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -16,11 +17,14 @@ import time
 from contextlib import nullcontext
 from functools import partial
 
+from llamaq.common.errors import EngineError
 from llamaq.common.logging_setup import configure_logging
-from llamaq.worker.process.exit_codes import EXIT_CRASHED
+from llamaq.worker.engine.library_check import check_library
+from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED
 from llamaq.worker.process.hang_detection_pipe import LivenessWriter
-from llamaq.worker.process.worker_process import Watch, serve
 from llamaq.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
 
 ORPHAN_TIMEOUT_S = 15.0
 """How long a worker without a supervisor may take to requeue its jobs."""
@@ -50,6 +54,18 @@ def main(liveness_fd: int | None = None, token: str | None = None) -> int:
     settings = WorkerSettings.model_validate_json(line)
     configure_logging(settings.log_level, settings.log_format)
     threading.Thread(target=_end_with_supervisor, name="llamaq-lifeline", daemon=True).start()
+    return check_and_serve(settings, liveness_fd, token)
+
+
+def check_and_serve(settings: WorkerSettings, liveness_fd: int | None = None, token: str | None = None) -> int:
+    """Load llama.cpp, run the worker in this process, and return its exit code; see `main`."""
+    try:
+        check_library()
+    except EngineError as exc:
+        log.error("worker.cannot_start error=%s", exc)
+        return EXIT_CANNOT_START
+    from llamaq.worker.process.worker_process import Watch, serve  # the library is loaded now
+
     watch: Watch = nullcontext if liveness_fd is None else partial(LivenessWriter, liveness_fd)
     return serve(settings, watch, token)
 
