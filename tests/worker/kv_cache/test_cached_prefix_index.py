@@ -428,6 +428,42 @@ def test_entries_hold_at_most_held_cells_while_a_job_runs_and_the_coldest_is_evi
     assert end.stats.prefix_cache_tokens == 0
 
 
+@pytest.mark.parametrize("event", ["failed", "moved", "lost"])
+def test_an_entry_that_a_job_has_shared_is_evicted_when_only_the_entry_holds_its_cells(event: str) -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([1] * 40, max_tokens=1))
+    scheduler.submit(make_job([1] * 60, job_id="sharing", max_tokens=400))
+    scheduler.submit(make_job([255] * 3, job_id="other", max_tokens=400))
+    for _ in range(8):
+        run_tick(scheduler, engine)
+    assert scheduler.cache_snapshot().entries == 1, "its cells are those of a running job"
+    match event:
+        case "failed":
+            engine.fail_job("sharing")
+        case "moved":
+            assert scheduler.release("sharing")
+        case "lost":
+            engine.lose_cells("sharing")
+    for _ in range(8):
+        run_tick(scheduler, engine)
+    snapshot = scheduler.cache_snapshot()
+    assert (snapshot.entries, snapshot.evictions) == (0, 1)
+    assert snapshot.host_bytes > 0
+    scheduler.close()
+
+
+def test_entries_with_a_common_prefix_hold_at_most_held_cells_when_one_of_them_was_saved() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=30)
+    for tail in (2, 3):
+        run_all(scheduler, engine, make_job([1] * 40 + [tail] * 10, max_tokens=1))
+    assert scheduler.cache_snapshot().shared_cells == 40
+    scheduler.submit(make_job([255] * 3, max_tokens=400))
+    for _ in range(12):
+        run_tick(scheduler, engine)
+    assert scheduler.cache_snapshot().entries == 0
+    scheduler.close()
+
+
 # ---- slots
 
 

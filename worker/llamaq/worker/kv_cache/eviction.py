@@ -137,7 +137,11 @@ class Eviction:
     # ---- speed of the running jobs
 
     def request_trim(self) -> None:
-        """Make the next `trim` check the limits. Called after an entry was added or a job was admitted."""
+        """Make the next `trim` check the limits.
+
+        Called after a job was admitted, after an entry was added or removed, and after a run has lost cells that an
+        entry may have shared.
+        """
         self._needs_trim = True
         self._to_save_ahead = None
 

@@ -198,6 +198,7 @@ class KvMemory:
         run = slot.active
         if n_past < run.n_past:
             self._hits.clear()
+            self._eviction.request_trim()  # an entry may now be the only holder of cells that it shared with the run
             run.cached_tokens = min(run.cached_tokens, n_past)
         run.n_past = n_past
         self._pool.resize(run.seq_id, n_past)
@@ -245,6 +246,7 @@ class KvMemory:
             self._insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
         else:
             self._remove_sequences([run.seq_id])
+            self._eviction.request_trim()  # an entry may now be the only holder of cells that it shared with the run
 
     def drop_coldest(self) -> bool:
         """Remove the least recently used entry at once, without saving it. Returns False when there is no entry."""
@@ -367,6 +369,7 @@ class KvMemory:
         self._hits.clear()
         self._cache.remove(entry)
         self._remove_sequences([entry.seq_id])
+        self._eviction.request_trim()  # another entry may now be the only holder of cells that it shared with this one
 
     def _remove_sequences(self, seq_ids: Iterable[int]) -> None:
         for seq_id in seq_ids:
