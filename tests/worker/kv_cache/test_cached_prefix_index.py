@@ -449,7 +449,7 @@ def test_an_entry_that_a_job_has_shared_is_evicted_when_only_the_entry_holds_its
     snapshot = scheduler.cache_snapshot()
     assert (snapshot.entries, snapshot.evictions) == (0, 1)
     assert snapshot.host_bytes > 0
-    scheduler.close()
+    scheduler.withdraw_all()
 
 
 def test_entries_with_a_common_prefix_hold_at_most_held_cells_when_one_of_them_was_saved() -> None:
@@ -461,7 +461,7 @@ def test_entries_with_a_common_prefix_hold_at_most_held_cells_when_one_of_them_w
     for _ in range(12):
         run_tick(scheduler, engine)
     assert scheduler.cache_snapshot().entries == 0
-    scheduler.close()
+    scheduler.withdraw_all()
 
 
 # ---- slots

@@ -162,6 +162,21 @@ def test_forced_tokens_end_no_repetition_if_the_batch_has_no_room_for_them() -> 
     assert n_plans[1] == n_plans[0] < 10
 
 
+@pytest.mark.parametrize("stop", [["a stop string"], []])
+def test_forced_tokens_end_no_repetition_if_they_may_not_be_added(stop: list[str]) -> None:
+    n_plans = []
+    for knows in (False, True):
+        engine = FakeEngine(n_ctx=600, n_seq_max=8, can_cut=False)
+        scheduler = make_scheduler(engine, make_memory(engine))
+        job = make_job([1, 2], max_tokens=100, stop=stop, sampler=ForcingSampler(knows=knows))
+        scheduler.submit(job)
+        n_plans.append(0)
+        while scheduler.has_work:
+            run_tick(scheduler, engine, repeats=50)
+            n_plans[-1] += 1
+    assert (n_plans[1] == n_plans[0]) is bool(stop)
+
+
 def test_a_stop_string_within_forced_tokens_ends_the_job_and_leaves_no_cell_after_it() -> None:
     job = make_job([1, 2], max_tokens=50, sampler=ForcingSampler())
     job.detokenizer = StreamDetokenizer(ByteVocab().piece, ["FG"])

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from llamaq.worker.core.batch import Batch, DecodeToken
+from llamaq.worker.core.slot import Run
 from llamaq.worker.scheduling.decode_times import DecodeTimes
 from llamaq.worker.scheduling.speculation import n_within
 
@@ -53,6 +54,10 @@ class ForcedTokens:
             decode.append(part._replace(forced=forced) if forced else part)
         return replace(batch, decode=tuple(decode))
 
+    def may_follow(self, run: Run) -> bool:
+        """Return whether forced tokens of this run may be added to a batch."""
+        return run.job.sampler.can_prepare and (self._can_remove or not run.job.detokenizer.has_stop_strings)
+
     def left_s(self, batch: Batch, limit_s: float) -> float:
         """Return how much of the time limit of a tick its forced tokens leave for drafts, in seconds."""
         if not self._is_limited or not batch.n_forced:
@@ -77,9 +82,7 @@ class ForcedTokens:
         """Return the forced tokens of a slot. At least one token of the job is left to be sampled after them."""
         run = part.slot.active
         n_max = min(room, run.max_length - len(run.tokens) - 1)
-        if n_max <= 0 or not run.job.sampler.can_prepare:
-            return ()
-        if run.job.detokenizer.has_stop_strings and not self._can_remove:
+        if n_max <= 0 or not self.may_follow(run):
             return ()
         return tuple(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)[:n_max])
 

@@ -162,9 +162,7 @@ class RepeatedTicks:
         if not is_next or sampled[0].token in self._end_tokens:
             return False
         # The first of the forced tokens is the one that was sampled. The next plan has a part for the others.
-        if not self._has_room_for_forced:
-            return True
-        return len(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)) < FORCED_AHEAD
+        return not self._has_room_for_forced or self._tokens_ahead.n_forced_after(run) < FORCED_AHEAD
 
     def _has_no_draft(self, results: Iterable[SlotResult]) -> bool:
         """Whether no draft promises a gain after the sampled tokens, or it is not time to search for one."""

@@ -47,6 +47,12 @@ class TokensAhead:
             batch = self._speculation.add_drafts(batch, room - batch.n_forced, left_s)
         return batch
 
+    def n_forced_after(self, run: Run) -> int:
+        """Return how many tokens must follow the history of a run, as far as they may be added to a batch."""
+        if not self._forced.may_follow(run):
+            return 0
+        return len(run.job.sampler.forced_tokens(run.tokens, run.n_prompt))
+
     def n_unsearched(self, runs: Iterable[Run]) -> int:
         """Return the number of ticks before drafts of these runs are searched for. Unlimited if no job drafts."""
         if self._speculation is None or all(run.job.drafting is None for run in runs):
