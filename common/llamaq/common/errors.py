@@ -20,6 +20,7 @@ LlamaqError
 ├── DeadLetterNotFound    the dead letter does not exist (also a KeyError)
 ├── SlotCommandRefused    a worker did not execute a slot command
 ├── JobFailed             the job ended with an error
+├── JobCancelled          only in `llamaq serve`: an operator or another client cancelled the job of a request
 ├── JobRejected           only inside a worker: this job cannot run, and fails with the given code
 ├── ProtocolError         bytes in Redis cannot be decoded
 ├── MissingExtra          an optional dependency is not installed (also an ImportError)
@@ -71,7 +72,7 @@ class LlamaqError(Exception):
 
     http_status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
     """The HTTP status with which a web backend answers: 400, 404 or 409 if the caller can correct the request, 503 or
-    504 if a later request may succeed, otherwise 500 or 502."""
+    504 if a later request may succeed, 410 if the job was cancelled, otherwise 500 or 502."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Python calls the class with `args` to copy an exception. The arguments of our constructors are not `args`.
@@ -377,6 +378,19 @@ class JobFailed(LlamaqError):
         self.job_id = job_id
         if code in _CODES_OF_REQUESTS:
             self.http_status = HTTPStatus.BAD_REQUEST
+
+
+class JobCancelled(LlamaqError):
+    """An operator or another client cancelled the job of an HTTP request. Python clients get its result instead.
+
+    The status is not one of those after which HTTP clients send a request again: the cancelled jobs would come back.
+    """
+
+    http_status = HTTPStatus.GONE
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"job {job_id} was cancelled, by an operator (llamaq cancel, llamaq purge) or another client")
+        self.job_id = job_id
 
 
 class JobRejected(LlamaqError):

@@ -8,8 +8,9 @@ from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.errors import JobCancelled
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Chunk, JobOptions, Result
+from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Chunk, FinishReason, JobOptions, Result
 from llamaq.producer.submission import build_request
 
 T = TypeVar("T")
@@ -48,9 +49,16 @@ class Generation:
         """The streams of the jobs, after `start`."""
 
     async def results(self) -> list[Result]:
-        """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled."""
+        """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled.
+
+        Raises:
+            JobCancelled: An operator or another client cancelled a job.
+        """
         await self._build_requests(stream=False)
-        return await all_of([self.client.auto_cancelled.generate(request, None) for request in self.requests])
+        return await all_of([self._result(request) for request in self.requests])
+
+    async def _result(self, request: JobRequest) -> Result:
+        return _not_cancelled(await self.client.auto_cancelled.generate(request, None))
 
     async def _build_requests(self, *, stream: bool) -> None:
         options = [cast("JobOptions", {**values, "stream": stream}) for values in self._jobs]
@@ -75,7 +83,16 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield the chunks of the started jobs in the order in which they arrive, and the result of each job at its
         end.
+
+        Raises:
+            JobCancelled: An operator or another client cancelled a job.
         """
+        async with aclosing(self.all_pieces()) as pieces:
+            async for number, piece in pieces:
+                yield number, _not_cancelled(piece) if isinstance(piece, Result) else piece
+
+    async def all_pieces(self) -> AsyncGenerator[Piece, None]:
+        """Yield the same as `pieces`, but also the results of cancelled jobs."""
         try:
             if len(self.streams) == 1:
                 async for chunk in self.streams[0]:
@@ -122,6 +139,13 @@ class Generation:
     async def describe_wait(self) -> str:
         """Return a text with the state of the first job."""
         return await describe_wait(self.streams[0].job)
+
+
+def _not_cancelled(result: Result) -> Result:
+    """Return the result. An answer of a cancelled job would look complete, and its end is not known to all APIs."""
+    if result.finish_reason is FinishReason.CANCELLED:
+        raise JobCancelled(result.job_id)
+    return result
 
 
 async def describe_wait(job: AsyncJob) -> str:

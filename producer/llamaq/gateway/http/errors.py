@@ -15,6 +15,7 @@ from llamaq.common.errors import (
     ErrorCode,
     IdempotencyConflict,
     InvalidRequest,
+    JobCancelled,
     JobFailed,
     JobNotFound,
     LlamaqError,
@@ -130,6 +131,7 @@ def code_of(exc: Exception) -> str | None:
         NoWorker: "no_worker",
         RedisFull: "redis_full",
         IdempotencyConflict: "idempotency_conflict",
+        JobCancelled: "cancelled",
         JobNotFound: "not_found",
     }
     return kinds.get(type(exc))

@@ -48,7 +48,7 @@ async def create(request: Request) -> Response:
         if body.is_background:
             await generation.aclose()
             return json_response(await _current(request, job.id, asked.record, job))
-        async for _, piece in generation.pieces():
+        async for _, piece in generation.all_pieces():
             if isinstance(piece, Result):
                 return json_response(await asked.answer([piece]))
         raise JobNotFound(job.id)
@@ -143,7 +143,7 @@ async def _pieces_of(generation: Generation) -> AsyncGenerator[Chunk | Result, N
     """Yield the pieces of the only job of a request. If the response is not stored, the job ends with this
     generator.
     """
-    pieces = generation.pieces()
+    pieces = generation.all_pieces()
     try:
         async for _, piece in pieces:
             yield piece
