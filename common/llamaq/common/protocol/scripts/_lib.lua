@@ -79,6 +79,15 @@ local function reply_for_jobs(replies)
   return replies
 end
 
+-- Returns the values of fields of a hash, in the order of their names. The value of a missing field is false. Returns nothing
+-- if the key is not a hash: another client has overwritten it.
+local function fields_if_hash(key, ...)
+  local values = redis.pcall('HMGET', key, ...)
+  if not values.err then
+    return unpack(values)
+  end
+end
+
 -- Returns the time of the server in ms since the epoch.
 local function now_ms()
   local time = redis.call('TIME')
@@ -336,6 +345,13 @@ end
 -- id when they were added in the same millisecond.
 local function is_entry_of_job(own_entry, priority, stream, entry)
   return own_entry == entry and string.sub(stream, -#priority - 1) == ':' .. priority
+end
+
+-- Returns whether the attempt `number` of `own_worker` is the newest attempt of a job, so that this worker may write.
+-- `attempt` and `worker` are fields of the job's hash. The worker is compared too: if a failover of Redis lost the start of
+-- an attempt, two workers may have the same number.
+local function is_newest_attempt(attempt, worker, number, own_worker)
+  return attempt == number and worker == own_worker
 end
 
 local function deaths_of(job)

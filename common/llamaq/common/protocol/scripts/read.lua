@@ -197,7 +197,7 @@ local function claim_read(stream, entries)
   for _, entry in ipairs(entries) do
     local id = entry[2][1] == 'id' and entry[2][2] or ''
     if by.n_bytes < MAX_CLAIMED_BYTES and #id == #first + 32 and string.sub(id, 1, #first) == first
-      and not string.find(id, '[^0-9a-f]', #first + 1) then
+      and string.find(id, '^[0-9a-f]+$', #first + 1) then
       entry[3] = for_one_job(claim_job, by, partition .. 'job:' .. id, partition .. 'events:' .. id, stream, entry[1],
         partition .. 'tokens:' .. id, '')
       claims[#claims + 1] = entry[3]
