@@ -107,17 +107,46 @@ local function renew_lease(stream, group, consumer, entry, lease_ms)
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'JUSTID')
 end
 
+-- Returns whether an entry is pending: a worker has read it, and nothing has acknowledged it.
+local function is_pending(stream, group, entry)
+  return #redis.call('XPENDING', stream, group, entry, entry, 1) > 0
+end
+
+-- Returns the number of pending entries of a job stream, and an array with {consumer, number of its entries}. Until the
+-- first worker has created the group, XPENDING returns an error, and no entry is pending.
+local function pending_by_consumer(stream, group)
+  local summary = redis.pcall('XPENDING', stream, group)
+  return summary[1] or 0, summary[4] or {}
+end
+
 -- Returns the number of running jobs of a job stream: the entries of workers whose lease has not expired. All other
--- entries of the stream wait. Until the first worker has created the group, XPENDING returns an error.
+-- entries of the stream wait.
 local function count_running(stream, group)
-  local pending, running = redis.pcall('XPENDING', stream, group), 0
-  for _, consumer in ipairs(pending[4] or {}) do
-    if consumer[1] ~= WAITING then
-      local n_expired = #redis.call('XPENDING', stream, group, 'IDLE', EXPIRED_IDLE_MS, '-', '+', consumer[2], consumer[1])
-      running = running + tonumber(consumer[2]) - n_expired
+  local _, consumers = pending_by_consumer(stream, group)
+  local running = 0
+  for _, pair in ipairs(consumers) do
+    local consumer, n_pending = unpack(pair)
+    if consumer ~= WAITING then
+      local n_expired = #redis.call('XPENDING', stream, group, 'IDLE', EXPIRED_IDLE_MS, '-', '+', n_pending, consumer)
+      running = running + tonumber(n_pending) - n_expired
     end
   end
   return running
+end
+
+-- Returns the fields of an entry as a flat list. Returns nil if the stream does not have the entry.
+local function fields_of_entry(stream, entry)
+  local found = redis.call('XRANGE', stream, entry, entry)[1]
+  return found and found[2]
+end
+
+-- Returns a flat list of names and values as a table of values by name.
+local function by_name(list)
+  local values = {}
+  for i = 1, #list, 2 do
+    values[list[i]] = list[i + 1]
+  end
+  return values
 end
 
 -- Acknowledges and deletes an entry. A deleted entry that is not acknowledged would stay pending and could never be
@@ -169,9 +198,14 @@ local function due_ms(status, started_ms, queue_deadline_ms, deadline_ms)
   return deadline > 0 and math.min(deadline, queue_deadline) or queue_deadline
 end
 
+-- Returns the beginning of the keys of a job's partition, and the id of the job.
+local function parts_of_job(job)
+  return string.match(job, '^(.*:)job:([^:]+)$')
+end
+
 -- Records when a job is due; `nil` or false: never. The sorted set has the hash tag of the job.
 local function set_due(job, due)
-  local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
+  local partition, id = parts_of_job(job)
   if due then
     redis.call('ZADD', partition .. 'deadlines', due, id)
   else
@@ -181,7 +215,7 @@ end
 
 -- Records when a job without an entry is due. The sorted set has the hash tag of the job.
 local function set_later(job, run_at_ms)
-  local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
+  local partition, id = parts_of_job(job)
   redis.call('HSET', job, 'run_at_ms', run_at_ms)
   redis.call('ZADD', partition .. 'later', run_at_ms, id)
 end
@@ -200,18 +234,19 @@ end
 -- overwritten the stream, nothing changes. `partition` is the beginning of the keys of the job's partition.
 local function give_entry(partition, id, now)
   local job = partition .. 'job:' .. id
-  local state = redis.pcall('HMGET', job, 'status', 'priority', 'run_at_ms', 'tenant')
-  local run_at = not state.err and state[1] == 'queued' and tonumber(state[3] or '')
+  local status, priority, run_at_ms, tenant = fields_if_hash(job, 'status', 'priority', 'run_at_ms', 'tenant')
+  local run_at = status == 'queued' and tonumber(run_at_ms or '')
   if run_at and now < run_at then
     return false
   end
   if run_at then
     allow_writes_when_full(job) -- jobs that end free memory
-    local entry, tenant = add_entry(partition .. 'jobs:' .. (state[2] == 'bulk' and 'bulk' or 'interactive'), id, state[4])
+    local stream = partition .. 'jobs:' .. (priority == 'bulk' and 'bulk' or 'interactive')
+    local entry, entry_tenant = add_entry(stream, id, tenant)
     if type(entry) == 'table' then
       return false
     end
-    set_entry(job, entry, tenant)
+    set_entry(job, entry, entry_tenant)
     redis.call('HDEL', job, 'run_at_ms')
   end
   redis.call('ZREM', partition .. 'later', id)
@@ -278,7 +313,7 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
     set_due(job, nil)
   end
   if state.run_at_ms then
-    local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
+    local partition, id = parts_of_job(job)
     redis.call('ZREM', partition .. 'later', id)
     redis.call('HDEL', job, 'run_at_ms')
   end
@@ -306,9 +341,11 @@ end
 -- Ends a job that no worker runs, for the reason 'cancelled' or 'deadline'. Its stats are the tokens of earlier attempts
 -- and the time that it waited for its first slot.
 local function end_without_worker(job, events, channel, stream, group, entry, reason)
-  local state = redis.call('HMGET', job, 'submitted_ms', 'started_ms', 'generated', 'waits_from_ms')
-  local since, slot = tonumber(state[4] or state[1] or ''), tonumber(state[2] or '') or now_ms()
-  local stats = {queue_ms = since and math.max(0, slot - since) or 0, generated_tokens = tonumber(state[3] or '') or 0}
+  local submitted_ms, waits_from_ms, started_ms, generated = unpack(redis.call('HMGET', job,
+    'submitted_ms', 'waits_from_ms', 'started_ms', 'generated'))
+  local waits_from, slot = tonumber(waits_from_ms or submitted_ms or ''), tonumber(started_ms or '') or now_ms()
+  local stats = {
+    queue_ms = waits_from and math.max(0, slot - waits_from) or 0, generated_tokens = tonumber(generated or '') or 0}
   local terminal = cmsgpack.pack({type = 'finished', finish_reason = reason, stats = stats})
   terminate(job, events, channel, stream, group, entry, 'finished', terminal,
     {'finish_reason', reason, 'stats', cmsgpack.pack(stats)})
@@ -390,12 +427,8 @@ local function remove_death(job, attempt, worker)
 end
 
 -- Makes a job claimable again, because its worker will not finish it. The attempt number rises, so that the worker can
--- no longer write. `state` has the fields attempt, generated, generated_at_start, worker and at_risk of the job's hash
--- in the places 2 to 6.
-local function requeue_job(job, state, has_crashed)
-  if has_crashed and state[6] and state[3] == state[4] then
-    add_death(job, state[2], state[5])
-  end
+-- no longer write.
+local function requeue_job(job)
   redis.call('HINCRBY', job, 'attempt', 1)
   redis.call('HSET', job, 'status', 'queued')
   redis.call('HDEL', job, 'at_risk')
@@ -418,7 +451,8 @@ local function requeue_entries(stream, group, consumer)
   repeat
     local pending = redis.pcall('XPENDING', stream, group, '-', '+', 1000, consumer)
     for _, item in ipairs(pending.err and {} or pending) do
-      requeue_entry(stream, group, item[1])
+      local entry = unpack(item)
+      requeue_entry(stream, group, entry)
       n_requeued = n_requeued + 1
     end
   until pending.err or #pending < 1000

@@ -50,6 +50,28 @@ local function wait_for_turn(stream, tenant, entry)
   end
 end
 
+-- Returns the key of the hash of a job whose entry is in a job stream.
+local function job_key(stream, id)
+  return parts_of(stream) .. 'job:' .. id
+end
+
+-- Returns the job id in the fields of an entry. Returns nil if there are no fields, or if they name no job: another client has
+-- written the entry. `add_entry` writes the fields {'id', id}, {'id', id, 'n', number} or {'id', id, 'tenant', tenant}.
+local function job_id_in(fields)
+  return fields and fields[1] == 'id' and fields[2] or nil
+end
+
+-- Returns the tenant in whose turns the entry with these fields is claimed. Returns nil if it is claimed in the order of the
+-- stream.
+local function tenant_in(fields)
+  return fields[3] == 'tenant' and fields[4] or nil
+end
+
+-- Returns the number of the submit in the fields of an entry. Returns nil if they have none.
+local function number_in(fields)
+  return fields[3] == 'n' and tonumber(fields[4]) or nil
+end
+
 -- Adds the entry of a job to the end of a job stream. Returns its id, or the error of Redis if it refused the entry, and the
 -- tenant in whose turns the job is claimed: nil if it is claimed in the order of the stream. The caller stores both in the
 -- hash of the job. `tenant` is the tenant of the job; nil or '': none. `number` is the number of the submit, if the

@@ -19,18 +19,18 @@
 --         'lost'  a newer attempt exists, or the job has ended
 
 local job, events, stream, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local attempt, worker, group, entry, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local attempt, worker, group, entry, channel, id, code, reason, dead_ttl, max_dead = unpack(ARGV)
 
 if redis.call('TYPE', job).ok ~= 'hash' then
   redis.call('DEL', job)
 end
-local state = redis.call('HMGET', job, 'status', 'attempt', 'worker')
-if has_ended(state[1]) then
+local status, newest, last_worker = unpack(redis.call('HMGET', job, 'status', 'attempt', 'worker'))
+if has_ended(status) then
   drop_entry(stream, group, entry)
   return 'lost'
 end
-if attempt ~= '' and (state[2] ~= attempt or state[3] ~= worker) then
+if attempt ~= '' and not is_newest_attempt(newest, last_worker, attempt, worker) then
   return 'lost'
 end
-bury(job, events, channel, stream, group, entry, dead, ARGV[6], ARGV[7], ARGV[8], '', ARGV[9], ARGV[10])
+bury(job, events, channel, stream, group, entry, dead, id, code, reason, '', dead_ttl, max_dead)
 return 'ok'

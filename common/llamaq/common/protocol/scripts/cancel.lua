@@ -8,7 +8,7 @@
 -- KEYS[4]  bulk         job stream of priority 'bulk'
 -- ARGV[1]  group        consumer group of the job streams
 -- ARGV[2]  channel      channel of the job's events
--- ARGV[3]  waiting only '1' if a running job is left alone
+-- ARGV[3]  only_waiting '1': a running job is left alone; '0': it is marked
 --
 -- Returns 'gone'       the job does not exist
 --         'done'       the job has already ended
@@ -16,25 +16,31 @@
 --         'requested'  the job runs or was preempted, and is marked
 --         'running'    the job runs, and is left alone
 
-local job, events = KEYS[1], KEYS[2]
-local state = redis.call('HMGET', job, 'status', 'priority', 'entry', 'attempt', 'started_attempt')
-if not state[1] then
+local job, events, interactive, bulk = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local group, channel, only_waiting = ARGV[1], ARGV[2], ARGV[3] == '1'
+local status, priority, entry, attempt, started_attempt = unpack(redis.call('HMGET', job,
+  'status', 'priority', 'entry', 'attempt', 'started_attempt'))
+if not status then
   return 'gone'
 end
-if has_ended(state[1]) then
+if has_ended(status) then
   return 'done'
 end
-local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]
+local stream = priority == 'bulk' and bulk or interactive
 
--- Returns whether a worker has a lease of the entry. A worker without a lease has died, or was paused. The next call of
+-- Returns whether a worker has a lease of the job's entry. A worker without a lease has died, or was paused. The next call of
 -- a paused worker for the job returns 'lost'.
-local function is_leased(entry)
-  local pending = entry and redis.pcall('XPENDING', stream, ARGV[1], entry, entry, 1)
-  return pending and not pending.err and pending[1] and pending[1][3] < EXPIRED_IDLE_MS
+local function is_leased()
+  local pending = entry and redis.pcall('XPENDING', stream, group, entry, entry, 1)
+  if not pending or pending.err or not pending[1] then
+    return false
+  end
+  local _, _, idle_ms = unpack(pending[1])
+  return idle_ms < EXPIRED_IDLE_MS
 end
 
-local is_in_worker = has_run_in_worker(state[1], state[4], state[5]) and is_leased(state[3])
-if is_in_worker and state[1] == 'running' and ARGV[3] == '1' then
+local is_in_worker = has_run_in_worker(status, attempt, started_attempt) and is_leased()
+if is_in_worker and status == 'running' and only_waiting then
   return 'running'
 end
 allow_writes_when_full(job)
@@ -42,5 +48,5 @@ redis.call('HSET', job, 'cancel', 1)
 if is_in_worker then
   return 'requested'
 end
-end_without_worker(job, events, ARGV[2], stream, ARGV[1], state[3], 'cancelled')
+end_without_worker(job, events, channel, stream, group, entry, 'cancelled')
 return 'cancelled'

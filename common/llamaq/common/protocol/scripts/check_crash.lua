@@ -33,24 +33,26 @@
 --         'stale'    another worker has claimed the job meanwhile
 
 local job, events, stream, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local entry, group, channel, id, worker, last_worker = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local suspect_deaths = tonumber(ARGV[9])
+local entry, group, channel, id, worker, last_worker, heartbeat_ms, dead_after_ms, suspect_deaths, dead_ttl, max_dead =
+  unpack(ARGV)
+suspect_deaths = tonumber(suspect_deaths)
 
-local state = redis.call('HMGET', job,
-  'status', 'worker', 'entry', 'priority', 'cancel', 'attempt', 'generated', 'generated_at_start', 'at_risk')
-if not state[1] or has_ended(state[1]) or not is_entry_of_job(state[3], state[4], stream, entry) or state[5] then
+local status, own_entry, priority, cancel, attempt, holder, at_risk, generated, generated_at_start =
+  unpack(redis.call('HMGET', job,
+    'status', 'entry', 'priority', 'cancel', 'attempt', 'worker', 'at_risk', 'generated', 'generated_at_start'))
+if not status or has_ended(status) or not is_entry_of_job(own_entry, priority, stream, entry) or cancel then
   return 'ok' -- claim.lua drops such an entry, or ends the job
 end
 
 -- Unproven: the newest attempt has stored no token, so the job may have crashed its worker.
-local deaths, is_unproven = deaths_of(job), state[7] and state[7] == state[8]
-if state[9] then
-  if state[2] ~= last_worker then
+local deaths, is_unproven = deaths_of(job), generated and generated == generated_at_start
+if at_risk then
+  if holder ~= last_worker then
     return 'stale'
   end
   allow_writes_when_full(job)
-  if is_unproven and last_worker ~= worker and now_ms() - tonumber(ARGV[7]) >= tonumber(ARGV[8]) then
-    deaths = add_death(job, state[6], last_worker)
+  if is_unproven and last_worker ~= worker and now_ms() - tonumber(heartbeat_ms) >= tonumber(dead_after_ms) then
+    deaths = add_death(job, attempt, last_worker)
   end
   redis.call('HSET', job, 'status', 'queued')
   redis.call('HDEL', job, 'at_risk', 'started_attempt')
@@ -68,5 +70,5 @@ for place, death in ipairs(deaths) do
 end
 workers = table.concat(workers, ' ')
 local reason = #deaths .. ' workers died with this job before they stored a token of it: ' .. workers
-bury(job, events, channel, stream, group, entry, dead, id, 'poison', reason, workers, ARGV[10], ARGV[11])
+bury(job, events, channel, stream, group, entry, dead, id, 'poison', reason, workers, dead_ttl, max_dead)
 return 'dead'

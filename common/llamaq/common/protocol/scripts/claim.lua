@@ -44,9 +44,8 @@ local by = {
 local values, replies = cmsgpack.unpack(ARGV[7]), {}
 
 for i = 0, #KEYS / 3 - 1 do
-  local v = 3 * i
-  replies[i + 1] = for_one_job(
-    claim_job, by, KEYS[3 * i + 1], KEYS[3 * i + 2], KEYS[3 * i + 3], values[v + 1], values[v + 2], values[v + 3])
+  local job, events, stream = unpack(KEYS, 3 * i + 1, 3 * i + 3)
+  replies[i + 1] = for_one_job(claim_job, by, job, events, stream, unpack(values, 3 * i + 1, 3 * i + 3))
   if by.n_bytes >= MAX_CLAIMED_BYTES then
     break
   end

@@ -9,7 +9,7 @@
 -- 'draining' or 'open'. `tenants` is an array with {tenant, waiting, claimed} for each priority of a tenant that has a
 -- waiting or claimed job; here a job waits until a worker has claimed it.
 
-local later, max_tenants = KEYS[1], tonumber(ARGV[2])
+local later, group, max_tenants = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local waiting, running, tenants = redis.call('ZCOUNT', later, '-inf', now_ms()), 0, {}
 local delayed = redis.call('ZCARD', later) - waiting
 
@@ -17,9 +17,8 @@ local delayed = redis.call('ZCARD', later) - waiting
 local function count_tenants(stream)
   local turns, _, shares = turn_keys(stream)
   local claimed, n_left = {}, max_tenants
-  local fields = redis.call('HGETALL', shares)
-  for i = 1, #fields, 2 do
-    claimed[fields[i]] = tonumber(fields[i + 1])
+  for name, value in pairs(by_name(redis.call('HGETALL', shares))) do
+    claimed[name] = tonumber(value)
   end
   claimed['*turn'], claimed['*waiting'] = nil, nil
   for _, tenant in ipairs(redis.call('ZRANGE', turns, 0, max_tenants - 1)) do
@@ -35,7 +34,7 @@ end
 
 for i = 2, #KEYS do
   local stream = KEYS[i]
-  local n_running = count_running(stream, ARGV[1])
+  local n_running = count_running(stream, group)
   waiting = waiting + redis.call('XLEN', stream) - n_running
   running = running + n_running
   if max_tenants > 0 then

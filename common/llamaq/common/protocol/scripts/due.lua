@@ -10,11 +10,11 @@
 -- Returns the time of the server in ms since the epoch, the number of jobs that have their entry now, and then the ids of
 -- jobs whose deadline has passed, the earliest first.
 
-local now = now_ms()
-local partition, n_given = string.match(KEYS[2], '^(.*:)later$'), 0
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, ARGV[1])) do
+local deadlines, later, count, now = KEYS[1], KEYS[2], ARGV[1], now_ms()
+local partition, n_given = string.match(later, '^(.*:)later$'), 0
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', later, '-inf', now, 'LIMIT', 0, count)) do
   if give_entry(partition, id, now) then
     n_given = n_given + 1
   end
 end
-return {now, n_given, unpack(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[1]))}
+return {now, n_given, unpack(redis.call('ZRANGEBYSCORE', deadlines, '-inf', now, 'LIMIT', 0, count))}

@@ -13,20 +13,25 @@
 --         'given'  the job has its entry now
 --         'none'   nothing is due, or the job has ended or does not exist
 
-local job = KEYS[1]
-local state = redis.pcall('HMGET', job,
-  'status', 'priority', 'entry', 'started_ms', 'queue_deadline_ms', 'deadline_ms', 'attempt', 'started_attempt')
-local due = not state.err and is_open(state[1]) and due_ms(
-  has_run_in_worker(state[1], state[7], state[8]) and 'running' or 'queued', state[4], state[5], state[6])
+local job, events, interactive, bulk = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local group, channel = ARGV[1], ARGV[2]
+local status, priority, entry, started_ms, queue_deadline_ms, deadline_ms, attempt, started_attempt =
+  fields_if_hash(job,
+    'status', 'priority', 'entry', 'started_ms', 'queue_deadline_ms', 'deadline_ms', 'attempt', 'started_attempt')
+local due = nil
+if is_open(status) then
+  local is_in_worker = has_run_in_worker(status, attempt, started_attempt)
+  due = due_ms(is_in_worker and 'running' or 'queued', started_ms, queue_deadline_ms, deadline_ms)
+end
 if due then
   allow_writes_when_full(job) -- the end of a job frees memory
 end
 set_due(job, due)
 if not due or now_ms() < due then
-  local had_none = not state.err and is_open(state[1]) and not state[3]
-  local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
-  return had_none and give_entry(partition, id, now_ms()) and 'given' or 'none'
+  local partition, id = parts_of_job(job)
+  local is_given = is_open(status) and not entry and give_entry(partition, id, now_ms())
+  return is_given and 'given' or 'none'
 end
-local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]
-end_without_worker(job, KEYS[2], ARGV[2], stream, ARGV[1], state[3], 'deadline')
+local stream = priority == 'bulk' and bulk or interactive
+end_without_worker(job, events, channel, stream, group, entry, 'deadline')
 return 'ended'

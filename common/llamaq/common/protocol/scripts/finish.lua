@@ -35,23 +35,26 @@
 --                      repeats tokens
 --     {'error', text}  the keys of this job cannot be written: another client has overwritten them
 
-local worker, group = ARGV[1], ARGV[2]
+local dead = KEYS[1]
+local worker, group, dead_ttl, max_dead = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local values, counts, replies = cmsgpack.unpack(ARGV[5]), {}, {}
 
+-- Ends one job, and returns the value for this job.
 local function finish(job, events, stream, attempt, entry, channel, id, payload, offset, count, terminal, status,
                       has_started, reason, fields, progress)
-  -- Compare the worker too: if a failover lost the start of an attempt, two workers may have the same number.
-  local state = redis.call('HMGET', job, 'status', 'attempt', 'worker', 'started_attempt', 'generated')
-  if not state[1] or has_ended(state[1]) or tonumber(state[2]) ~= attempt or state[3] ~= worker then
+  local old_status, newest, last_worker, started_attempt, generated = unpack(redis.call('HMGET', job,
+    'status', 'attempt', 'worker', 'started_attempt', 'generated'))
+  if not old_status or has_ended(old_status)
+    or not is_newest_attempt(tonumber(newest), last_worker, attempt, worker) then
     remove_death(job, attempt, worker)
     return 'lost'
   end
-  local stored, unsent = tonumber(state[5] or '0') or 0, {}
+  local stored, unsent = tonumber(generated or '0') or 0, {}
   if payload ~= '' and stored ~= offset and stored <= offset + count then
     return stored
   end
   allow_writes_when_full(job)
-  if has_started and tonumber(state[4] or '') ~= attempt then -- the job ended before the flush that would have started it
+  if has_started and tonumber(started_attempt or '') ~= attempt then -- no flush has started the job before its end
     redis.call('HSETNX', job, 'started_ms', now_ms())
     unsent[1] = cmsgpack.pack({type = 'started', attempt = attempt, worker = worker})
   end
@@ -69,17 +72,14 @@ local function finish(job, events, stream, attempt, entry, channel, id, payload,
   end
   terminate(job, events, channel, stream, group, entry, status, terminal, fields, unsent, counts)
   if reason ~= '' then
-    add_dead_letter(job, events, KEYS[1], id, reason, '', ARGV[3], ARGV[4])
+    add_dead_letter(job, events, dead, id, reason, '', dead_ttl, max_dead)
   end
   return 'ok'
 end
 
 for i = 0, (#KEYS - 1) / 3 - 1 do
-  local v = 13 * i
-  replies[i + 1] = for_one_job(
-    finish, KEYS[3 * i + 2], KEYS[3 * i + 3], KEYS[3 * i + 4],
-    values[v + 1], values[v + 2], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7],
-    values[v + 8], values[v + 9], values[v + 10], values[v + 11], values[v + 12], values[v + 13])
+  local job, events, stream = unpack(KEYS, 3 * i + 2, 3 * i + 4)
+  replies[i + 1] = for_one_job(finish, job, events, stream, unpack(values, 13 * i + 1, 13 * i + 13))
 end
 store_counts(KEYS[2], counts)
 return reply_for_jobs(replies)

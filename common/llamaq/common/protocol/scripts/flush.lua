@@ -92,16 +92,16 @@ end
 -- Flushes one job. Returns the four values for the job, and the consumer of its entry.
 local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started,
                      has_slot, slot_ms, token_times, progress)
-  local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker', 'started_attempt')
-  -- Compare the worker too: if a failover lost a claim, two workers may have the same attempt number.
-  if state.err or not is_open(state[1]) or tonumber(state[2]) ~= attempt or state[5] ~= worker then
+  local status, newest, last_worker, started_attempt, generated, cancel = fields_if_hash(job,
+    'status', 'attempt', 'worker', 'started_attempt', 'generated', 'cancel')
+  if not is_open(status) or not is_newest_attempt(tonumber(newest), last_worker, attempt, worker) then
     remove_death(job, attempt, worker)
-    return 'lost', tonumber(not state.err and state[3] or '0') or 0, 0, ''
+    return 'lost', tonumber(generated or '0') or 0, 0, ''
   end
-  local refusal, status = '', state[1]
-  if has_started and state[6] ~= state[2] then
+  local refusal = ''
+  if has_started and started_attempt ~= newest then
     refusal = start(job, events, attempt, channel)
-    state[3] = redis.call('HGET', job, 'generated')
+    generated = redis.call('HGET', job, 'generated')
   end
   if has_slot and status == 'queued' and refusal == '' then
     refusal = set_status(job, stream, entry, 'running', slot_ms)
@@ -110,7 +110,7 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
   for _, event in ipairs(progress) do
     redis.call('PUBLISH', channel, event)
   end
-  local stored, listeners = tonumber(state[3] or '0') or 0, nil
+  local stored, listeners = tonumber(generated or '0') or 0, nil
   if payload ~= '' and offset == stored and refusal == '' then
     refusal = append(job, events, payload)
     if refusal == 'overwritten' then
@@ -128,27 +128,27 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
     status = refusal == '' and 'queued' or status
   end
   listeners = listeners or redis.call('PUBSUB', 'NUMSUB', channel)[2]
-  return state[4] and 'cancel' or 'ok', stored, listeners, refusal, status == 'running' and worker or WAITING
+  return cancel and 'cancel' or 'ok', stored, listeners, refusal, status == 'running' and worker or WAITING
 end
 
 local reply, consumers = {}, {}
 for i = 0, #KEYS / 3 - 1 do
-  local v = 12 * i
-  reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4], consumers[i] = flush(
-    KEYS[3 * i + 1], KEYS[3 * i + 2], KEYS[3 * i + 3],
-    values[v + 1], values[v + 2], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7],
-    values[v + 8], values[v + 9], values[v + 10], values[v + 11], values[v + 12])
-  local refusal = reply[4 * i + 4]
+  local job, events, stream = unpack(KEYS, 3 * i + 1, 3 * i + 3)
+  local code, stored, listeners, refusal, consumer = flush(
+    job, events, stream, unpack(values, 12 * i + 1, 12 * i + 12))
   if is_demoted(refusal) then
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
   end
+  reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4] = code, stored, listeners, refusal
+  consumers[i] = consumer
 end
 -- Renew after the events are stored. A full Redis checks its memory limit only at the first write of a script, and
 -- never refuses XCLAIM. If XCLAIM were the first write, Redis would store the events although it is full.
 if renew then
   for i = 0, #KEYS / 3 - 1 do
-    if reply[4 * i + 1] ~= 'lost' then
-      renew_lease(KEYS[3 * i + 3], group, consumers[i], values[12 * i + 2], lease_ms)
+    local code, stream, entry = reply[4 * i + 1], KEYS[3 * i + 3], values[12 * i + 2]
+    if code ~= 'lost' then
+      renew_lease(stream, group, consumers[i], entry, lease_ms)
     end
   end
 end

@@ -15,37 +15,39 @@
 --
 -- Returns an array with {stream, entry, job id, attempt} for each job.
 
-local group, worker, count, wait_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
-local now, prefix, found = now_ms(), string.match(KEYS[1], '^(.*:)jobs:') .. 'job:', {}
-local paused = is_paused(KEYS[1])
+local group, worker, examined = ARGV[1], ARGV[2], ARGV[4]
+local count, wait_ms, max_wait_ms = tonumber(ARGV[3]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local max_crashes = tonumber(ARGV[7])
+local now, paused, found = now_ms(), is_paused(KEYS[1]), {}
 
 -- Returns the id of the job of an entry, and its attempt. Returns nil if the job must stay where it is.
 local function movable(stream, entry)
-  local fields = (redis.call('XRANGE', stream, entry, entry)[1] or {})[2] or {}
-  if fields[1] ~= 'id' then
+  local id = job_id_in(fields_of_entry(stream, entry))
+  if not id then
     return nil
   end
-  local state = redis.pcall('HMGET', prefix .. fields[2], 'status', 'worker', 'attempt', 'claimed_ms', 'crashes',
-    'started_ms', 'move_factor')
-  if state.err or state[1] ~= 'queued' or not state[2] or state[2] == worker or (paused and not state[6]) then
+  local status, last_worker, attempt, claimed_ms, crashes, started_ms, move_factor = fields_if_hash(job_key(stream, id),
+    'status', 'worker', 'attempt', 'claimed_ms', 'crashes', 'started_ms', 'move_factor')
+  if status ~= 'queued' or not last_worker or last_worker == worker or (paused and not started_ms) then
     return nil
   end
-  local attempt, claimed, crashes = tonumber(state[3]), tonumber(state[4] or ''), tonumber(state[5] or '0')
+  attempt, claimed_ms, crashes = tonumber(attempt), tonumber(claimed_ms or ''), tonumber(crashes or '0')
   -- A suspect is not moved: `check_crash.lua` decides how it runs.
-  if not attempt or not claimed or crashes > 0 and crashes + 1 >= tonumber(ARGV[7]) then
+  if not attempt or not claimed_ms or crashes > 0 and crashes + 1 >= max_crashes then
     return nil
   end
-  if now - claimed < math.min(wait_ms * tonumber(state[7] or '1'), tonumber(ARGV[6])) then
+  if now - claimed_ms < math.min(wait_ms * tonumber(move_factor or '1'), max_wait_ms) then
     return nil
   end
-  return fields[2], attempt
+  return id, attempt
 end
 
 for _, stream in ipairs(KEYS) do
-  for _, pending in ipairs(redis.call('XPENDING', stream, group, '-', '+', ARGV[4], WAITING)) do
-    local id, attempt = movable(stream, pending[1])
+  for _, pending in ipairs(redis.call('XPENDING', stream, group, '-', '+', examined, WAITING)) do
+    local entry = unpack(pending)
+    local id, attempt = movable(stream, entry)
     if id and #found < count then
-      found[#found + 1] = {stream, pending[1], id, attempt}
+      found[#found + 1] = {stream, entry, id, attempt}
     end
   end
 end

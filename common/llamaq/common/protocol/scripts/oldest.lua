@@ -14,7 +14,7 @@
 local later, group, now = KEYS[1], ARGV[1], now_ms()
 local PAGE = 100
 
--- Returns the first entry of a stream that belongs to no running job. Returns nil if there is none.
+-- Returns the id and the fields of the first entry of a stream that belongs to no running job. Returns nil if there is none.
 local function first_waiting(stream)
   local first = '-'
   while true do
@@ -22,32 +22,36 @@ local function first_waiting(stream)
     if entries.err or #entries == 0 then
       return nil
     end
-    local last, running = entries[#entries][1], {}
-    for _, pending in ipairs(redis.pcall('XPENDING', stream, group, entries[1][1], last, PAGE)) do
-      running[pending[1]] = pending[2] ~= WAITING and pending[3] < EXPIRED_IDLE_MS
+    local first_id, last_id, running = entries[1][1], entries[#entries][1], {}
+    for _, pending in ipairs(redis.pcall('XPENDING', stream, group, first_id, last_id, PAGE)) do
+      local entry, consumer, idle_ms = unpack(pending)
+      running[entry] = consumer ~= WAITING and idle_ms < EXPIRED_IDLE_MS
     end
-    for _, entry in ipairs(entries) do
-      if not running[entry[1]] then
-        return entry
+    for _, item in ipairs(entries) do
+      local entry, fields = unpack(item)
+      if not running[entry] then
+        return entry, fields
       end
     end
-    first = '(' .. last
+    first = '(' .. last_id
   end
 end
 
 -- Returns the time from which the job of an entry waits. An entry without a job, or with a damaged job, waits from the
 -- time of its id.
-local function waits_from(stream, entry)
-  local job = string.match(stream, '^(.*:)jobs:') .. 'job:' .. tostring(entry[2][2])
-  local times = redis.pcall('HMGET', job, 'waits_from_ms', 'submitted_ms')
-  return tonumber(times[1] or '') or tonumber(times[2] or '') or tonumber(string.match(entry[1], '^%d+'))
+local function waits_from(stream, entry, fields)
+  local _, id = unpack(fields)
+  local waits_from_ms, submitted_ms = fields_if_hash(job_key(stream, tostring(id)), 'waits_from_ms', 'submitted_ms')
+  return tonumber(waits_from_ms or '') or tonumber(submitted_ms or '') or tonumber(string.match(entry, '^%d+'))
 end
 
-local oldest = tonumber(redis.call('ZRANGEBYSCORE', later, '-inf', now, 'WITHSCORES', 'LIMIT', 0, 1)[2]) or math.huge
+local _, first_due = unpack(redis.call('ZRANGEBYSCORE', later, '-inf', now, 'WITHSCORES', 'LIMIT', 0, 1))
+local oldest = tonumber(first_due or '') or math.huge
 for i = 2, #KEYS do
-  local entry = first_waiting(KEYS[i])
+  local stream = KEYS[i]
+  local entry, fields = first_waiting(stream)
   if entry then
-    oldest = math.min(oldest, waits_from(KEYS[i], entry))
+    oldest = math.min(oldest, waits_from(stream, entry, fields))
   end
 end
 return oldest == math.huge and -1 or math.max(0, now - oldest)

@@ -11,14 +11,13 @@
 --
 -- Returns the number; -1 if the job does not wait: it is not due, has a slot, has ended, or does not exist.
 
-local job, group = KEYS[1], ARGV[1]
+local job, interactive, bulk, group = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 local MAX_CLAIMED, MAX_PASSED = 1000, 100
-local state = redis.pcall('HMGET', job, 'status', 'priority', 'entry', 'tenant')
-if state.err or state[1] ~= 'queued' or not state[3] then
+local status, priority, entry, tenant = fields_if_hash(job, 'status', 'priority', 'entry', 'tenant')
+if status ~= 'queued' or not entry then
   return -1
 end
-local entry, tenant = state[3], state[4]
-local stream = state[2] == 'bulk' and KEYS[3] or KEYS[2]
+local stream = priority == 'bulk' and bulk or interactive
 
 -- Returns the number of waiting jobs of another stream.
 local function count_waiting(other)
@@ -27,42 +26,37 @@ end
 
 -- Returns the number of pending entries of a stream that wait for a slot in workers, and of all pending entries.
 local function count_pending(other)
-  local pending = redis.pcall('XPENDING', other, group)
-  for _, consumer in ipairs(pending[4] or {}) do
-    if consumer[1] == WAITING then
-      return tonumber(consumer[2]), pending[1]
+  local n_pending, consumers = pending_by_consumer(other, group)
+  for _, pair in ipairs(consumers) do
+    local consumer, n_waiting = unpack(pair)
+    if consumer == WAITING then
+      return tonumber(n_waiting), n_pending
     end
   end
-  return 0, pending[1] or 0
-end
-
--- Returns the number in an entry that is claimed in the order of the stream.
-local function number_of(fields)
-  return fields and fields[3] == 'n' and tonumber(fields[4])
+  return 0, n_pending
 end
 
 -- Returns the number of the first entry that has not been read in the order of the stream.
 local function first_number()
   local last = '0-0'
   local groups = redis.pcall('XINFO', 'GROUPS', stream)
-  for _, fields in ipairs(groups.err and {} or groups) do
-    local info = {}
-    for i = 1, #fields, 2 do
-      info[fields[i]] = fields[i + 1]
-    end
+  for _, list in ipairs(groups.err and {} or groups) do
+    local info = by_name(list)
     last = info['name'] == group and info['last-delivered-id'] or last
   end
-  for _, first in ipairs(redis.call('XRANGE', stream, '(' .. last, '+', 'COUNT', MAX_PASSED)) do
-    if number_of(first[2]) then
-      return number_of(first[2])
+  for _, unread in ipairs(redis.call('XRANGE', stream, '(' .. last, '+', 'COUNT', MAX_PASSED)) do
+    local _, fields = unpack(unread)
+    local number = number_in(fields)
+    if number then
+      return number
     end
   end
 end
 
-local n_bulk_ahead = state[2] == 'bulk' and count_waiting(KEYS[2]) or 0
+local n_interactive = priority == 'bulk' and count_waiting(interactive) or 0 -- all of them get a slot before a bulk job
 local n_claimed, n_pending = count_pending(stream)
-if n_pending > 0 and #redis.call('XPENDING', stream, group, entry, entry, 1) > 0 then -- the job waits in a worker
-  return n_bulk_ahead + #redis.call('XPENDING', stream, group, '-', entry, MAX_CLAIMED, WAITING) - 1
+if n_pending > 0 and is_pending(stream, group, entry) then -- the job waits in a worker
+  return n_interactive + #redis.call('XPENDING', stream, group, '-', entry, MAX_CLAIMED, WAITING) - 1
 end
 
 local turns, line, shares = turn_keys(stream, tenant)
@@ -75,8 +69,7 @@ if rank then
     rank, n_own = rank + n_in_order, n_own + n_in_order
   end
 else
-  local found = redis.call('XRANGE', stream, entry, entry)[1]
-  local own, first = number_of(found and found[2]), first_number()
+  local own, first = number_in(fields_of_entry(stream, entry) or {}), first_number()
   rank = math.max(0, math.min(own and first and own - first or n_in_order, n_in_order - 1))
   n_own = n_in_order + redis.call('ZCARD', line)
 end
@@ -90,4 +83,4 @@ if tenant and tenant ~= '' and n_in_order > 0 and not redis.call('ZSCORE', turns
   n_others = n_others + 1
 end
 local n_between = math.min(n_turns + n_in_order - n_own, n_others * rank + n_before)
-return n_bulk_ahead + n_claimed + rank + math.max(0, n_between)
+return n_interactive + n_claimed + rank + math.max(0, n_between)

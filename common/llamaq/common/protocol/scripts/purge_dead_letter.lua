@@ -8,16 +8,18 @@
 -- Returns 1  the dead letter was deleted
 --         0  there was no such dead letter
 
-if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then
+local dead, job, events = KEYS[1], KEYS[2], KEYS[3]
+local entry = ARGV[1]
+if redis.call('XDEL', dead, entry) == 0 then
   return 0
 end
-if not KEYS[2] then
+if not job then
   return 1
 end
-local state = redis.call('HMGET', KEYS[2], 'finished_ms', 'ttl_ms')
-if state[1] and state[2] then
-  local left = math.max(1, state[1] + state[2] - now_ms())
-  redis.call('PEXPIRE', KEYS[2], left)
-  redis.call('PEXPIRE', KEYS[3], left)
+local finished_ms, ttl_ms = unpack(redis.call('HMGET', job, 'finished_ms', 'ttl_ms'))
+if finished_ms and ttl_ms then
+  local left = math.max(1, finished_ms + ttl_ms - now_ms())
+  redis.call('PEXPIRE', job, left)
+  redis.call('PEXPIRE', events, left)
 end
 return 1

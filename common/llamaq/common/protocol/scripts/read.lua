@@ -24,12 +24,13 @@
 -- job was not claimed: there is no worker, the entry names no job of this partition, or the requests of the jobs
 -- before it are large.
 
-local group, lease_ms, left = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
-local by = {
+local group, max_count, lease_ms, left = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local by = { -- see _claim.lua
   group = group, worker = ARGV[5], lease_ms = ARGV[3], at_risk = true, model = ARGV[6], restarts = ARGV[7] == '1',
   now = now_ms(), paused = false, n_attempts = 0, n_bytes = 0,
 }
 local reader = ARGV[8] or ''
+local N_ARGUMENTS = 8 -- before the numbers
 local claims = {} -- the replies to all claims
 local count -- number of entries to read from the next stream at most
 local MAX_READ = 1000 -- entries that one command gives leases: Lua passes a few thousand words at most
@@ -41,8 +42,8 @@ local function read_all(stream)
   local reply = redis.call('XREADGROUP', 'GROUP', group, WAITING, 'COUNT', count, 'STREAMS', stream, '>')
   local entries, words = reply and reply[1][2] or {}, {'XCLAIM', stream, group, WAITING, 0}
   if #entries > 0 then
-    for place, entry in ipairs(entries) do
-      words[5 + place] = entry[1]
+    for _, entry in ipairs(entries) do
+      words[#words + 1] = entry[1] -- its id
     end
     words[#words + 1], words[#words + 2], words[#words + 3] = 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'JUSTID'
     redis.call(unpack(words))
@@ -52,17 +53,17 @@ end
 
 -- Returns whether an entry is or was claimed in a turn of its tenant. If an entry of a tenant neither waits nor is
 -- pending, it was lost or another client has written it. Then it is read like an entry without a tenant.
-local function belongs_to_turn(stream, entry)
-  local fields = entry[2]
-  if fields[3] ~= 'tenant' then
+local function belongs_to_turn(stream, id, fields)
+  local tenant = tenant_in(fields)
+  if not tenant then
     return false
   end
-  local _, line = turn_keys(stream, fields[4])
-  return redis.call('ZSCORE', line, entry[1]) or #redis.call('XPENDING', stream, group, entry[1], entry[1], 1) > 0
+  local _, line = turn_keys(stream, tenant)
+  return redis.call('ZSCORE', line, id) or is_pending(stream, group, id)
 end
 
-local function lease(stream, entry)
-  redis.call('XCLAIM', stream, group, WAITING, 0, entry[1], 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'FORCE', 'JUSTID')
+local function lease(stream, id)
+  redis.call('XCLAIM', stream, group, WAITING, 0, id, 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'FORCE', 'JUSTID')
 end
 
 -- Appends to `found` up to `n` entries in the order of the stream, without entries of tenants. Entries are read with
@@ -74,8 +75,9 @@ local function read_in_order(stream, n, found)
     local reply = redis.call('XREADGROUP', 'GROUP', group, WAITING, 'COUNT', wanted, 'NOACK', 'STREAMS', stream, '>')
     local entries = reply and reply[1][2] or {}
     for _, entry in ipairs(entries) do
-      if not belongs_to_turn(stream, entry) then
-        lease(stream, entry)
+      local id, fields = unpack(entry)
+      if not belongs_to_turn(stream, id, fields) then
+        lease(stream, id)
         found[#found + 1] = entry
       end
     end
@@ -91,7 +93,7 @@ local function read_in_turns(stream, turns, shares, found)
     redis.call('HINCRBY', shares, '*waiting', -1)
     local entry = redis.call('XRANGE', stream, id, id)[1]
     if entry then
-      lease(stream, entry)
+      lease(stream, id)
     end
     return entry
   end
@@ -101,15 +103,20 @@ local function read_in_turns(stream, turns, shares, found)
   local function read_older()
     local older = {}
     read_in_order(stream, 1, older)
-    local job = older[1] and parts_of(stream) .. 'job:' .. tostring(older[1][2][2])
-    if job and redis.pcall('HEXISTS', job, 'status') == 1 then
-      redis.call('HSET', job, 'tenant', '')
+    local entry = older[1]
+    if entry then
+      local _, fields = unpack(entry)
+      local _, job_id = unpack(fields)
+      local job = job_key(stream, tostring(job_id))
+      if redis.pcall('HEXISTS', job, 'status') == 1 then
+        redis.call('HSET', job, 'tenant', '')
+      end
     end
-    return older[1]
+    return entry
   end
 
   redis.call('PERSIST', stream) -- lets the later writes pass although Redis is full
-  local n_pending = redis.call('XPENDING', stream, group)[1]
+  local n_pending = unpack(redis.call('XPENDING', stream, group))
   local n_older = redis.call('XLEN', stream) - n_pending - (redis.call('HGET', shares, '*waiting') or 0)
   if n_older > 0 and not redis.call('ZSCORE', turns, '') then
     set_turn(turns, shares, '')
@@ -165,8 +172,9 @@ end
 local function record_read(stream, number, entries)
   local record = {reader, number}
   for _, entry in ipairs(entries) do
-    local reply = entry[3] or {}
-    record[#record + 1], record[#record + 2] = entry[1], reply[1] == 'run' and reply[2] or 0
+    local id, _, reply = unpack(entry)
+    local code, attempt = unpack(reply or {})
+    record[#record + 1], record[#record + 2] = id, code == 'run' and attempt or 0
   end
   redis.pcall('SET', record_key(stream), cmsgpack.pack(record), 'PX', RECORD_MS) -- refused: Redis is full, nothing changed
 end
@@ -175,16 +183,21 @@ end
 -- such entry. A call that Redis executes late, after the worker has called again and received the reply, reads nothing.
 local function read_again(stream, number)
   local is_record, record = pcall(cmsgpack.unpack, redis.pcall('GET', record_key(stream)))
-  if not is_record or type(record) ~= 'table' or record[1] ~= reader or record[2] < number then
+  if not is_record or type(record) ~= 'table' then
     return nil
-  elseif record[2] > number then
+  end
+  local own_reader, own_number = record[1], record[2]
+  if own_reader ~= reader or own_number < number then
+    return nil
+  elseif own_number > number then
     return {}
   end
   local found = {}
   by.claimed = {}
   for place = 3, #record, 2 do
-    by.claimed[record[place]] = record[place + 1]
-    found[#found + 1] = redis.call('XRANGE', stream, record[place], record[place])[1]
+    local id, attempt = record[place], record[place + 1]
+    by.claimed[id] = attempt
+    found[#found + 1] = redis.call('XRANGE', stream, id, id)[1]
   end
   return #found > 0 and found or nil
 end
@@ -195,12 +208,14 @@ local function claim_read(stream, entries)
   local first = queue .. '.' .. number .. '.'
   by.n_attempts = 0
   for _, entry in ipairs(entries) do
-    local id = entry[2][1] == 'id' and entry[2][2] or ''
+    local entry_id, fields = unpack(entry)
+    local id = job_id_in(fields) or ''
     if by.n_bytes < MAX_CLAIMED_BYTES and #id == #first + 32 and string.sub(id, 1, #first) == first
       and string.find(id, '^[0-9a-f]+$', #first + 1) then
-      entry[3] = for_one_job(claim_job, by, partition .. 'job:' .. id, partition .. 'events:' .. id, stream, entry[1],
+      local reply = for_one_job(claim_job, by, partition .. 'job:' .. id, partition .. 'events:' .. id, stream, entry_id,
         partition .. 'tokens:' .. id, '')
-      claims[#claims + 1] = entry[3]
+      entry[3] = reply
+      claims[#claims + 1] = reply
     end
   end
   if by.n_attempts > 0 then
@@ -210,8 +225,8 @@ end
 
 local replies = {}
 for place, stream in ipairs(KEYS) do
-  local number = tonumber(ARGV[8 + place])
-  count = math.min(tonumber(ARGV[2]), left, MAX_READ)
+  local number = tonumber(ARGV[N_ARGUMENTS + place])
+  count = math.min(max_count, left, MAX_READ)
   if count > 0 and not is_paused(stream) then
     by.claimed = nil
     local again = reader ~= '' and read_again(stream, number)

@@ -14,14 +14,15 @@
 -- Returns an array with {id, {name, value, ...}} for each entry.
 
 local stream, group = KEYS[1], ARGV[1]
-local idle_ms = now_ms() <= tonumber(ARGV[4]) and EXPIRED_IDLE_MS or REQUEUED_IDLE_MS / 2
-local count, paused, taken = tonumber(ARGV[2]), is_paused(stream), {}
+local count, lease_ms, trusted_ms = tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+local idle_ms = now_ms() <= trusted_ms and EXPIRED_IDLE_MS or REQUEUED_IDLE_MS / 2
+local paused, taken = is_paused(stream), {}
 local MAX_EXAMINED = 1000 -- while the queue is paused
 
--- Returns whether the job of an entry has had a slot.
-local function has_started(entry)
-  local job = string.match(stream, '^(.*:)jobs:') .. 'job:' .. tostring(entry[2][2])
-  return redis.pcall('HEXISTS', job, 'started_ms') == 1
+-- Returns whether the job of the entry with these fields has had a slot.
+local function has_started(fields)
+  local _, id = unpack(fields)
+  return redis.pcall('HEXISTS', job_key(stream, tostring(id)), 'started_ms') == 1
 end
 
 local examined = paused and MAX_EXAMINED or count
@@ -29,13 +30,13 @@ for _, pending in ipairs(redis.call('XPENDING', stream, group, 'IDLE', idle_ms, 
   if #taken == count then
     break
   end
-  local id = pending[1]
-  local entry = redis.call('XRANGE', stream, id, id)[1]
-  if not entry then
-    redis.call('XACK', stream, group, id) -- another client deleted the entry and did not acknowledge it
-  elseif not paused or has_started(entry) then
-    renew_lease(stream, group, WAITING, id, ARGV[3])
-    taken[#taken + 1] = entry
+  local entry = unpack(pending)
+  local fields = fields_of_entry(stream, entry)
+  if not fields then
+    redis.call('XACK', stream, group, entry) -- another client deleted the entry and did not acknowledge it
+  elseif not paused or has_started(fields) then
+    renew_lease(stream, group, WAITING, entry, lease_ms)
+    taken[#taken + 1] = {entry, fields}
   end
 end
 return taken

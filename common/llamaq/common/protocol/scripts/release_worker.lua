@@ -10,32 +10,37 @@
 --
 -- Returns the number of requeued jobs.
 
-local group, worker = ARGV[1], ARGV[2]
+local group, worker, max_waiting = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local MAX_RUNNING = 10000 -- number of entries of running jobs that are searched
 
 -- Requeues the job of an entry if the dead worker holds it. Returns whether the job was requeued.
 local function release(stream, entry)
-  local found = redis.call('XRANGE', stream, entry, entry)[1]
-  local id = found and found[2][1] == 'id' and found[2][2]
+  local id = job_id_in(fields_of_entry(stream, entry))
   if not id then
     return false
   end
-  local job = string.match(stream, '^(.*:)jobs:') .. 'job:' .. id
-  local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'generated_at_start', 'worker', 'at_risk')
-  if state.err or not is_open(state[1]) or state[5] ~= worker then
+  local job = job_key(stream, id)
+  local status, attempt, last_worker, at_risk, generated, generated_at_start = fields_if_hash(job,
+    'status', 'attempt', 'worker', 'at_risk', 'generated', 'generated_at_start')
+  if not is_open(status) or last_worker ~= worker then
     return false
   end
   allow_writes_when_full(job)
-  requeue_job(job, state, true)
+  if at_risk and generated == generated_at_start then
+    add_death(job, attempt, worker)
+  end
+  requeue_job(job)
   requeue_entry(stream, group, entry)
   return true
 end
 
 local n_released = 0
 for _, stream in ipairs(KEYS) do
-  for consumer, limit in pairs({[worker] = 10000, [WAITING] = tonumber(ARGV[3])}) do
+  for consumer, limit in pairs({[worker] = MAX_RUNNING, [WAITING] = max_waiting}) do
     local pending = redis.pcall('XPENDING', stream, group, '-', '+', limit, consumer)
     for _, item in ipairs(pending.err and {} or pending) do
-      if item[3] < REQUEUED_IDLE_MS / 2 and release(stream, item[1]) then -- otherwise the entry is requeued already
+      local entry, _, idle_ms = unpack(item)
+      if idle_ms < REQUEUED_IDLE_MS / 2 and release(stream, entry) then -- otherwise the entry is requeued already
         n_released = n_released + 1
       end
     end

@@ -13,17 +13,22 @@
 -- Returns 'ok'    the job is requeued
 --         'lost'  a newer attempt exists, or the job has ended
 
-local job, attempt, worker, crashed = KEYS[1], ARGV[1], ARGV[4], ARGV[5] == '1'
+local job, stream = KEYS[1], KEYS[2]
+local attempt, group, entry, worker, crashed = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5] == '1'
 if attempt ~= '' then
-  local state = redis.call('HMGET', job, 'status', 'attempt', 'generated', 'generated_at_start', 'worker', 'at_risk')
-  if not is_open(state[1]) or state[2] ~= attempt or state[5] ~= worker then
+  local status, newest, last_worker, at_risk, generated, generated_at_start = unpack(redis.call('HMGET', job,
+    'status', 'attempt', 'worker', 'at_risk', 'generated', 'generated_at_start'))
+  if not is_open(status) or not is_newest_attempt(newest, last_worker, attempt, worker) then
     if not crashed then
       remove_death(job, attempt, worker)
     end
     return 'lost'
   end
   allow_writes_when_full(job) -- another worker ends the job, and that frees memory
-  requeue_job(job, state, crashed)
+  if crashed and at_risk and generated == generated_at_start then
+    add_death(job, attempt, worker)
+  end
+  requeue_job(job)
 end
-requeue_entry(KEYS[2], ARGV[2], ARGV[3])
+requeue_entry(stream, group, entry)
 return 'ok'

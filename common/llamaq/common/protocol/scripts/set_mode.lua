@@ -13,7 +13,7 @@
 --
 -- Returns the number of requeued jobs.
 
-local config, mode, group = KEYS[1], ARGV[1], ARGV[2]
+local config, mode, group, count = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 allow_writes_when_full(config)
 if mode == '' then
   redis.call('HDEL', config, 'mode')
@@ -23,23 +23,27 @@ end
 
 -- Requeues the job of an entry if it waits for its first slot in a worker. Returns whether the job was requeued.
 local function release(stream, entry)
-  local fields = (redis.call('XRANGE', stream, entry, entry)[1] or {})[2] or {}
-  local job = fields[1] == 'id' and string.match(stream, '^(.*:)jobs:') .. 'job:' .. fields[2]
-  local state = job and redis.pcall('HMGET', job,
-    'status', 'attempt', 'generated', 'generated_at_start', 'worker', 'at_risk', 'started_ms')
-  if not state or state.err or state[1] ~= 'queued' or not state[5] or state[7] then
+  local id = job_id_in(fields_of_entry(stream, entry))
+  if not id then
     return false
   end
-  requeue_job(job, state, false)
+  local job = job_key(stream, id)
+  local status, worker, started_ms = fields_if_hash(job, 'status', 'worker', 'started_ms')
+  if status ~= 'queued' or not worker or started_ms then
+    return false
+  end
+  requeue_job(job)
   requeue_entry(stream, group, entry)
   return true
 end
 
 local n_released = 0
 for i = 2, mode == 'paused' and #KEYS or 0 do
-  local pending = redis.pcall('XPENDING', KEYS[i], group, '-', '+', ARGV[3], WAITING)
+  local stream = KEYS[i]
+  local pending = redis.pcall('XPENDING', stream, group, '-', '+', count, WAITING)
   for _, item in ipairs(pending.err and {} or pending) do
-    if item[3] < REQUEUED_IDLE_MS / 2 and release(KEYS[i], item[1]) then -- otherwise the entry is requeued already
+    local entry, _, idle_ms = unpack(item)
+    if idle_ms < REQUEUED_IDLE_MS / 2 and release(stream, entry) then -- otherwise the entry is requeued already
       n_released = n_released + 1
     end
   end

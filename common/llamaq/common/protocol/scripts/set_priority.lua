@@ -14,32 +14,33 @@
 --         'changed'  the job has the new priority, perhaps since earlier
 
 local job, stream, other = KEYS[1], KEYS[2], KEYS[3]
-local state = redis.call('HMGET', job,
-  'status', 'attempt', 'generated', 'generated_at_start', 'worker', 'at_risk', 'priority', 'entry', 'tenant')
-if not state[1] then
+local id, new_priority, group = ARGV[1], ARGV[2], ARGV[3]
+local status, priority, old_entry, tenant, worker = unpack(redis.call('HMGET', job,
+  'status', 'priority', 'entry', 'tenant', 'worker'))
+if not status then
   return 'gone'
 end
-if has_ended(state[1]) then
+if has_ended(status) then
   return 'done'
 end
-if state[1] ~= 'queued' then
+if status ~= 'queued' then
   return 'running'
 end
-if state[7] == ARGV[2] then
+if priority == new_priority then
   return 'changed'
 end
 allow_writes_when_full(job)
-if state[8] then -- otherwise the job is not due, and gets its entry later
-  local entry, tenant = add_entry(stream, ARGV[1], state[9])
+if old_entry then -- otherwise the job is not due, and gets its entry later
+  local entry, entry_tenant = add_entry(stream, id, tenant)
   if type(entry) == 'table' then
     return entry -- another client has overwritten the stream
   end
-  leave_turns(other, state[9], state[8])
-  drop_entry(other, ARGV[3], state[8])
-  set_entry(job, entry, tenant)
+  leave_turns(other, tenant, old_entry)
+  drop_entry(other, group, old_entry)
+  set_entry(job, entry, entry_tenant)
 end
-redis.call('HSET', job, 'priority', ARGV[2])
-if state[5] then
-  requeue_job(job, state, false)
+redis.call('HSET', job, 'priority', new_priority)
+if worker then
+  requeue_job(job)
 end
 return 'changed'

@@ -5,7 +5,7 @@
 -- KEYS[2]  stream       job stream of the job's priority
 -- KEYS[3]  other        job stream of the other priority
 -- KEYS[4]  config       hash with the settings that workers write
--- KEYS[5]  idempotency  record of the idempotency key, a string with a job id; not used if ARGV[6] is ''
+-- KEYS[5]  idempotency  record of the idempotency key, a string with a job id; not used if `digest` is ''
 -- ARGV[1]  id           id of the job
 -- ARGV[2]  request      msgpack of JobRequest
 -- ARGV[3]  priority     'interactive' | 'bulk'
@@ -33,17 +33,19 @@
 --         {'kind', kind}                the workers of the queue run jobs of another kind; nothing was submitted
 
 local job, stream, other, config, idempotency = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local id, group, digest = ARGV[1], ARGV[4], ARGV[6]
+local id, request, priority, group, ttl_ms, digest, queue_ms, returned, events_ttl, life_ms, timeout_ms, partitions,
+  delay_ms, run_at_ms, retries, tenant, kind = unpack(ARGV)
 
 if redis.call('EXISTS', job) == 1 then
   return {'ok', id}
 end
-local settings = redis.call('HMGET', config, 'max_queue', 'partitions', 'mode', 'kind')
-if ARGV[12] ~= '0' and settings[2] and settings[2] ~= ARGV[12] then
-  return {'partitions', settings[2]}
+local max_queue, queue_partitions, mode, queue_kind = unpack(redis.call('HMGET', config,
+  'max_queue', 'partitions', 'mode', 'kind'))
+if partitions ~= '0' and queue_partitions and queue_partitions ~= partitions then
+  return {'partitions', queue_partitions}
 end
-if settings[4] and settings[4] ~= ARGV[17] then
-  return {'kind', settings[4]}
+if queue_kind and queue_kind ~= kind then
+  return {'kind', queue_kind}
 end
 if digest ~= '' then
   local earlier = redis.call('GET', idempotency)
@@ -54,11 +56,11 @@ if digest ~= '' then
   end
 end
 
-if settings[3] == 'draining' then
+if mode == 'draining' then
   return {'draining'}
 end
 
-local max_queue = tonumber(settings[1] or '0')
+max_queue = tonumber(max_queue or '0')
 local n_jobs = max_queue > 0 and redis.call('XLEN', stream) + redis.call('XLEN', other) or 0
 if max_queue > 0 then
   n_jobs = n_jobs + redis.call('ZCARD', string.match(job, '^(.*:)job:') .. 'later') -- their requests take memory too
@@ -71,32 +73,32 @@ if n_jobs > 0 and n_jobs >= max_queue then
 end
 
 local now = now_ms()
-local wait, life = tonumber(ARGV[7]), tonumber(ARGV[10])
-local run_at = math.max(now + tonumber(ARGV[13]), tonumber(ARGV[14]))
+local wait, life = tonumber(queue_ms), tonumber(life_ms)
+local run_at = math.max(now + tonumber(delay_ms), tonumber(run_at_ms))
 local queue_deadline, deadline = wait > 0 and run_at + wait or 0, life > 0 and now + life or 0
-local number = count_events(job, ARGV[3] .. ':submitted', 1)
-local entry, tenant = false, ARGV[16] ~= '' and ARGV[16] or nil
+local number = count_events(job, priority .. ':submitted', 1)
+local entry, entry_tenant = false, tenant ~= '' and tenant or nil
 if run_at <= now then
-  entry, tenant = add_entry(stream, id, tenant, type(number) == 'number' and number)
+  entry, entry_tenant = add_entry(stream, id, tenant, type(number) == 'number' and number)
   if type(entry) == 'table' then
     return entry -- Redis has refused the entry
   end
 end
 local place = entry and {'entry', entry} or {'waits_from_ms', run_at}
-if tenant then
-  place[3], place[4] = 'tenant', tenant
+if entry_tenant then
+  place[3], place[4] = 'tenant', entry_tenant
 end
 redis.call('HSET', job,
-  'request', ARGV[2], 'status', 'queued', 'priority', ARGV[3], 'attempt', 0, 'generated', 0,
-  'ttl_ms', ARGV[5], 'events_ttl_ms', ARGV[9], 'returned', ARGV[8], 'submitted_ms', now,
-  'queue_deadline_ms', queue_deadline, 'deadline_ms', deadline, 'timeout_ms', ARGV[11],
+  'request', request, 'status', 'queued', 'priority', priority, 'attempt', 0, 'generated', 0,
+  'ttl_ms', ttl_ms, 'events_ttl_ms', events_ttl, 'returned', returned, 'submitted_ms', now,
+  'queue_deadline_ms', queue_deadline, 'deadline_ms', deadline, 'timeout_ms', timeout_ms,
   unpack(place))
 if not entry then
   set_later(job, run_at)
   redis.pcall('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM') -- a queue is found by its job streams
 end
-if ARGV[15] ~= '0' then
-  redis.call('HSET', job, 'retries_left', ARGV[15])
+if retries ~= '0' then
+  redis.call('HSET', job, 'retries_left', retries)
 end
 if wait > 0 or life > 0 then
   set_due(job, due_ms('queued', nil, queue_deadline, deadline))

@@ -22,24 +22,22 @@
 --
 -- Returns the ids of the repaired jobs.
 
-local state, streams, group = KEYS[1], {interactive = KEYS[2], bulk = KEYS[3]}, ARGV[1]
+local state, streams = KEYS[1], {interactive = KEYS[2], bulk = KEYS[3]}
+local group, pause_ms, count, max_idle_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local now, MAX_PENDING = now_ms(), 10000
-local progress = redis.call('HMGET', state, 'cursor', 'next_ms')
-if now < tonumber(progress[2] or '0') then
+local cursor, next_ms = unpack(redis.call('HMGET', state, 'cursor', 'next_ms'))
+if now < tonumber(next_ms or '0') then
   return {}
 end
 
 -- Returns whether the entry was delivered to a worker earlier and is not pending now. No worker reads it again.
 local function was_dropped(stream, entry)
-  if #redis.call('XPENDING', stream, group, entry, entry, 1) > 0 then
+  if is_pending(stream, group, entry) then
     return false
   end
   local ms, number = string.match(entry, '^(%d+)-(%d+)$')
-  for _, fields in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
-    local info = {}
-    for i = 1, #fields, 2 do
-      info[fields[i]] = fields[i + 1]
-    end
+  for _, list in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+    local info = by_name(list)
     if info['name'] == group then
       local last_ms, last_number = string.match(info['last-delivered-id'], '^(%d+)-(%d+)$')
       ms, number, last_ms, last_number = tonumber(ms), tonumber(number), tonumber(last_ms), tonumber(last_number)
@@ -52,7 +50,7 @@ end
 -- Returns whether an entry of a tenant neither waits for its turn nor is pending. Then the entry counts as claimed from
 -- now on. A tenant that waits and has no turn gets one.
 local function has_lost_turn(stream, tenant, entry)
-  if not tenant or #redis.call('XPENDING', stream, group, entry, entry, 1) > 0 then
+  if not tenant or is_pending(stream, group, entry) then
     return false
   end
   local turns, line, shares = turn_keys(stream, tenant)
@@ -68,23 +66,23 @@ end
 -- hash of a job.
 local function correct_shares(stream)
   local turns, _, shares = turn_keys(stream)
-  local n_claimed, n_waiting, fields = 0, 0, redis.call('HGETALL', shares)
-  for i = 1, #fields, 2 do
-    n_claimed = n_claimed + (string.sub(fields[i], 1, 1) == '*' and 0 or fields[i + 1])
+  local n_claimed, n_waiting, claimed = 0, 0, by_name(redis.call('HGETALL', shares))
+  claimed['*turn'], claimed['*waiting'] = nil, nil
+  for _, number in pairs(claimed) do
+    n_claimed = n_claimed + number
   end
-  local pending = redis.pcall('XPENDING', stream, group)
-  if n_claimed <= (pending[1] or 0) then
+  local n_pending = pending_by_consumer(stream, group)
+  if n_claimed <= n_pending then
     return
   end
-  for i = 1, #fields, 2 do
-    if string.sub(fields[i], 1, 1) ~= '*' then
-      redis.call('HDEL', shares, fields[i])
-    end
+  for tenant in pairs(claimed) do
+    redis.call('HDEL', shares, tenant)
   end
   for _, item in ipairs(redis.pcall('XPENDING', stream, group, '-', '+', MAX_PENDING)) do
-    local found = redis.call('XRANGE', stream, item[1], item[1])[1]
-    if found and found[2][3] == 'tenant' then
-      redis.call('HINCRBY', shares, found[2][4], 1)
+    local entry = unpack(item)
+    local tenant = tenant_in(fields_of_entry(stream, entry) or {})
+    if tenant then
+      redis.call('HINCRBY', shares, tenant, 1)
     end
   end
   for _, tenant in ipairs(redis.call('ZRANGE', turns, 0, -1)) do
@@ -98,14 +96,15 @@ end
 
 -- Gives a job that cannot be claimed an entry again. Returns whether the job has a new entry.
 local function repair(job, id)
-  local fields = redis.pcall('HMGET', job, 'status', 'priority', 'entry', 'run_at_ms', 'tenant')
-  if fields.err or not is_open(fields[1]) then
+  local status, priority, entry, run_at_ms, tenant = fields_if_hash(job,
+    'status', 'priority', 'entry', 'run_at_ms', 'tenant')
+  if not is_open(status) then
     return false
   end
-  if fields[4] then -- it is not due and needs no entry
-    return redis.pcall('ZADD', string.match(job, '^(.*:)job:') .. 'later', 'NX', fields[4], id) == 1
+  if run_at_ms then -- it is not due and needs no entry
+    return redis.pcall('ZADD', string.match(job, '^(.*:)job:') .. 'later', 'NX', run_at_ms, id) == 1
   end
-  local stream, entry, tenant = streams[fields[2]], fields[3], fields[5]
+  local stream = streams[priority]
   if not stream or not entry then
     return false
   end
@@ -122,7 +121,8 @@ local function repair(job, id)
   if redis.pcall('XPENDING', stream, group).err then
     return false
   end
-  if found[1][2][3] == 'tenant' then
+  local _, entry_fields = unpack(found[1])
+  if tenant_in(entry_fields) then
     if not has_lost_turn(stream, tenant, entry) then
       return false
     end
@@ -133,12 +133,23 @@ local function repair(job, id)
   return true
 end
 
-local prefix = string.match(KEYS[2], '^(.*:)jobs:') .. 'job:'
+-- Removes the consumers of workers that are not alive. A consumer with pending entries remains.
+local function remove_dead_consumers(stream, alive)
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
+  for _, list in ipairs(consumers.err and {} or consumers) do
+    local info = by_name(list)
+    if info['pending'] == 0 and not alive[info['name']] and info['idle'] >= max_idle_ms then
+      redis.call('XGROUP', 'DELCONSUMER', stream, group, info['name'])
+    end
+  end
+end
+
+local prefix = parts_of(streams.interactive) .. 'job:'
 local pattern = string.gsub(prefix, '[%*%?%[%]\\]', '\\%0') .. '*'
-local page = redis.call('SCAN', progress[1] or '0', 'MATCH', pattern, 'COUNT', ARGV[3])
-redis.call('HSET', state, 'cursor', page[1], 'next_ms', now + tonumber(ARGV[2]))
+local next_cursor, jobs = unpack(redis.call('SCAN', cursor or '0', 'MATCH', pattern, 'COUNT', count))
+redis.call('HSET', state, 'cursor', next_cursor, 'next_ms', now + pause_ms)
 local repaired = {}
-for _, job in ipairs(page[2]) do
+for _, job in ipairs(jobs) do
   local id = string.sub(job, #prefix + 1)
   if repair(job, id) then
     repaired[#repaired + 1] = id
@@ -151,15 +162,6 @@ for i = 5, #ARGV do
 end
 for _, stream in pairs(streams) do
   correct_shares(stream)
-  local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
-  for _, fields in ipairs(consumers.err and {} or consumers) do
-    local info = {}
-    for i = 1, #fields, 2 do
-      info[fields[i]] = fields[i + 1]
-    end
-    if info['pending'] == 0 and not alive[info['name']] and info['idle'] >= tonumber(ARGV[4]) then
-      redis.call('XGROUP', 'DELCONSUMER', stream, group, info['name'])
-    end
-  end
+  remove_dead_consumers(stream, alive)
 end
 return repaired
