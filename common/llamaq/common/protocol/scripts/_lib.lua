@@ -79,8 +79,8 @@ local function reply_for_jobs(replies)
   return replies
 end
 
--- Returns the values of fields of a hash, in the order of their names. The value of a missing field is false. Returns nothing
--- if the key is not a hash: another client has overwritten it.
+-- Returns the values of fields of a hash, in the order of their names. The value of a missing field is false. Returns
+-- nothing if the key is not a hash: another client has overwritten it.
 local function fields_if_hash(key, ...)
   local values = redis.pcall('HMGET', key, ...)
   if not values.err then

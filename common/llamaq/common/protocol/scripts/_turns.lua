@@ -55,8 +55,8 @@ local function job_key(stream, id)
   return parts_of(stream) .. 'job:' .. id
 end
 
--- Returns the job id in the fields of an entry. Returns nil if there are no fields, or if they name no job: another client has
--- written the entry. `add_entry` writes the fields {'id', id}, {'id', id, 'n', number} or {'id', id, 'tenant', tenant}.
+-- Returns the job id in the fields of an entry. Returns nil if there are no fields, or if they name no job: another client
+-- has written the entry. `add_entry` writes {'id', id}, {'id', id, 'n', number} or {'id', id, 'tenant', tenant}.
 local function job_id_in(fields)
   return fields and fields[1] == 'id' and fields[2] or nil
 end

@@ -28,8 +28,8 @@ if has_ended(status) then
 end
 local stream = priority == 'bulk' and bulk or interactive
 
--- Returns whether a worker has a lease of the job's entry. A worker without a lease has died, or was paused. The next call of
--- a paused worker for the job returns 'lost'.
+-- Returns whether a worker has a lease of the job's entry. A worker without a lease has died, or was paused. The next call
+-- of a paused worker for the job returns 'lost'.
 local function is_leased()
   local pending = entry and redis.pcall('XPENDING', stream, group, entry, entry, 1)
   if not pending or pending.err or not pending[1] then

@@ -26,7 +26,7 @@ local function release(stream, entry)
     return false
   end
   allow_writes_when_full(job)
-  if at_risk and generated == generated_at_start then
+  if at_risk and generated == generated_at_start then -- the attempt has stored no token
     add_death(job, attempt, worker)
   end
   requeue_job(job)

@@ -25,7 +25,7 @@ if attempt ~= '' then
     return 'lost'
   end
   allow_writes_when_full(job) -- another worker ends the job, and that frees memory
-  if crashed and at_risk and generated == generated_at_start then
+  if crashed and at_risk and generated == generated_at_start then -- the attempt has stored no token
     add_death(job, attempt, worker)
   end
   requeue_job(job)
