@@ -147,7 +147,7 @@ def measure(plan: Plan) -> Figures:
         # One of two equal workers can be slower by some per cent, because of where its memory is. So each round has
         # new workers.
         with start_stack(workers) as stack:
-            for kind, number, figures in measure_round(stack, sizes, plan.seed + turn, turn):
+            for kind, number, figures in measure_round(stack, sizes, plan.seed + turn, turn, warms_up=not plan.quick):
                 rounds.setdefault(kind, {}).setdefault(str(number), []).append(figures)
                 ratios = f"{figures['speed_up']:.2f} times as fast, by processor {figures['cpu_speed_up']:.2f}"
                 note(f"{kind}, {number} at once: {ratios}")
@@ -165,15 +165,17 @@ def measure(plan: Plan) -> Figures:
     }
 
 
-def measure_round(stack: Stack, sizes: Sizes, seed: int, turn: int) -> Iterator[tuple[str, int, Figures]]:
-    """Warm both workers up, and yield the figures of each kind of text and each number of jobs."""
+def measure_round(
+    stack: Stack, sizes: Sizes, seed: int, turn: int, *, warms_up: bool
+) -> Iterator[tuple[str, int, Figures]]:
+    """Yield the figures of each kind of text and each number of jobs, after other jobs of each kind if `warms_up`."""
     n_vocab = stack.worker.card.n_vocab
     prompts, kinds = Prompts(seed, n_vocab), Texts(n_vocab, sizes.n_out, Random(seed)).kinds()
 
     def draw(kind: str, number: int) -> list[tuple[list[int], JobOptions]]:
         return [(prompt, kinds[kind](prompt)) for prompt in prompts.several(number, sizes.n_in)]
 
-    for kind in sizes.kinds:
+    for kind in sizes.kinds if warms_up else ():
         time_both(stack, draw(kind, max(sizes.numbers)), turn)
     for kind in sizes.kinds:
         for number in sizes.numbers:

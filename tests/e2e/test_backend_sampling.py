@@ -53,7 +53,8 @@ def test_the_output_does_not_depend_on_where_the_largest_logits_are_found(
 
 def test_all_kinds_of_jobs_run_beside_each_other(clients: tuple[Client, Client]) -> None:
     device, _ = clients
-    jobs = [device.submit(f"Tell me about {kind}", **options) for kind, options in KINDS.items()]
+    limited: list[JobOptions] = [{**options, "max_tokens": 40} for options in KINDS.values()]
+    jobs = [device.submit("Tell me a story", **options) for options in limited]
     results = [job.result() for job in jobs]
     assert all(result.finish_reason in ("stop", "length") for result in results)
     assert any(result.tokens for result in results)
