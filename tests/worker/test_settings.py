@@ -169,3 +169,9 @@ def test_a_worker_has_defaults_for_the_seed_and_the_grammar_of_jobs() -> None:
     assert (defaults.seed, defaults.grammar_root, defaults.temperature) == (7, "start", 0.5)
     with pytest.raises(InvalidSettings, match="--grammar-root"):
         load_settings(grammar_root="1")
+
+
+def test_backend_sampling_and_speculation_exclude_each_other() -> None:
+    with pytest.raises(InvalidSettings, match=r"--backend-sampling .*not possible with --speculation"):
+        load_settings(backend_sampling=True, speculation="ngram")
+    assert load_settings(backend_sampling=True).backend_sampling

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import llama_cpp
@@ -14,7 +15,6 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
 from llamaq.worker.core.job import N_LARGEST
 from llamaq.worker.core.slot import Run, Slot, SlotState
-from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits, Logits
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
@@ -27,8 +27,6 @@ OPTIONS = ContextOptions(
     n_batch=128,
     n_ubatch=32,
     n_seq_max=16,
-    n_logits=32,
-    n_logits_per_sequence=5,
     n_threads=1,
     n_threads_batch=1,
 )
@@ -158,15 +156,24 @@ def test_a_sequence_changes_when_a_job_needs_all_logits_and_again_when_one_does_
         assert (2 in samplers._chains) == (index % 2 == 0)
 
 
-def test_each_token_of_a_draft_is_sampled_from_its_own_row(demo_model: Path) -> None:
+def test_jobs_that_come_and_go_in_any_sequence_have_their_own_logits(demo_model: Path) -> None:
     engine, plain_engine = (start_engine(demo_model, backend_sampling=on) for on in (True, False))
-    expected = generate(plain_engine, [new_slot(1, SAMPLED)], 8)[0]
-    slot, other = new_slot(1, SAMPLED), new_slot(2, KINDS[3])
-    run_tick(engine, [slot, other])
-    draft = Draft((*expected[1:4], expected[4] + 1))
-    results = engine.run(Batch((DecodeToken(slot, draft), DecodeToken(other)), ()))
-    drafted = next(result for result in results if result.slot is slot)
-    assert [sampled.token for sampled in drafted.sampled] == expected[1:5]
+    for seed in range(40):
+        random = Random(seed)
+        seq_ids, start_ticks = random.sample(range(8), 6), [random.randrange(10) for _ in range(6)]
+        kinds = [random.choice(KINDS) for _ in range(6)]
+        outputs = []
+        for each in (engine, plain_engine):
+            slots = [
+                new_slot(index, kind, seq_id) for index, (kind, seq_id) in enumerate(zip(kinds, seq_ids, strict=True))
+            ]
+            for tick in range(12):
+                if running := [slot for slot, start in zip(slots, start_ticks, strict=True) if start <= tick]:
+                    run_tick(each, running)
+            outputs.append([slot.active.tokens for slot in slots])
+            for slot in slots:
+                each.sequences.remove(slot.active.seq_id)
+        assert outputs[0] == outputs[1], f"seed {seed}"
     engine.close()
     plain_engine.close()
 

@@ -240,6 +240,15 @@ class WorkerSettings(
         return init_settings, sources["env_settings"], TomlSource(settings_cls)
 
     @model_validator(mode="after")
+    def _check_backend_sampling(self) -> Self:
+        if self.backend_sampling and self.speculation != "off":
+            raise ValueError(
+                "--backend-sampling (LLAMAQ_BACKEND_SAMPLING): not possible with --speculation, because this version "
+                "of llama.cpp returns wrong logits for several tokens of a sequence"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.n_parallel > self.batch_budget:
             raise ValueError(

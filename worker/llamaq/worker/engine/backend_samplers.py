@@ -6,6 +6,9 @@ top-k alone. The host finishes the draw with the samplers of the job.
 When a chain is added or removed, llama.cpp plans its graphs again before the next decode. This takes some milliseconds,
 so a sequence keeps its chain until a job needs all logits, and stays without a chain until a job does not need them.
 
+Each sequence has one row at most. If n_outputs_max_per_seq of llama.cpp 0.3.36 is above 1, it plans the memory of its
+graph for other rows than it computes later, and the results of one sequence overwrite those of another.
+
 If a micro-batch has a row of a sequence without a chain, llama.cpp copies all logits of all its rows.
 """
 

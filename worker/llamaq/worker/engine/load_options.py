@@ -179,11 +179,9 @@ class ContextOptions:
     """How positions are scaled."""
     n_logits: int = 0
     """Upper bound on the tokens of one decode that have logits, if it is larger than `n_seq_max`."""
-    n_logits_per_sequence: int = 1
-    """Upper bound on the tokens of one decode that have logits and belong to the same sequence. Only backend sampling
-    needs it."""
     backend_sampling: bool = False
-    """Whether the device finds the largest logits of each row, see `BackendSamplers`."""
+    """Whether the device finds the largest logits of each row, see `BackendSamplers`. Then a decode may have one row of
+    each sequence, so it may have no drafts."""
     embeddings: bool = False
     """Whether the context computes embeddings instead of logits."""
     pooling: Pooling | None = None
@@ -200,7 +198,6 @@ class ContextOptions:
         # llama_init_from_model aborts if n_outputs_max is less than n_seq_max (assertion in
         # llama_context::output_reserve).
         params.n_outputs_max = self.n_batch if self.embeddings else max(self.n_seq_max, self.n_logits)
-        params.n_outputs_max_per_seq = self.n_logits_per_sequence
         params.embeddings = self.embeddings
         params.pooling_type = _POOLING[self.pooling]
         params.n_threads = self.n_threads

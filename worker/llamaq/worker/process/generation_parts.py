@@ -195,7 +195,6 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         n_seq_max=n_sequences,
         has_scratch_sequence=n_sequences > settings.n_parallel,
         n_logits=min(settings.n_parallel + n_draft_tokens(settings), settings.batch_budget),
-        n_logits_per_sequence=1 + (0 if settings.speculation == "off" else settings.draft_max),
         backend_sampling=settings.backend_sampling,
         kv_unified=settings.kv_unified,
     )
