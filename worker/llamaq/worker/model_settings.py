@@ -91,9 +91,9 @@ class ModelSettings(BaseModel):
     kv_offload: bool = Field(True, description="The KV cells are in GPU memory. Off: in host memory.")
     backend_sampling: bool = Field(
         False,
-        description="The GPU finds the 256 largest logits of each token, and only these are copied to host memory and "
-        "sampled there. The output does not change. Jobs that need all logits, such as those with a JSON schema or "
-        "`logprobs`, still get them. On a CPU, this makes each token slower. Not possible with `speculation`.",
+        description="The GPU finds the 256 largest logits of each token, and only these are copied to host memory. The "
+        "output does not change. Jobs that need all logits, such as those with a JSON schema, still get them. Slower on "
+        "a CPU. Not possible with `speculation`.",
     )
     warmup: bool = Field(
         True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
