@@ -92,8 +92,8 @@ class ModelSettings(BaseModel):
     backend_sampling: bool = Field(
         False,
         description="The GPU finds the 256 largest logits of each token, and only these are copied to host memory. The "
-        "output does not change. Jobs that need all logits, such as those with a JSON schema, still get them. Slower on "
-        "a CPU. Not possible with `speculation`.",
+        "output does not change. Jobs that need all logits, such as those with a JSON schema, still get them. Slower "
+        "on a CPU. Not possible with `speculation`.",
     )
     warmup: bool = Field(
         True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
