@@ -22,6 +22,24 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
 QWEN3_N_VOCAB = 151_936
 QWEN3_N_CTX = 40_960
 
+
+def _qwen3(n_layers: int, n_embd: int, n_ff: int, n_heads: int) -> ModelSpec:
+    """Return the shape of a model of Qwen3, from its config.json."""
+    return ModelSpec(
+        Architecture.QWEN3,
+        n_layers=n_layers,
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        head_dim=128,
+        n_ctx=QWEN3_N_CTX,
+        n_vocab=QWEN3_N_VOCAB,
+        weights=Weights.Q8_0,
+        chat_template=CHATML,
+    )
+
+
 SHAPES = MappingProxyType(
     {
         "tiny": ModelSpec(
@@ -37,47 +55,10 @@ SHAPES = MappingProxyType(
             weights=Weights.F16,
             chat_template=CHATML,
         ),
-        # config.json of Qwen/Qwen3-0.6B
-        "qwen3-0.6b": ModelSpec(
-            Architecture.QWEN3,
-            n_layers=28,
-            n_embd=1024,
-            n_ff=3072,
-            n_heads=16,
-            n_kv_heads=8,
-            head_dim=128,
-            n_ctx=QWEN3_N_CTX,
-            n_vocab=QWEN3_N_VOCAB,
-            weights=Weights.Q8_0,
-            chat_template=CHATML,
-        ),
-        # config.json of Qwen/Qwen3-1.7B and Qwen/Qwen3-8B, for GPUs
-        "qwen3-1.7b": ModelSpec(
-            Architecture.QWEN3,
-            n_layers=28,
-            n_embd=2048,
-            n_ff=6144,
-            n_heads=16,
-            n_kv_heads=8,
-            head_dim=128,
-            n_ctx=QWEN3_N_CTX,
-            n_vocab=QWEN3_N_VOCAB,
-            weights=Weights.Q8_0,
-            chat_template=CHATML,
-        ),
-        "qwen3-8b": ModelSpec(
-            Architecture.QWEN3,
-            n_layers=36,
-            n_embd=4096,
-            n_ff=12_288,
-            n_heads=32,
-            n_kv_heads=8,
-            head_dim=128,
-            n_ctx=QWEN3_N_CTX,
-            n_vocab=QWEN3_N_VOCAB,
-            weights=Weights.Q8_0,
-            chat_template=CHATML,
-        ),
+        "qwen3-0.6b": _qwen3(n_layers=28, n_embd=1024, n_ff=3072, n_heads=16),
+        # for GPUs
+        "qwen3-1.7b": _qwen3(n_layers=28, n_embd=2048, n_ff=6144, n_heads=16),
+        "qwen3-8b": _qwen3(n_layers=36, n_embd=4096, n_ff=12_288, n_heads=32),
     }
 )
 
