@@ -93,8 +93,13 @@ class Stack:
         return asyncio.run(connected())
 
 
-def run(measure: Callable[[Plan], Figures]) -> None:
-    """Parse the command line, call `measure`, and print the line of JSON. All started processes are stopped."""
+def run(measure: Callable[[Plan], Figures], default_model: str = "") -> None:
+    """Parse the command line, call `measure`, and print the line of JSON. All started processes are stopped.
+
+    Args:
+        measure: Runs the benchmark.
+        default_model: The model without `--model`. "": `demo` for a quick run, otherwise `tiny`.
+    """
 
     def main(
         model: Annotated[str, typer.Option(help=f"{' | '.join(random_models.SHAPES)} | demo | a GGUF file")] = "",
@@ -103,7 +108,7 @@ def run(measure: Callable[[Plan], Figures]) -> None:
         n_threads: Annotated[int, typer.Option(min=0, help="Threads of llama.cpp; 0: all cores except one.")] = 0,
         seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 1,
     ) -> None:
-        model_name = model or ("demo" if quick else "tiny")
+        model_name = model or default_model or ("demo" if quick else "tiny")
         threads = n_threads or max(1, usable_cores() - 1)  # Redis and the client need a core too
         try:
             with interrupt_on_sigterm():

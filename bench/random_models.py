@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -40,22 +41,27 @@ def _qwen3(n_layers: int, n_embd: int, n_ff: int, n_heads: int) -> ModelSpec:
     )
 
 
+TINY = ModelSpec(
+    Architecture.QWEN3,
+    n_layers=2,
+    n_embd=64,
+    n_ff=192,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=64,
+    n_ctx=QWEN3_N_CTX,
+    n_vocab=QWEN3_N_VOCAB,
+    weights=Weights.F16,
+    chat_template=CHATML,
+)
+QWEN3_600M = _qwen3(n_layers=28, n_embd=1024, n_ff=3072, n_heads=16)
 SHAPES = MappingProxyType(
     {
-        "tiny": ModelSpec(
-            Architecture.QWEN3,
-            n_layers=2,
-            n_embd=64,
-            n_ff=192,
-            n_heads=2,
-            n_kv_heads=1,
-            head_dim=64,
-            n_ctx=QWEN3_N_CTX,
-            n_vocab=QWEN3_N_VOCAB,
-            weights=Weights.F16,
-            chat_template=CHATML,
-        ),
-        "qwen3-0.6b": _qwen3(n_layers=28, n_embd=1024, n_ff=3072, n_heads=16),
+        "tiny": TINY,
+        "qwen3-0.6b": QWEN3_600M,
+        # They write token t + 1 after token t.
+        "tiny-counting": replace(TINY, counts=True),
+        "qwen3-0.6b-counting": replace(QWEN3_600M, counts=True),
         # for GPUs
         "qwen3-1.7b": _qwen3(n_layers=28, n_embd=2048, n_ff=6144, n_heads=16),
         "qwen3-8b": _qwen3(n_layers=36, n_embd=4096, n_ff=12_288, n_heads=32),

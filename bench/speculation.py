@@ -1,15 +1,14 @@
 """What does `--speculation ngram` bring where a text repeats itself, and what does it cost where it does not?
 
-Two workers, one of them without speculation, run the same streamed jobs in turn: one job alone, and eight at once.
-Prompts are random tokens. The random model does not repeat them, so grammars that allow one token at each position make
-it write what a trained model writes:
+Two workers, one of them without speculation, run the same streamed jobs in turn: one job alone, and eight at once. The
+random model counts: after token t it writes token t + 1. So prompts are made for the texts that a trained model writes:
 
 - `edit`: the prompt again, in which every 24th token is replaced, as when code is edited.
 - `extraction`: passages of 8 to 32 tokens from the prompt, with three other tokens between two of them.
 
 Texts that speculation must not slow down:
 
-- `greedy`, `sampled`: what the random model writes by itself, without repetitions.
+- `greedy`, `sampled`: what the model writes after random tokens, without repetitions.
 - `misleading`: random draws from four tokens. The last tokens have always occurred before, but what followed them then
   tells little.
 
@@ -20,7 +19,7 @@ for tokens per second of processor time of the worker, which other load on the m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -29,10 +28,11 @@ from typing import Any, NamedTuple
 from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show, start_stack
 from job_timings import Timeline, median_of, summarize
+from llamaq.common.errors import ModelError
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer import AsyncClient
 from systems import check_target, range_of
-from workload import Prompts, follow, greedy, sampled
+from workload import follow, greedy, sampled
 
 OFF, ON = "off", "ngram"
 EDIT_EVERY = 24
@@ -55,77 +55,104 @@ class Sizes(NamedTuple):
 SIZES = Sizes(("edit", "extraction", "greedy", "sampled", "misleading"), (1, 8), 256, 256)
 QUICK_SIZES = Sizes(("edit", "greedy"), (1,), 48, 32)
 
-Options = Callable[[list[int]], JobOptions]
-"""Returns the options of a job with this prompt."""
+
+class Work(NamedTuple):
+    """A job, and its output."""
+
+    prompt: list[int]
+    options: JobOptions
+    expected: range | None = None
+    """The output, if the model counts. None: another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The options that make the random model write texts of `n_out` tokens."""
+    """Makes jobs that write `n_out` tokens after prompts of `n_in` tokens. Output tokens are below `n_vocab // 2`."""
 
     n_vocab: int
+    n_in: int
     n_out: int
     random: Random
 
-    def kinds(self) -> dict[str, Options]:
-        return {
-            "edit": lambda prompt: self._forced(self._edited(prompt)),
-            "extraction": lambda prompt: self._forced(self._extracted(prompt)),
-            "greedy": lambda _: greedy(self.n_out),
-            "sampled": lambda _: sampled(self.n_out),
-            "misleading": self._misleading,
-        }
+    def draw(self, kind: str) -> Work:
+        """Return a job that writes a text of this kind."""
+        work: Work = getattr(self, f"_{kind}")()
+        return work
 
-    def _forced(self, tokens: Sequence[int]) -> JobOptions:
-        """Return options with which each token is drafted and sampled. Without the bias, which is 0, the worker would
-        compute the forced tokens without a draft.
+    def _edit(self) -> Work:
+        output = self._output()
+        edited = [token if place % EDIT_EVERY else self._other() for place, token in enumerate(output, start=1)]
+        return self._repeating(edited, output)
+
+    def _extraction(self) -> Work:
+        output, passages, start = self._output(), list[range](), 0
+        while start < self.n_out:
+            n_tokens = self.random.randint(*PASSAGE)
+            passages.append(output[start : start + n_tokens])
+            start += n_tokens + N_BETWEEN
+        self.random.shuffle(passages)
+        return self._repeating([token for passage in passages for token in passage], output)
+
+    def _greedy(self) -> Work:
+        return Work(self._others(self.n_in), greedy(self.n_out))
+
+    def _sampled(self) -> Work:
+        return Work(self._others(self.n_in), sampled(self.n_out))
+
+    def _misleading(self) -> Work:
+        prompt = self._others(self.n_in)
+        bias = dict.fromkeys(prompt[:N_MISLEADING], 100.0)
+        return Work(prompt, {**sampled(self.n_out), "temperature": 1.0, "logit_bias": bias})
+
+    def _repeating(self, source: list[int], output: range) -> Work:
+        """Return a job with this output. The prompt is the source, other tokens before it, and the token that the
+        output follows.
         """
-        text = "start: " + " ".join(f"<[{token}]>" for token in tokens[: self.n_out])
-        return {"lark": text, "temperature": 0.0, "max_tokens": self.n_out, "logit_bias": {tokens[0]: 0.0}}
+        source = source[: self.n_in - 1]
+        prompt = [*self._others(self.n_in - 1 - len(source)), *source, output[0] - 1]
+        return Work(prompt, greedy(self.n_out), output)
+
+    def _output(self) -> range:
+        """Return an output of the model."""
+        first = self.random.randrange(1, self.n_vocab // 2 - self.n_out)
+        return range(first, first + self.n_out)
 
     def _other(self) -> int:
-        return self.random.randrange(self.n_vocab // 2)
+        """Return a token that no output has."""
+        return self.random.randrange(self.n_vocab // 2, self.n_vocab * 3 // 4)
 
-    def _edited(self, prompt: list[int]) -> list[int]:
-        return [token if place % EDIT_EVERY else self._other() for place, token in enumerate(prompt, start=1)]
-
-    def _extracted(self, prompt: list[int]) -> list[int]:
-        tokens: list[int] = []
-        while len(tokens) < self.n_out:
-            n_tokens = self.random.randint(*PASSAGE)
-            start = self.random.randrange(len(prompt) - n_tokens)
-            tokens += prompt[start : start + n_tokens] + [self._other() for _ in range(N_BETWEEN)]
-        return tokens
-
-    def _misleading(self, prompt: list[int]) -> JobOptions:
-        return {**sampled(self.n_out), "temperature": 1.0, "logit_bias": dict.fromkeys(prompt[:N_MISLEADING], 100.0)}
+    def _others(self, n_tokens: int) -> list[int]:
+        return [self._other() for _ in range(n_tokens)]
 
 
-async def follow_each(
-    jobs: Sequence[tuple[list[int], JobOptions]], client: AsyncClient
-) -> tuple[list[Timeline], Figures]:
+async def follow_each(jobs: Sequence[Work], client: AsyncClient) -> tuple[list[Timeline], Figures]:
     """Run these jobs at once, and return their timelines and the counts of their drafts."""
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(follow(client, prompt, **options)) for prompt, options in jobs]
+        running = [tasks.create_task(follow(client, one.prompt, **one.options)) for one in jobs]
     timelines = [task.result() for task in running]
     stats = [(await client.job(one.job_id or "").result()).stats for one in timelines]
     counts = {name: sum(getattr(one, name) for one in stats) for name in ("drafted_tokens", "accepted_tokens")}
     return timelines, counts
 
 
-def time_worker(
-    stack: Stack, queue: str, jobs: Sequence[tuple[list[int], JobOptions]]
-) -> tuple[Figures, list[list[int]]]:
-    """Run these jobs at once, and return the figures and the tokens of each job."""
+def time_worker(stack: Stack, queue: str, jobs: Sequence[Work]) -> tuple[Figures, list[list[int]]]:
+    """Run these jobs at once, and return the figures and the tokens of each job.
+
+    Raises:
+        ModelError: An output is not what a model writes that counts.
+    """
     clock = CpuClock(stack, queue)
     before = clock.read()
     timelines, counts = stack.run(partial(follow_each, jobs), queue)
+    for job, timeline in zip(jobs, timelines, strict=True):
+        if job.expected is not None and timeline.tokens != list(job.expected):
+            raise ModelError("the model does not count; choose one whose name ends in -counting with --model")
     figures = summarize(timelines)
     cpu = clock.us_per_token(before, figures["tokens"])
     return {**figures, **counts, "cpu_us_per_token": cpu}, [one.tokens for one in timelines]
 
 
-def time_both(stack: Stack, jobs: Sequence[tuple[list[int], JobOptions]], turn: int) -> Figures:
+def time_both(stack: Stack, jobs: Sequence[Work], turn: int) -> Figures:
     """Run the jobs on both workers. With each `turn`, the other one is first."""
     measured = {queue: time_worker(stack, queue, jobs) for queue in ((OFF, ON) if turn % 2 else (ON, OFF))}
     (off, expected), (on, outputs) = measured[OFF], measured[ON]
@@ -170,10 +197,10 @@ def measure_round(
 ) -> Iterator[tuple[str, int, Figures]]:
     """Yield the figures of each kind of text and each number of jobs, after other jobs of each kind if `warms_up`."""
     n_vocab = stack.worker.card.n_vocab
-    prompts, kinds = Prompts(seed, n_vocab), Texts(n_vocab, sizes.n_out, Random(seed)).kinds()
+    texts = Texts(n_vocab, sizes.n_in, sizes.n_out, Random(seed))
 
-    def draw(kind: str, number: int) -> list[tuple[list[int], JobOptions]]:
-        return [(prompt, kinds[kind](prompt)) for prompt in prompts.several(number, sizes.n_in)]
+    def draw(kind: str, number: int) -> list[Work]:
+        return [texts.draw(kind) for _ in range(number)]
 
     for kind in sizes.kinds if warms_up else ():
         time_both(stack, draw(kind, max(sizes.numbers)), turn)
@@ -205,4 +232,4 @@ def _show(texts: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run(measure)
+    run(measure, default_model="tiny-counting")

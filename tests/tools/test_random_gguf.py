@@ -279,3 +279,12 @@ def test_a_benchmark_model_is_written_once(tmp_path: Path) -> None:
     assert written["name"] == "tiny"
     assert written["bytes"] == found["bytes"] == model.stat().st_size
     assert found["seconds"] < written["seconds"]
+
+
+@pytest.mark.parametrize("weights", Weights)
+def test_a_model_that_counts_writes_the_next_token(weights: Weights, path: Path) -> None:
+    spec = replace(GROUPED, counts=True, weights=weights)
+    with opened(write_model(path, spec)) as model:
+        for first in (97, 300, 420):
+            tokens = [token for token, _ in model.generate([*PROMPT, first], 60)]
+            assert tokens == list(range(first + 1, first + 61))

@@ -62,12 +62,14 @@ class Weights(Enum):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Architecture and sizes of a model with tied input and output embeddings.
+    """Architecture and sizes of a model with tied input and output embeddings, unless it `counts`.
 
     Attributes:
         n_silent_layers: Number of last layers that add nothing: they cost time, and change no logit. A model without
             them has the same logits, and the same weights if the seed is equal. So it is a draft model whose tokens are
             all accepted.
+        counts: Whether the most probable token after token t is t + 1. So a benchmark knows what the model writes. All
+            layers are silent, and the output embedding is the input embedding of the token before.
         n_ctx: Training context in tokens.
         n_swa: Sliding window of `GEMMA3` in tokens; 0 for all other architectures.
         sampling: Recommended sampling parameters: keys after `general.sampling.`, and values.
@@ -81,6 +83,7 @@ class ModelSpec:
     architecture: Architecture
     n_layers: int = 2
     n_silent_layers: int = 0
+    counts: bool = False
     n_embd: int = 64
     n_ff: int = 128
     n_heads: int = 2
@@ -109,7 +112,7 @@ class ModelSpec:
 
     @property
     def n_audible_layers(self) -> int:
-        return self.n_layers - self.n_silent_layers
+        return 0 if self.counts else self.n_layers - self.n_silent_layers
 
     def is_recurrent(self, layer: int) -> bool:
         """Return whether a layer is recurrent: all layers of `MAMBA`; the first, third, fifth, … of `JAMBA`."""

@@ -7,7 +7,8 @@ as (outputs, inputs). The scales ensure these properties at any depth and width:
 - The next token depends on the whole context, not only on the last token: attention scores have the standard
   deviation `SHARPNESS`, and attention adds more to the residual stream than the embedding does.
 - The best successor of a token is another token, although input and output embeddings are tied: the signs of the
-  final norm alternate.
+  final norm alternate. If the model counts, the successor is the next token, and only this property and the last one
+  hold.
 - End tokens are not generated, except after an end token: see `end_axes`.
 """
 
@@ -42,6 +43,7 @@ class Role(Enum):
 
     PLAIN = auto()
     EMBEDDING = auto()  # on the end axes, the values of a row depend on the kind of its token
+    SUCCESSOR = auto()  # each row is the embedding of the token before; the end axes are those of the token itself
     BRANCH = auto()  # its output is added to the residual stream, with zeros on the end axes
 
 
@@ -82,8 +84,11 @@ def end_axes(spec: ModelSpec) -> int:
 
 
 def model_tensors(spec: ModelSpec) -> Iterator[Tensor]:
-    """Yield every tensor of the model. Input and output embeddings are the same tensor."""
-    yield Matrix("token_embd.weight", (spec.n_vocab, spec.n_embd), _embedding_std(spec), Role.EMBEDDING)
+    """Yield every tensor of the model. Input and output embeddings are the same tensor, unless the model counts."""
+    embeddings = (spec.n_vocab, spec.n_embd)
+    yield Matrix("token_embd.weight", embeddings, _embedding_std(spec), Role.EMBEDDING)
+    if spec.counts:
+        yield Matrix("output.weight", embeddings, _embedding_std(spec), Role.SUCCESSOR)
     yield Values("output_norm.weight", _output_norm(spec))
     for layer in range(spec.n_layers):
         block = f"blk.{layer}"
@@ -102,8 +107,8 @@ def _embedding_std(spec: ModelSpec) -> float:
 
 def _output_norm(spec: ModelSpec) -> npt.NDArray[np.float32]:
     n_axes, embedding_std = end_axes(spec), _embedding_std(spec)
-    signs = np.where(np.arange(spec.n_embd) % 2 == 0, 1, -1)
-    norm = (signs * LOGIT_STD / (sqrt(spec.n_embd) * embedding_std)).astype(np.float32)
+    signs = 1 if spec.counts else np.where(np.arange(spec.n_embd) % 2 == 0, 1, -1)
+    norm = np.full(spec.n_embd, signs * LOGIT_STD / (sqrt(spec.n_embd) * embedding_std), np.float32)
     norm[:n_axes] = END_LOGIT_DROP / 2 * FINAL_RMS / (n_axes * AXIS_STD**2 * embedding_std)
     return norm
 

@@ -8,6 +8,7 @@ seconds.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,8 @@ def _write(path: Path, spec: ModelSpec, rng: np.random.Generator) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for tensor in tensors:
-            writer.write_tensor_data(_data(tensor, spec, vocabulary, rng))
+        for data in _data(tensors, spec, vocabulary, rng):
+            writer.write_tensor_data(data)
 
 
 def _add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
@@ -136,15 +137,34 @@ def _add_tensor_info(writer: GGUFWriter, tensor: Tensor, weights: Weights) -> No
     writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
 
 
-def _data(tensor: Tensor, spec: ModelSpec, vocabulary: Vocabulary, rng: np.random.Generator) -> npt.NDArray[Any]:
-    if isinstance(tensor, Values):
-        return tensor.values
-    steps = rng.integers(-MAX_STEP, MAX_STEP, tensor.shape, np.int8, endpoint=True)
-    if tensor.role is Role.BRANCH:
+def _data(
+    tensors: Iterable[Tensor], spec: ModelSpec, vocabulary: Vocabulary, rng: np.random.Generator
+) -> Iterator[npt.NDArray[Any]]:
+    """Yield the values of each tensor, as they are stored."""
+    embedding: Steps | None = None
+    for tensor in tensors:
+        if isinstance(tensor, Values):
+            yield tensor.values
+            continue
+        steps = _steps(tensor, spec, vocabulary, rng, embedding)
+        if tensor.role is Role.EMBEDDING:
+            embedding = steps
+        yield _encode(steps, tensor.std / STEP_STD, spec.weights)
+
+
+def _steps(
+    matrix: Matrix, spec: ModelSpec, vocabulary: Vocabulary, rng: np.random.Generator, embedding: Steps | None
+) -> Steps:
+    """Return the values of a matrix in units of its scale. `embedding` has those of the input embedding."""
+    if matrix.role is Role.SUCCESSOR and embedding is not None:
+        steps: Steps = np.roll(embedding, 1, axis=0)
+    else:
+        steps = rng.integers(-MAX_STEP, MAX_STEP, matrix.shape, np.int8, endpoint=True)
+    if matrix.role is Role.BRANCH:
         steps[: end_axes(spec)] = 0
-    elif tensor.role is Role.EMBEDDING:
+    elif matrix.role in (Role.EMBEDDING, Role.SUCCESSOR):
         _set_end_axes(steps[:, : end_axes(spec)], vocabulary)
-    return _encode(steps, tensor.std / STEP_STD, spec.weights)
+    return steps
 
 
 def _set_end_axes(axes: Steps, vocabulary: Vocabulary) -> None:
