@@ -16,7 +16,7 @@ from typing import Any
 from harness import Figures, Plan, Stack, note, run, show, start_stack
 from job_timings import median_of, summarize
 from llamaq.common.protocol.job_request import JobOptions
-from speculation import follow_each
+from speculation import Work, follow_each
 from systems import range_of
 from workload import Prompts, greedy, sampled
 
@@ -37,7 +37,7 @@ def options_of(kind: str, index: int, n_out: int) -> JobOptions:
     return sampled(n_out)
 
 
-def time_both(stack: Stack, jobs: list[tuple[list[int], JobOptions]], turn: int) -> Figures:
+def time_both(stack: Stack, jobs: list[Work], turn: int) -> Figures:
     """Run the jobs on both workers. With each `turn`, the other one is first."""
     measured: dict[str, Any] = {}
     for queue in (OFF, ON) if turn % 2 else (ON, OFF):
@@ -57,7 +57,9 @@ def measure(plan: Plan) -> Figures:
             for kind in ("greedy", "sampled", "mixed"):
                 for number in numbers:
                     drawn = enumerate(prompts.several(number, n_in))
-                    one = time_both(stack, [(prompt, options_of(kind, index, n_out)) for index, prompt in drawn], turn)
+                    one = time_both(
+                        stack, [Work(prompt, options_of(kind, index, n_out)) for index, prompt in drawn], turn
+                    )
                     if turn >= 0:
                         rounds.setdefault(kind, {}).setdefault(str(number), []).append(one)
                         note(f"{kind}, {number} at once: {one['speed_up']:.2f} times as fast")

@@ -22,7 +22,7 @@ from harness import Figures, Plan, note, run, show, start_stack
 from job_timings import median_of
 from llamaq.tools.random_gguf import Architecture, ModelSpec, Weights
 from random_models import ensure_spec
-from speculation import time_worker
+from speculation import Work, time_worker
 from systems import check_target, range_of
 from workload import Prompts, greedy
 
@@ -76,7 +76,7 @@ def measure(plan: Plan) -> Figures:
         prompts = Prompts(plan.seed, stack.worker.card.n_vocab)
         for turn in range(plan.rounds + (not plan.quick)):  # the first round warms up
             for number in numbers:
-                jobs = [(prompt, greedy(n_out)) for prompt in prompts.several(number, n_in)]
+                jobs = [Work(prompt, greedy(n_out)) for prompt in prompts.several(number, n_in)]
                 order = names if turn % 2 else names[::-1]
                 measured = {name: time_worker(stack, name, jobs) for name in order}
                 for name in names[1:]:

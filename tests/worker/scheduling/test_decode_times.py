@@ -54,3 +54,17 @@ def test_measurements_are_forgotten() -> None:
     assert times.plain_s(1) is None
     assert times.draft_token_s is None
     assert times.plain_s(2) == pytest.approx(0.012)
+
+
+def test_the_times_of_draft_tokens_are_those_of_ticks_with_as_many_decode_tokens() -> None:
+    times = DecodeTimes()
+    times.record(1, 0, 0.010)
+    times.record(8, 0, 0.040)
+    assert times.draft_times(1) is None
+    times.record(1, 2, 0.012)
+    times.record(8, 2, 0.050)
+    alone, together = times.draft_times(1), times.draft_times(8)
+    assert alone is not None
+    assert together is not None
+    assert (alone.seconds(2), together.seconds(2)) == pytest.approx((0.002, 0.010))
+    assert times.draft_times(3) == together, "of the newest ticks"

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
+from llamaq.worker.scheduling.draft_times import FEW, DraftTimes, MeasuredDraftTimes
 from llamaq.worker.scheduling.tick_times import weighted_median
 
 N_PLAIN_TICKS = 5
 """Number of newest ticks without drafts whose median is the time of a number of decode tokens."""
 N_DRAFT_TICKS = 16
 """Number of newest ticks with drafts that tell the time of a draft token."""
-FEW = 2
-"""With at most this number of measured ticks with drafts, the shortest time of a draft token counts instead of the
-median. A disturbance only makes ticks longer, and a draft token that seems too expensive would end the drafts for a
-long time."""
 FORGOTTEN_AFTER = 256
 """A measurement is forgotten after this many ticks, because attention covers more cells now, or other programs run."""
 
@@ -32,6 +29,10 @@ class DecodeTimes:
         """Maps a number of decode tokens to the newest ticks with this number and no drafts: tick number, seconds."""
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=N_DRAFT_TICKS)
         """The newest ticks with drafts: number of the tick, draft tokens, seconds of each draft token."""
+        self._of_lengths: dict[int, MeasuredDraftTimes] = {}
+        """Maps a number of decode tokens to the times of draft tokens in such ticks."""
+        self._last_measured = 0
+        """Number of decode tokens of the last tick with drafts."""
         self.n_drafted_ticks = 0
         """Number of ticks with drafts so far whose time was compared with that of a tick without drafts."""
         self._draft_token_s: float | None = None
@@ -48,17 +49,34 @@ class DecodeTimes:
         plain_s = self.plain_s(n_decode)
         if plain_s is not None:
             self.n_drafted_ticks += 1
-            self._drafted.append((self._n_ticks, n_drafted, (seconds - plain_s) / n_drafted))
+            token_s = (seconds - plain_s) / n_drafted
+            self._drafted.append((self._n_ticks, n_drafted, token_s))
             self._is_valid_until = self._n_ticks
+            self._measured(n_decode).record(self._n_ticks, n_drafted, token_s)
+            self._last_measured = n_decode
 
     def plain_s(self, n_decode: int) -> float | None:
         """Return the seconds of a tick with this number of decode tokens and no drafts. None: not known."""
         times = [seconds for at, seconds in self._plain.get(n_decode, ()) if self._is_new(at)]
         return _median(times) if times else None
 
+    def draft_times(self, n_decode: int) -> DraftTimes | None:
+        """Return the times of draft tokens in a tick with this number of decode tokens. None: not known.
+
+        If no such tick was measured, the times are those of the newest ticks with drafts.
+        """
+        own = self._of_lengths.get(n_decode)
+        times = None if own is None else own.read(self._n_ticks)
+        return self._measured(self._last_measured).read(self._n_ticks) if times is None else times
+
+    def _measured(self, n_decode: int) -> MeasuredDraftTimes:
+        if n_decode not in self._of_lengths:
+            self._of_lengths[n_decode] = MeasuredDraftTimes(FORGOTTEN_AFTER)
+        return self._of_lengths[n_decode]
+
     @property
     def draft_token_s(self) -> float | None:
-        """The seconds of one draft token. Ticks with many of them count more. None: not known."""
+        """The seconds of one draft token, for any number of them. Ticks with many count more. None: not known."""
         if self._drafted and self._n_ticks >= self._is_valid_until:
             while self._drafted and not self._is_new(self._drafted[0][0]):
                 self._drafted.popleft()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from llamaq.worker.scheduling.draft_times import DraftTimes
+
 LEAST_GAIN = 1.2
 """Drafts must promise this many times the tokens per second of a tick without drafts. The predictions have errors, and
 the work that tokens cause on other threads is not part of the tick that yields them."""
@@ -28,19 +30,19 @@ class _Choice(NamedTuple):
 
 
 def choose_lengths(
-    drafts: Sequence[Candidate], n_decode: int, plain_s: float, draft_token_s: float, room: int, step_s: float = 0.0
+    drafts: Sequence[Candidate], n_decode: int, plain_s: float, times: DraftTimes, room: int, step_s: float = 0.0
 ) -> list[int]:
     """Return for each draft how many of its tokens to verify, 0 for a draft that promises no gain.
 
     Token j of a draft becomes a token of the output with probability p ** j. The most probable tokens of all drafts
-    come first, and are taken as long as a token raises the expected number of tokens per second. With a draft model,
+    come first, and as many of them are taken as promise the largest number of tokens per second. With a draft model,
     the drafts also take a step for each place. All drafts share it, so the number of places is chosen first.
 
     Args:
         drafts: The drafts.
         n_decode: Number of decode tokens of the tick, those of slots without a draft included.
         plain_s: Time of a tick without drafts, in seconds.
-        draft_token_s: Time of a further token, in seconds.
+        times: Times of the draft tokens.
         room: Largest number of draft tokens in the tick.
         step_s: Time in which the draft model finds the next token of every draft, in seconds.
     """
@@ -48,7 +50,7 @@ def choose_lengths(
     numbers = range(1, longest + 1) if step_s else (longest,)
     best: _Choice | None = None
     for n_places in numbers:
-        choice = _choose_within(n_places, drafts, n_decode, plain_s + n_places * step_s, draft_token_s, room)
+        choice = _choose_within(n_places, drafts, n_decode, plain_s + n_places * step_s, times, room)
         if best is not None and choice.expected * best.tick_s <= best.expected * choice.tick_s:
             break
         best = choice
@@ -58,7 +60,7 @@ def choose_lengths(
 
 
 def _choose_within(
-    n_places: int, drafts: Sequence[Candidate], n_decode: int, tick_s: float, draft_token_s: float, room: int
+    n_places: int, drafts: Sequence[Candidate], n_decode: int, tick_s: float, times: DraftTimes, room: int
 ) -> _Choice:
     """Return the best lengths that are at most `n_places`. `tick_s` is the time of the tick without verification."""
     tokens = sorted(
@@ -69,18 +71,25 @@ def _choose_within(
         ),
         reverse=True,
     )
-    lengths, expected = [0] * len(drafts), float(n_decode)
-    for probability, index in tokens[: max(0, room)]:
-        if probability * tick_s < expected * draft_token_s:
-            break
+    del tokens[max(0, room) :]
+    expected = float(n_decode)
+    n_best, best_expected, best_s = 0, expected, tick_s
+    for n_tokens, (probability, _) in enumerate(tokens, start=1):
         expected += probability
-        tick_s += draft_token_s
+        seconds = tick_s + times.seconds(n_tokens)
+        if expected * best_s >= best_expected * seconds:
+            n_best, best_expected, best_s = n_tokens, expected, seconds
+    lengths = [0] * len(drafts)
+    for _, index in tokens[:n_best]:
         lengths[-index] += 1
-    return _Choice(lengths, expected, tick_s)
+    return _Choice(lengths, best_expected, best_s)
 
 
 def can_gain(
     n_decode: int, plain_s: float, draft_token_s: float, step_s: float = 0.0, probability: float = 1.0
 ) -> bool:
-    """Return whether drafts can gain enough if each of their tokens is accepted with at most this probability."""
+    """Return whether drafts can gain enough if each of their tokens is accepted with at most this probability.
+
+    `draft_token_s` is the shortest time of a draft token.
+    """
     return LEAST_GAIN * (n_decode * draft_token_s + step_s) <= probability * plain_s

@@ -24,6 +24,7 @@ from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, Candidate, can_gain, choose_lengths
 from llamaq.worker.scheduling.draft_model_times import DraftModelTimes
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
+from llamaq.worker.scheduling.draft_times import DraftTimes
 from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 log = logging.getLogger(__name__)
@@ -214,7 +215,12 @@ class DraftModelSpeculation(Speculation):
         longest = MAX_DRAFT_TOKENS if costs.is_step_new else SHORT_TOKENS
         candidates = [Candidate(min(longest, one.n_max), one.probability) for one in worthwhile]
         lengths = choose_lengths(
-            candidates, costs.n_decode, costs.plain_s, costs.token_s or 0.0, room, costs.step_s or 0.0
+            candidates,
+            costs.n_decode,
+            costs.plain_s,
+            DraftTimes.constant(costs.token_s or 0.0),
+            room,
+            costs.step_s or 0.0,
         )
         return {one.slot: length for one, length in zip(worthwhile, lengths, strict=True) if length}
 

@@ -11,6 +11,7 @@ from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.scheduling.draft_lengths import Candidate, can_gain, choose_lengths
+from llamaq.worker.scheduling.draft_times import DraftTimes
 from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 FIRST_TOKENS = 4
@@ -23,6 +24,7 @@ trial, up to `TRIAL_AFTER`. It begins anew after a draft whose tokens were all a
 TRIAL_TOKENS = 2
 """Largest number of tokens of a trial, and of the first draft of each grade of a job: other jobs may have raised the
 estimate of the grade, but the text of this job may be of another kind."""
+NO_TIMES = DraftTimes.constant(0.0)
 
 
 class _Proposal(NamedTuple):
@@ -43,17 +45,17 @@ class NgramSpeculation(Speculation):
         """Maps each grade to the number of such ticks before its next trial."""
         self._plain_s: float | None = None
         """The time of a tick without drafts, as the last plan predicted it, in seconds. None: it was not known."""
-        self._token_s = 0.0
-        """The time of a draft token, as the last plan predicted it, in seconds."""
+        self._draft_times = NO_TIMES
+        """The times of draft tokens, as the last plan predicted them."""
 
     def finds_none(self, batch: Batch) -> bool:
         """Search for drafts; see `Speculation.finds_none`."""
-        n_decode, plain_s, token_s = batch.n_decode, self._plain_s, self._token_s
+        n_decode, plain_s, times = batch.n_decode, self._plain_s, self._draft_times
         if plain_s is None:
             return False  # the time of the last tick is recorded before the next plan
-        if can_gain(n_decode, plain_s, token_s):
+        if can_gain(n_decode, plain_s, times.least_token_s):
             proposals = self._proposals(batch)
-            if any(self._lengths(proposals, self._max_tokens, n_decode, plain_s, token_s)):
+            if any(self._lengths(proposals, self._max_tokens, n_decode, plain_s, times)):
                 return False
             grades = _grades(proposals)
             if any(map(self._is_trial_due, grades)):
@@ -66,19 +68,19 @@ class NgramSpeculation(Speculation):
         """Return the batch with drafts; see `add_drafts`."""
         n_decode = batch.n_decode
         self._plain_s = plain_s = self._times.plain_s(n_decode)
-        token_s = self._times.draft_token_s
-        if token_s is None or self._times.n_drafted_ticks < N_FIRST:
-            room, token_s = min(room, FIRST_TOKENS), 0.0
-        self._token_s = token_s
+        times = self._times.draft_times(n_decode)
+        if times is None or self._times.n_drafted_ticks < N_FIRST:
+            room, times = min(room, FIRST_TOKENS), NO_TIMES
+        self._draft_times = times
         if plain_s is None:
             return batch  # this tick measures it
-        room = int(min(room, self._max_tokens, n_within(limit_s - plain_s, token_s)))
-        if room <= 0 or not can_gain(n_decode, plain_s, token_s):
+        room = int(min(room, self._max_tokens, n_within(limit_s - plain_s, times.largest_token_s)))
+        if room <= 0 or not can_gain(n_decode, plain_s, times.least_token_s):
             return batch
         proposals = self._proposals(batch)
         if not proposals:
             return batch
-        drafts = self._choose(proposals, room, n_decode, plain_s, token_s)
+        drafts = self._choose(proposals, room, n_decode, plain_s, times)
         decode = tuple(part._replace(draft=drafts.get(part.slot, NO_DRAFT)) for part in batch.decode)
         return replace(batch, decode=decode)
 
@@ -111,19 +113,19 @@ class NgramSpeculation(Speculation):
         return _Proposal(slot, drafting, draft.first(n_tokens), self._probability(drafting, draft.grade))
 
     def _choose(
-        self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, token_s: float
+        self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, times: DraftTimes
     ) -> dict[Slot, Draft]:
         """Return the parts of the proposed drafts to verify."""
-        lengths = self._lengths(proposals, room, n_decode, plain_s, token_s)
+        lengths = self._lengths(proposals, room, n_decode, plain_s, times)
         chosen = {one.slot: one.draft.first(length) for one, length in zip(proposals, lengths, strict=True) if length}
         return chosen or self._try_one(proposals, room)
 
     def _lengths(
-        self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, token_s: float
+        self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, times: DraftTimes
     ) -> list[int]:
         """Return how many tokens of each proposed draft promise a gain."""
         candidates = [Candidate(len(one.draft), one.probability) for one in proposals]
-        return choose_lengths(candidates, n_decode, plain_s, token_s, room)
+        return choose_lengths(candidates, n_decode, plain_s, times, room)
 
     def _try_one(self, proposals: Sequence[_Proposal], room: int) -> dict[Slot, Draft]:
         """Return a trial of the job with the fewest drafted tokens, if a trial is due."""
