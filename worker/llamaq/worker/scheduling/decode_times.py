@@ -52,7 +52,8 @@ class DecodeTimes:
             token_s = (seconds - plain_s) / n_drafted
             self._drafted.append((self._n_ticks, n_drafted, token_s))
             self._is_valid_until = self._n_ticks
-            self._measured(n_decode).record(self._n_ticks, n_drafted, token_s)
+            of_lengths = self._of_lengths.setdefault(n_decode, MeasuredDraftTimes(FORGOTTEN_AFTER))
+            of_lengths.record(self._n_ticks, n_drafted, token_s)
             self._last_measured = n_decode
 
     def plain_s(self, n_decode: int) -> float | None:
@@ -65,14 +66,11 @@ class DecodeTimes:
 
         If no such tick was measured, the times are those of the newest ticks with drafts.
         """
-        own = self._of_lengths.get(n_decode)
-        times = None if own is None else own.read(self._n_ticks)
-        return self._measured(self._last_measured).read(self._n_ticks) if times is None else times
-
-    def _measured(self, n_decode: int) -> MeasuredDraftTimes:
-        if n_decode not in self._of_lengths:
-            self._of_lengths[n_decode] = MeasuredDraftTimes(FORGOTTEN_AFTER)
-        return self._of_lengths[n_decode]
+        for number in (n_decode, self._last_measured):
+            measured = self._of_lengths.get(number)
+            if measured is not None and (times := measured.read(self._n_ticks)) is not None:
+                return times
+        return None
 
     @property
     def draft_token_s(self) -> float | None:
