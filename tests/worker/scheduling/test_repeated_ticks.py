@@ -190,7 +190,7 @@ def test_a_fault_of_the_late_tick_of_a_job_that_has_ended_has_no_effect(fault: s
     rig.tick(repeats=2)
     batch = rig.scheduler.plan()
     results = rig.engine.run(batch)
-    assert rig.scheduler.repeater.extend(results)
+    assert rig.scheduler.repeater.next_batch(results) is not None
     match fault:
         case "refuse":
             rig.engine.refuse()
@@ -386,7 +386,7 @@ def test_the_strategy_gets_the_time_of_each_repeated_tick() -> None:
     ticks = []
     for at_s in (1, 3, 6):
         results = rig.engine.run(batch)
-        assert repeater.extend(results)
+        assert repeater.next_batch(results) is not None
         ticks.append((results, start_s + at_s))
     rig.clock.now_s = start_s + 10
     for results, ended_s in ticks:

@@ -6,7 +6,7 @@ of a frozen dataclass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from llamaq.common.errors import JobRejected
@@ -143,6 +143,12 @@ class Batch:
     def n_jobs(self) -> int:
         """Number of jobs with tokens in the batch."""
         return len(self.decode) + len(self.prefill)
+
+    def without_drafts(self) -> Batch:
+        """Return the batch without its drafts."""
+        if not self.n_drafts:
+            return self
+        return replace(self, decode=tuple([part._replace(draft=NO_DRAFT) for part in self.decode]))
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)

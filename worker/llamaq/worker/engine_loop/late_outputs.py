@@ -25,9 +25,9 @@ class ComputedTick(NamedTuple):
 
 
 class TickRepeater(Protocol):
-    """Lets the next tick compute the last batch again, without a plan. `RepeatedTicks` documents the methods."""
+    """Makes the next batch without a plan. `RepeatedTicks` documents the methods."""
 
-    def extend(self, results: Any) -> bool: ...
+    def next_batch(self, results: Any) -> Any: ...
     def late_outputs(self, batch: Any, results: Any, ended_s: float) -> Sequence[Output]: ...
 
     def preparation(self, batch: Any) -> Callable[[], None] | None: ...
@@ -43,7 +43,7 @@ class TickRepeater(Protocol):
 
 
 class LateOutputs:
-    """Makes and publishes the outputs of the ticks that `TickRepeater.extend` has accepted.
+    """Makes and publishes the outputs of the ticks after which `TickRepeater` has made the next batch.
 
     To wake the publishing thread takes longer than to make the outputs of one token. So `begin` passes all ticks on
     that have been added since the last call.
@@ -66,10 +66,11 @@ class LateOutputs:
         """Add the next tick."""
         self._ticks.append(tick)
 
-    def begin(self, *, is_due: bool) -> None:
+    def begin(self, batch: Any, *, is_due: bool) -> None:
         """Make the outputs of the added ticks, on the publishing thread.
 
         Args:
+            batch: The next batch, whose draws are prepared too.
             is_due: Whether to publish these outputs and those of earlier calls. False: a later call publishes them.
 
         Raises:
@@ -77,7 +78,7 @@ class LateOutputs:
         """
         self.wait()
         ticks, self._ticks = self._ticks, []
-        preparation = self.repeater.preparation(ticks[-1].batch)
+        preparation = self.repeater.preparation(batch)
         self._publisher.begin(partial(self._make, ticks, preparation, is_due))
         self._is_making = True
 
@@ -108,5 +109,7 @@ class LateOutputs:
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
         for tick in ticks:
             outputs = self.repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
-            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, 0, self._shared.queue_depth.n_waiting))
+            n_accepted = len(outputs) - tick.batch.n_decode  # without its draft, each stream gets one token
+            n_waiting = self._shared.queue_depth.n_waiting
+            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, n_accepted, n_waiting))
             self._publisher.add(outputs)

@@ -280,7 +280,7 @@ class TickLoop:
     def _tick(self) -> None:
         """Run one tick: decide what to compute, compute it while the last tick is published, and apply the results.
 
-        While the next batch is the same one, it is computed again at once.
+        While the next batch needs no plan, it is computed at once.
         """
         scheduler = self._scheduler
         scheduler.expire()
@@ -355,7 +355,7 @@ class TickLoop:
         return ComputedTick(batch, results, ended_s - started_s, ended_s)
 
     def _repeat(self, tick: ComputedTick) -> ComputedTick:
-        """Compute the batch of the tick again, while nothing else has to be done before.
+        """Compute the next batches without a plan, while nothing else has to be done before.
 
         The outputs of all these ticks are made and published while the next ones are computed.
 
@@ -366,15 +366,15 @@ class TickLoop:
             return tick
         repeater = late.repeater
         try:
-            while self._has_nothing_else_to_do() and repeater.extend(tick.results):
+            while self._has_nothing_else_to_do() and (batch := repeater.next_batch(tick.results)) is not None:
                 late.add(tick)
                 is_due = not self._ends_soon()
                 if is_due:
                     self._published_s = tick.ended_s
                 if is_due or repeater.have_stop_strings or repeater.can_prepare:
-                    late.begin(is_due=is_due)
+                    late.begin(batch, is_due=is_due)
                 self._end_tick()
-                tick = self._compute(tick.batch)
+                tick = self._compute(batch)
                 if repeater.have_stop_strings:
                     late.wait()
                     if repeater.has_stopped:

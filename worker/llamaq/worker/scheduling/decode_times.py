@@ -62,15 +62,14 @@ class DecodeTimes:
         return _median(times) if times else None
 
     def draft_times(self, n_decode: int) -> DraftTimes | None:
-        """Return the times of draft tokens in a tick with this number of decode tokens. None: not known.
+        """Return the times of draft tokens in a tick with this number of decode tokens. None: not measured."""
+        measured = self._of_lengths.get(n_decode)
+        return None if measured is None else measured.read(self._n_ticks)
 
-        If no such tick was measured, the times are those of the newest ticks with drafts.
-        """
-        for number in (n_decode, self._last_measured):
-            measured = self._of_lengths.get(number)
-            if measured is not None and (times := measured.read(self._n_ticks)) is not None:
-                return times
-        return None
+    @property
+    def last_draft_times(self) -> DraftTimes | None:
+        """The times of draft tokens in a tick with as many decode tokens as the last measured tick with drafts had."""
+        return self.draft_times(self._last_measured)
 
     @property
     def draft_token_s(self) -> float | None:

@@ -97,6 +97,8 @@ class DraftModelSpeculation(Speculation):
         measured: Measurements of the draft model. If empty, the first drafts measure how long it takes.
     """
 
+    needs_plan = True
+
     def __init__(
         self,
         end_tokens: frozenset[int],
@@ -122,10 +124,6 @@ class DraftModelSpeculation(Speculation):
         self._had_trial = False
         self._n_since_trial, self._since_trial_s = 0, 0.0
         """Number of ticks since the last trial, and their time in seconds."""
-
-    def finds_none(self, batch: Batch) -> bool:  # noqa: ARG002 - part of the interface
-        """Return False: only a plan tells whether the draft model is used."""
-        return False
 
     def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with a plan for the draft model; see `Speculation.add_drafts`."""

@@ -34,8 +34,31 @@ class _Proposal(NamedTuple):
     probability: float
 
 
+class _Prediction(NamedTuple):
+    """The predicted times of ticks with a certain number of decode tokens."""
+
+    n_decode: int
+    plain_s: float | None
+    """The seconds of a tick without drafts. None: not known."""
+    times: DraftTimes
+    """The times of draft tokens."""
+    longest: int
+    """Largest number of draft tokens in a tick. It is small while too few ticks with drafts are measured."""
+    is_measured: bool
+    """Whether `times` were measured in ticks with `n_decode` decode tokens, and not in other ones."""
+
+    @property
+    def forbids_drafts(self) -> bool:
+        """Whether no draft can gain. If the times are those of other ticks, a trial may tell something else."""
+        return self.plain_s is None or (
+            self.is_measured and not can_gain(self.n_decode, self.plain_s, self.times.least_token_s)
+        )
+
+
 class NgramSpeculation(Speculation):
     """Verifies the drafts that the drafter of each job proposes; see `Speculation`."""
+
+    needs_plan = False
 
     def __init__(self, end_tokens: frozenset[int], max_tokens: int) -> None:
         super().__init__(end_tokens, max_tokens)
@@ -43,46 +66,41 @@ class NgramSpeculation(Speculation):
         """Maps each grade to the number of ticks since its last trial in which its drafts promised no gain."""
         self._trial_after: dict[int, int] = {}
         """Maps each grade to the number of such ticks before its next trial."""
-        self._plain_s: float | None = None
-        """The time of a tick without drafts, as the last plan predicted it, in seconds. None: it was not known."""
-        self._draft_times = NO_TIMES
-        """The times of draft tokens, as the last plan predicted them."""
-
-    def finds_none(self, batch: Batch) -> bool:
-        """Search for drafts; see `Speculation.finds_none`."""
-        n_decode, plain_s, times = batch.n_decode, self._plain_s, self._draft_times
-        if plain_s is None:
-            return False  # the time of the last tick is recorded before the next plan
-        if can_gain(n_decode, plain_s, times.least_token_s):
-            proposals = self._proposals(batch)
-            if any(self._lengths(proposals, self._max_tokens, n_decode, plain_s, times)):
-                return False
-            grades = _grades(proposals)
-            if any(map(self._is_trial_due, grades)):
-                return False
-            self._pass(grades)
-        self._n_without += 1
-        return True
+        self._prediction = self._predict(1)
+        """The last prediction. It does not change while another thread records a tick."""
 
     def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with drafts; see `add_drafts`."""
-        n_decode = batch.n_decode
-        self._plain_s = plain_s = self._times.plain_s(n_decode)
-        times = self._times.draft_times(n_decode)
-        if times is None or self._times.n_drafted_ticks < N_FIRST:
-            room, times = min(room, FIRST_TOKENS), NO_TIMES
-        self._draft_times = times
-        if plain_s is None:
-            return batch  # this tick measures it
-        room = int(min(room, self._max_tokens, n_within(limit_s - plain_s, times.largest_token_s)))
-        if room <= 0 or not can_gain(n_decode, plain_s, times.least_token_s):
+        if batch.n_decode != self._prediction.n_decode:  # never between repeated ticks
+            self._prediction = self._predict(batch.n_decode)
+        prediction = self._prediction
+        plain_s = prediction.plain_s
+        if plain_s is None or prediction.forbids_drafts:
+            return batch  # this tick measures `plain_s`, if it was not known
+        room = int(min(room, prediction.longest, n_within(limit_s - plain_s, prediction.times.largest_token_s)))
+        if room <= 0:
             return batch
         proposals = self._proposals(batch)
         if not proposals:
             return batch
-        drafts = self._choose(proposals, room, n_decode, plain_s, times)
-        decode = tuple(part._replace(draft=drafts.get(part.slot, NO_DRAFT)) for part in batch.decode)
+        drafts = self._choose(proposals, room, batch.n_decode, plain_s, prediction.times)
+        if not drafts:
+            return batch
+        decode = tuple([part._replace(draft=drafts.get(part.slot, NO_DRAFT)) for part in batch.decode])
         return replace(batch, decode=decode)
+
+    def record_tick(self, batch: Batch, seconds: float) -> None:
+        """Learn from the time of a tick; see `Speculation.record_tick`."""
+        super().record_tick(batch, seconds)
+        self._prediction = self._predict(batch.n_decode)
+
+    def _predict(self, n_decode: int) -> _Prediction:
+        """Predict the times of ticks with this number of decode tokens."""
+        plain_s, own = self._times.plain_s(n_decode), self._times.draft_times(n_decode)
+        times = self._times.last_draft_times if own is None else own
+        if times is None or self._times.n_drafted_ticks < N_FIRST:
+            return _Prediction(n_decode, plain_s, NO_TIMES, min(FIRST_TOKENS, self._max_tokens), is_measured=False)
+        return _Prediction(n_decode, plain_s, times, self._max_tokens, is_measured=own is not None)
 
     def record_draft(self, drafting: Drafting, draft: Draft, n_accepted: int) -> None:
         """Record the outcome of a draft; see `Speculation.record_draft`."""

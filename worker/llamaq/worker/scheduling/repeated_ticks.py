@@ -1,16 +1,18 @@
-"""Repeats a tick: the next tick computes the next token of the same streams, without a new plan.
+"""Repeats a tick: the next tick computes the next tokens of the same streams, without a new plan.
 
 Most ticks compute decode tokens only, for the same jobs as the tick before. Then the next batch is known as soon as the
 tokens are sampled. The histories and the KV cells are recorded at once, because the next batch needs them. The texts of
 the tokens and the masks of grammars are made later, by another thread, while the next batch is computed.
 
 A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
-compute, a waiting job that may preempt another one, cells to evict or to move, a draft, forced tokens, a deadline.
-Between repeated ticks, the texts are searched for drafts. The longer no draft was found, the less often they are
-searched.
+compute, a waiting job that may preempt another one, cells to evict or to move, forced tokens, a deadline.
+
+The texts are searched for drafts, and these are added to the batch. The longer no draft was found, the less often the
+texts are searched. A draft model and grammars need a plan for each search.
 
 If a job ends by a stop string, this is found when the text is made. The next tick has then begun. It computes the KV
-cell of the job's last token. The token that it samples for the job is not used.
+cell of the job's last token. The token that it samples for the job is not used. So a stream with stop strings that got
+several tokens in a tick needs a plan: the stop string might end before the last of these tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
 from llamaq.worker.core.job import NewToken
 from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
@@ -38,15 +41,15 @@ class RepeatedTicks:
     A worker makes these calls between `Scheduler.plan` and `Scheduler.apply`:
 
         results = engine.run(batch)
-        while repeater.extend(results):
-            results = engine.run(batch)
+        while (following := repeater.next_batch(results)) is not None:
+            batch, results = following, engine.run(following)
 
-    `late_outputs` returns the outputs of each tick that `extend` has accepted, in their order. It is called for all of
-    them before `apply`. If `have_stop_strings`, it is called before the next `extend`, and if it `has_stopped` a job,
+    `late_outputs` returns the outputs of each tick that had a next batch, in their order. It is called for all of them
+    before `apply`. If `have_stop_strings`, it is called before the next `next_batch`, and if it `has_stopped` a job,
     `apply` is called next.
 
     Threads: another thread may call `late_outputs`, and what `preparation` returns, also while the engine thread calls
-    `extend` for later ticks. The engine thread calls all other methods.
+    `next_batch` for later ticks. The engine thread calls all other methods.
 
     Args:
         memory: The slots and the KV memory.
@@ -80,11 +83,15 @@ class RepeatedTicks:
         self._on_tick = on_tick
         self._clock = clock
         self._n_left = 0
-        """How often the planned batch can be repeated."""
+        """How many tokens each job can get before the next plan."""
         self._batch = Batch()
-        """The planned batch."""
+        """The last batch."""
+        self._without_drafts = Batch()
+        """The last batch without its drafts."""
         self._n_unsearched = 0
-        """How often it is repeated before the next search for drafts."""
+        """Number of ticks before the next search for drafts."""
+        self._drafts_need_plan = False
+        """Whether only a plan searches for drafts."""
         self._until_s = 0.0
         """When the first deadline of a job is reached."""
         self.have_stop_strings = False
@@ -111,13 +118,17 @@ class RepeatedTicks:
         if not self._would_be_planned_again(batch):
             return
         runs = [part.slot.active for part in batch.decode]
+        self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
+        self._drafts_need_plan = self.can_prepare or self._tokens_ahead.needs_plan
+        if self._drafts_need_plan and batch.n_drafts:
+            return
         n_to_end = min([run.max_length - len(run.tokens) for run in runs]) - 1
         self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD))
         self._batch = batch
+        self._without_drafts = batch.without_drafts()
         self._n_unsearched = self._tokens_ahead.n_unsearched(runs)
         self._until_s = self._first_deadline_s(runs, now_s)
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
-        self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
         self._has_room_for_forced = self.can_prepare and batch.n_tokens < self._strategy.limits.budget
 
     def _would_be_planned_again(self, batch: Batch) -> bool:
@@ -127,7 +138,7 @@ class RepeatedTicks:
             and self._strategy.decodes_all
             and not self._memory.has_transfers
             and not self._preemption.may_preempt
-            and not batch.has_draft_work
+            and batch.draft_plan is NO_DRAFT_PLAN
             and not batch.n_forced
         )
 
@@ -138,48 +149,61 @@ class RepeatedTicks:
 
     # ---- the repeated ticks
 
-    def extend(self, results: Sequence[SlotResult]) -> bool:
-        """Append the sampled tokens to the histories, if the next tick can compute the same batch.
+    def next_batch(self, results: Sequence[SlotResult]) -> Batch | None:
+        """Record the sampled tokens, and return the batch of the next tick.
+
+        Args:
+            results: The results of the last batch.
 
         Returns:
-            False if it cannot. Then nothing has changed.
+            None: the next tick needs a plan. Then nothing has changed.
         """
         if self._n_left <= 0 or self._clock() >= self._until_s or not all(map(self._continues, results)):
-            return False
-        if not self._has_no_draft(results):
-            return False
-        self._n_left -= 1
-        for slot, n_past, sampled, _, _ in results:
-            slot.active.tokens.append(sampled[0].token)
-            self._memory.record_progress(slot, n_past)
-        return True
+            return None
+        n_tokens = max([len(result.sampled) for result in results])
+        if n_tokens > self._n_left or (self._drafts_need_plan and not self._n_unsearched):
+            return None
+        self._n_left -= n_tokens
+        self._record(results)
+        self._batch = self._next_batch()
+        return self._batch
 
     def _continues(self, result: SlotResult) -> bool:
-        """Whether the stream has got one token, and this is not its last one."""
+        """Whether the stream has got tokens, and none of them is its last one."""
         slot, n_past, sampled, error, _ = result
-        run = slot.active
-        is_next = error is None and len(sampled) == 1 and n_past == run.n_past + 1
-        if not is_next or sampled[0].token in self._end_tokens:
+        run, n_sampled = slot.active, len(sampled)
+        has_cells = n_past >= len(run.tokens) + n_sampled - 1
+        if error is not None or not n_sampled or not has_cells or sampled[-1].token in self._end_tokens:
+            return False
+        if n_sampled > 1 and run.job.detokenizer.has_stop_strings:
             return False
         # The first of the forced tokens is the one that was sampled. The next plan has a part for the others.
         return not self._has_room_for_forced or self._tokens_ahead.n_forced_after(run) < FORCED_AHEAD
 
-    def _has_no_draft(self, results: Iterable[SlotResult]) -> bool:
-        """Whether no draft promises a gain after the sampled tokens, or it is not time to search for one."""
+    def _record(self, results: Iterable[SlotResult]) -> None:
+        """Record the sampled tokens and the cells of the streams, and the outcomes of the drafts."""
+        for slot, n_past, sampled, _, _ in results:
+            slot.active.tokens += [one.token for one in sampled]
+            self._memory.record_progress(slot, n_past)
+        if self._batch is self._without_drafts:
+            return
+        drafts = {part.slot: part.draft for part in self._batch.decode}
+        for result in results:
+            n_accepted = len(result.sampled) - 1
+            n_before = len(result.slot.active.tokens) - len(result.sampled)
+            self._tokens_ahead.end_tick(result, drafts[result.slot], n_before, n_accepted)
+
+    def _next_batch(self) -> Batch:
+        """Return the next batch. It has drafts, if it is time to search for them and one is found."""
         if self._n_unsearched:
             self._n_unsearched -= 1
-            return True
-        runs = [result.slot.active for result in results]
-        for run, result in zip(runs, results, strict=True):
-            run.tokens.append(result.sampled[0].token)
-        finds_none = self._tokens_ahead.finds_no_draft(self._batch)
-        for run in runs:
-            run.tokens.pop()
-        self._n_unsearched = self._tokens_ahead.n_unsearched(runs)
-        return finds_none
+            return self._without_drafts
+        batch = self._tokens_ahead.add_drafts(self._without_drafts)
+        self._n_unsearched = self._tokens_ahead.n_unsearched([part.slot.active for part in batch.decode])
+        return batch
 
     def late_outputs(self, batch: Batch, results: Iterable[SlotResult], ended_s: float) -> list[NewToken]:
-        """Return the outputs of a tick that `extend` has accepted. The texts of its tokens are made now.
+        """Return the outputs of a tick that had a next batch. The texts of its tokens are made now.
 
         Args:
             batch: The batch.
@@ -189,7 +213,7 @@ class RepeatedTicks:
         outputs = []
         for slot, _, sampled, _, _ in results:
             job = slot.active.job
-            outputs.append(new_token(job, sampled[0], ended_s))
+            outputs += [new_token(job, one, ended_s) for one in sampled]
             if job.detokenizer.stop_string is not None:
                 self._stopped.add(slot)
         self._on_tick(batch, ended_s)

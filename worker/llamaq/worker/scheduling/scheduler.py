@@ -32,6 +32,7 @@ from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledTo
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
+from llamaq.worker.core.token_draft import NO_DRAFT
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
@@ -399,15 +400,11 @@ class Scheduler:
         if has_advanced and slot.state is SlotState.PREFILL and run.job.request.prompt_progress:
             self._report_progress(run, now_s)
         finish = self._append_tokens(slot, result.sampled, now_s) or result.error
-        n_verified = result.n_past - n_before
-        if n_verified > 0:
-            # The sequence holds the earlier history and then the tokens ahead: a draft, or forced tokens. It does not
-            # hold the last sampled token.
-            n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
-            self._memory.remove_after(slot, n_before + n_accepted)
-            if isinstance(part, DecodeToken) and part.draft.tokens:
-                self.n_accepted += n_accepted
-                self._tokens_ahead.record_draft(run, part.draft.first(n_verified), n_accepted)
+        draft = part.draft if isinstance(part, DecodeToken) else NO_DRAFT
+        n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
+        self._tokens_ahead.end_tick(result, draft, n_before, n_accepted)
+        if draft.tokens:
+            self.n_accepted += n_accepted
         if finish is not None:
             self._finish(slot, finish)
         elif slot.state is SlotState.DECODE and run.n_pending > 1:

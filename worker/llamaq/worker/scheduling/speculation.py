@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import inf
+from typing import ClassVar
 
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_acceptance import Acceptance
@@ -34,7 +35,15 @@ class Speculation(ABC):
     Args:
         end_tokens: The model's end-of-generation tokens. A draft ends before such a token: the job may end there.
         max_tokens: Largest number of draft tokens in a tick.
+
+    Threads: while the engine thread adds drafts to repeated ticks, another thread may call `record_tick` for earlier
+    ones of these ticks. The engine thread makes all other calls.
+
+    Attributes:
+        needs_plan: Whether drafts are found only with a plan. If not, they are added to repeated ticks too.
     """
+
+    needs_plan: ClassVar[bool]
 
     def __init__(self, end_tokens: frozenset[int], max_tokens: int) -> None:
         self._end_tokens = end_tokens
@@ -59,19 +68,8 @@ class Speculation(ABC):
 
     @property
     def n_unsearched(self) -> int:
-        """Number of ticks before the next search for drafts, after one that found none."""
+        """Number of ticks before the next search for drafts. 0 after a search that found one."""
         return min(self._n_without // SEARCHES_PER_TICK, MAX_UNSEARCHED)
-
-    @abstractmethod
-    def finds_none(self, batch: Batch) -> bool:
-        """Search for drafts. Return whether the next plan would add no draft to the decode tokens of `batch`.
-
-        This takes less time than a plan. If it returns True, it counts as a plan without a draft. The predicted times
-        of the last plan are used, because another thread may record a tick now.
-
-        Args:
-            batch: The batch of the last plan.
-        """
 
     @abstractmethod
     def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:

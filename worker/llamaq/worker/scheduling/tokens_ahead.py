@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from math import inf
 
-from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.slot import Run
 from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
@@ -32,20 +33,38 @@ class TokensAhead:
         self._strategy = strategy
         self._speculation = speculation
         self._forced = ForcedTokens(can_remove=memory.can_remove_draft)
+        self._limit_s = inf
+        """Longest time of a tick with tokens ahead, as of the last plan, in seconds."""
 
     def add(self, batch: Batch) -> Batch:
         """Return the batch with its tokens ahead."""
         has_grammar = any(part.slot.active.job.sampler.can_prepare for part in batch.decode)
         if not has_grammar and self._speculation is None:
             return batch
-        room = min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
-        limit_s = self._strategy.draft_limit_s(self._memory.slots)
+        room = self._room(batch)
+        self._limit_s = limit_s = self._strategy.draft_limit_s(self._memory.slots)
         if has_grammar:
             batch = self._forced.add(batch, room, limit_s)
         if self._speculation is not None:
             left_s = self._forced.left_s(batch, limit_s)
             batch = self._speculation.add_drafts(batch, room - batch.n_forced, left_s)
         return batch
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether only a plan finds drafts, and removes the tokens that are not accepted."""
+        is_simple = self._speculation is None or not self._speculation.needs_plan
+        return not (is_simple and self._memory.can_remove_draft)
+
+    def add_drafts(self, batch: Batch) -> Batch:
+        """Return the batch of a repeated tick with drafts. None of its jobs has a grammar."""
+        if self._speculation is None:
+            return batch
+        return self._speculation.add_drafts(batch, self._room(batch), self._limit_s)
+
+    def _room(self, batch: Batch) -> int:
+        """Return how many tokens can be added to a batch."""
+        return min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
 
     def n_forced_after(self, run: Run) -> int:
         """Return how many tokens must follow the history of a run, as far as they may be added to a batch."""
@@ -59,20 +78,29 @@ class TokensAhead:
             return sys.maxsize
         return self._speculation.n_unsearched
 
-    def finds_no_draft(self, batch: Batch) -> bool:
-        """Search for drafts. Return whether the next plan would add no draft to the decode tokens of `batch`."""
-        return self._speculation is None or self._speculation.finds_none(batch)
-
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""
         self._forced.record_tick(batch, seconds)
         if self._speculation is not None:
             self._speculation.record_tick(batch, seconds)
 
-    def record_draft(self, run: Run, draft: Draft, n_accepted: int) -> None:
-        """Record the outcome of a draft that was verified."""
-        if self._speculation is not None and run.job.drafting is not None:
-            self._speculation.record_draft(run.job.drafting, draft, n_accepted)
+    def end_tick(self, result: SlotResult, draft: Draft, n_before: int, n_accepted: int) -> None:
+        """Remove the cells of tokens ahead that were not accepted, and record the outcome of a draft.
+
+        Args:
+            result: What the engine computed for a slot. The tokens that were sampled are part of the history now.
+            draft: The draft of the slot.
+            n_before: Number of tokens of the history before the tick.
+            n_accepted: Number of tokens ahead that were accepted.
+        """
+        n_verified = result.n_past - n_before
+        if n_verified <= 0:  # the tokens ahead were not computed, or there were none
+            return
+        # The sequence holds the earlier history and then the tokens ahead. It does not hold the last sampled token.
+        self._memory.remove_after(result.slot, n_before + n_accepted)
+        drafting = result.slot.active.job.drafting
+        if draft.tokens and self._speculation is not None and drafting is not None:
+            self._speculation.record_draft(drafting, draft.first(n_verified), n_accepted)
 
     def __repr__(self) -> str:
         return f"<TokensAhead {self._forced!r} {self._speculation!r}>"

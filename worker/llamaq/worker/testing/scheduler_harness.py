@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from llamaq.worker.core.batch import SlotResult
+from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Output
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
@@ -113,18 +113,18 @@ def run_tick(scheduler: Scheduler, engine: FakeEngine, *, repeats: int = 0) -> l
     batch = scheduler.plan()
     results = engine.run(batch)
     outputs: list[Output] = []
-    late: list[list[SlotResult]] = []
+    late: list[tuple[Batch, list[SlotResult]]] = []
     repeater = scheduler.repeater
     for _ in range(repeats):
-        if repeater.has_stopped or not repeater.extend(results):
+        if repeater.has_stopped or (following := repeater.next_batch(results)) is None:
             break
         scheduler.check_integrity()
-        late.append(results)
-        results = engine.run(batch)
+        late.append((batch, results))
+        batch, results = following, engine.run(following)
         if repeater.have_stop_strings:
-            outputs += repeater.late_outputs(batch, late.pop(), 0.0)
-    for earlier in late:
-        outputs += repeater.late_outputs(batch, earlier, 0.0)
+            outputs += repeater.late_outputs(*late.pop(), 0.0)
+    for earlier, its_results in late:
+        outputs += repeater.late_outputs(earlier, its_results, 0.0)
     outputs += scheduler.apply(batch, results)
     scheduler.check_integrity()
     return outputs
