@@ -13,6 +13,8 @@ from llamaq.worker.engine_loop.output_mailbox import Message, OutputMailbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
+from llamaq.worker.scheduling.draft_sequences import DraftSequences
 from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
 from llamaq.worker.testing.fake_job import make_job
 from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler
@@ -70,6 +72,12 @@ class SlowDrafter:
         return batch
 
 
+def speculation_of_model(engine: FakeEngine) -> DraftModelSpeculation:
+    """Return the plans for a draft model that was not measured."""
+    sequences = DraftSequences(N_SLOTS, n_cells=1000, n_vocab=engine.n_vocab, held_cells=0)
+    return DraftModelSpeculation(engine.vocab.end_tokens, 4, sequences, max_missing=64)
+
+
 class Loop:
     """A tick loop with a fake engine, and its effects in order: recorded ticks and messages."""
 
@@ -80,13 +88,16 @@ class Loop:
         mailbox: type[RecordingMailbox] = RecordingMailbox,
         stream_interval_s: float = 0.0,
         draft_s: float | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         self.effects: list[object] = []
         self.clock = ManualClock()
         self.engine = engine(self.clock)
         memory = make_memory(self.engine, n_slots=N_SLOTS)
-        draft_tokens = 0 if draft_s is None else 4
-        self.scheduler = make_scheduler(self.engine, memory, draft_tokens=draft_tokens, clock=self.clock)
+        speculation = None if draft_s is None else speculation_of_model(self.engine)
+        self.scheduler = make_scheduler(
+            self.engine, memory, speculation=speculation, draft_tokens=draft_tokens, clock=self.clock
+        )
         self.shared = SharedState(RecordingTelemetry(self.effects), mailbox(self.effects))
         self.ticks = TickLoop(
             self.scheduler,

@@ -16,11 +16,14 @@ from tests.support.tick_loop_rig import (
 )
 
 from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.tick_loop import SNAPSHOT_EVERY_S
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
+from llamaq.worker.testing.fake_engine import next_letter
 from llamaq.worker.testing.fake_job import ByteVocab, GreedySampler, make_job
 
 pytestmark = pytest.mark.interpreted  # the recording classes inherit from compiled ones
@@ -92,6 +95,31 @@ def test_tokens_of_short_repeated_ticks_are_published_together(kind: str) -> Non
     mailbox = loop.shared.outputs
     assert isinstance(mailbox, CountingMailbox)
     assert mailbox.n_publications == 5, "the first token, every 50 ms, and the end"
+
+
+class LetterDrafter:
+    """Drafts the tokens that the fake model generates."""
+
+    def propose(self, history: Sequence[int], n_max: int) -> Draft:
+        tokens = list(history)
+        while len(tokens) < len(history) + n_max:
+            tokens.append(next_letter(tokens))
+        return Draft(tuple(tokens[len(history) :]))
+
+
+@pytest.mark.parametrize("stream_interval_s", [0.0, 0.01])
+def test_the_accepted_tokens_of_repeated_ticks_are_counted_and_published_in_order(stream_interval_s: float) -> None:
+    loop = Loop(draft_tokens=4, stream_interval_s=stream_interval_s)
+    loop.engine.batch_s = 0.001
+    job = make_job(max_tokens=60, drafting=Drafting(LetterDrafter(), 4))
+    loop.start(job)
+    loop.run_until_empty()
+    assert bytes(tokens_of(loop, job)).decode() == first_letters(60)
+    [end] = [effect for effect in loop.effects if isinstance(effect, JobEnded)]
+    ticks = [effect for effect in loop.effects if isinstance(effect, TickStats)]
+    assert end.stats.accepted_tokens == sum(tick.accepted_tokens for tick in ticks) > 20
+    assert sum(tick.decode_tokens for tick in ticks) == 59, "the first of 60 tokens comes from the prompt"
+    assert loop.engine.sequences.memory == {}
 
 
 class PreparingSampler(GreedySampler):

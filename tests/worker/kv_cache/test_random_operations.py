@@ -16,6 +16,7 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.core.slot import Run
+from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
@@ -56,6 +57,18 @@ class CheckingCache(RadixPrefixCache):
         return found
 
 
+class UnreliableDrafter:
+    """Drafts the tokens that the fake model generates. Each is another token with the probability `wrong`."""
+
+    def __init__(self, wrong: float, random_numbers: random.Random) -> None:
+        self._wrong = wrong
+        self._random = random_numbers
+
+    def propose(self, history: Sequence[int], n_max: int) -> Draft:
+        following = first_tokens_alone(history, n_max)
+        return Draft(tuple([token if self._random.random() >= self._wrong else 0 for token in following]))
+
+
 class RandomWorker:
     """A worker to which random operations are applied."""
 
@@ -85,7 +98,10 @@ class RandomWorker:
             similarity=0.2,
             margin=self.random.choice([1, 8, 64]),
         )
-        self.scheduler = make_scheduler(self.engine, memory, chunk_size=chunk_size, clock=self.clock)
+        self.draft_tokens = self.random.choice([0, 3, 16]) if can_cut else 0
+        self.scheduler = make_scheduler(
+            self.engine, memory, chunk_size=chunk_size, draft_tokens=self.draft_tokens, clock=self.clock
+        )
         self.jobs: dict[str, Job] = {}
         self.generated: defaultdict[str, list[int]] = defaultdict(list)
         self.ended: dict[str, JobEnded] = {}
@@ -129,11 +145,18 @@ class RandomWorker:
             cache_prompt=self.random.random() < 0.9,
             slot=self.random.choice([None, None, None, 0, 2]),
             timeout_s=self.random.choice([None, None, 20]),
+            drafting=self.drafting(),
         )
         job.scope = Scope(self.random.choice(SALTS), self.random.choice([0, 0, 5, 40]))
         job.system_tokens = min(self.random.choice([0, 20]), len(prompt))
         self.jobs[job.id] = job
         self.scheduler.submit(job)
+
+    def drafting(self) -> Drafting | None:
+        """Return the speculation of a job, or None."""
+        if not self.draft_tokens or self.random.random() < 0.3:
+            return None
+        return Drafting(UnreliableDrafter(self.random.choice([0.0, 0.2, 0.9]), self.random), self.random.randint(1, 8))
 
     def cancel(self) -> None:
         if alive := sorted(self.jobs.keys() - self.ended.keys()):
@@ -156,7 +179,8 @@ class RandomWorker:
         self.clock.now_s += 1
 
     def tick(self) -> None:
-        for output in run_tick(self.scheduler, self.engine, repeats=self.random.choice([0, 0, 1, 20])):
+        repeats, n_late = self.random.choice([0, 0, 1, 20]), self.random.choice([1, 3, 20])
+        for output in run_tick(self.scheduler, self.engine, repeats=repeats, n_late=n_late, clock=self.clock):
             assert output.job.id not in self.ended
             if isinstance(output, NewToken):
                 self.generated[output.job.id].append(output.token)

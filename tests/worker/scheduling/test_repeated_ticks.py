@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -69,10 +70,10 @@ class Rig:
         for job in jobs:
             self.scheduler.submit(job)
 
-    def tick(self, repeats: int = MANY) -> int:
+    def tick(self, repeats: int = MANY, n_late: int = MANY) -> int:
         """Run a tick, and return how often it was repeated."""
         n_before = len(self.engine.batches)
-        self.outputs += run_tick(self.scheduler, self.engine, repeats=repeats)
+        self.outputs += run_tick(self.scheduler, self.engine, repeats=repeats, n_late=n_late, clock=self.clock)
         return len(self.engine.batches) - n_before - 1
 
     def prefill(self) -> None:
@@ -306,17 +307,15 @@ def test_texts_are_searched_for_drafts_the_less_often_the_longer_none_was_found(
     job = make_job(max_tokens=840, drafting=Drafting(drafter, 4))
     rig = Rig(job, make_job(max_tokens=840), draft_tokens=8)
     rig.prefill()
-    assert rig.tick() == 0, "it measures the time of a tick without drafts"
-    assert rig.tick() > 790, "a search without a draft needs no plan"
-    while rig.scheduler.has_work:
-        rig.tick()
+    assert rig.tick(n_late=1) > 810, "neither a search nor a draft needs a plan"
+    run_all(rig)
     n_first = 4 * SEARCHES_PER_TICK
-    expected = [at // SEARCHES_PER_TICK + 1 for at in range(2, n_first + 2)]
+    expected = [at // SEARCHES_PER_TICK + 1 for at in range(3, n_first + 3)]
     assert gaps(drafter.searched[: n_first + 1]) == expected
     assert max(gaps(drafter.searched)) == MAX_UNSEARCHED + 1
     after = [n_tokens for n_tokens in drafter.searched if n_tokens >= 800]
-    assert after[0] == after[1], "the plan after the search has the draft that was found"
-    assert len(after) > 5, "with drafts, each text is searched in each tick"
+    assert len(after) > 5
+    assert set(gaps(after[:10])) == {2}, "each tick has a draft, and an accepted token"
     assert rig.tokens(job) == letters(840)
 
 
@@ -324,16 +323,98 @@ def test_after_a_prompt_texts_are_searched_for_drafts_in_each_tick_again() -> No
     drafter = LateDrafter(1000)
     rig = Rig(make_job(max_tokens=300, drafting=Drafting(drafter, 4)), draft_tokens=8)
     rig.prefill()
-    rig.tick()
-    rig.tick(100)
+    rig.tick(100, n_late=1)
     assert gaps(drafter.searched)[-1] > 3
     rig.scheduler.submit(make_job(max_tokens=100))
     rig.prefill()
-    assert rig.tick() == 0, "it measures the time of a tick with two decode tokens"
     n_before = len(drafter.searched)
-    rig.tick(20)
-    expected = [at // SEARCHES_PER_TICK + 1 for at in range(2, 8)]
+    rig.tick(20, n_late=1)
+    expected = [at // SEARCHES_PER_TICK + 1 for at in range(3, 9)]
     assert gaps(drafter.searched[n_before:])[:6] == expected
+
+
+class Oracle:
+    """Drafts the tokens that the fake model generates, the token at `wrong_at` excepted."""
+
+    def __init__(self, wrong_at: int | None = None) -> None:
+        self._wrong_at = wrong_at
+
+    def propose(self, history: Sequence[int], n_max: int) -> Draft:
+        tokens = letters(n_max, history)
+        if self._wrong_at is not None and self._wrong_at < n_max:
+            tokens[self._wrong_at] = ord("?")
+        return Draft(tuple(tokens))
+
+
+def drafting_job(max_tokens: int, wrong_at: int | None = None, **options: Any) -> Job:
+    """Return a job whose drafts have at most four tokens."""
+    return make_job(max_tokens=max_tokens, drafting=Drafting(Oracle(wrong_at), 4), **options)
+
+
+@pytest.mark.parametrize("n_late", [1, 3, MANY])
+@pytest.mark.parametrize("wrong_at", [None, 0, 2])
+def test_ticks_with_drafts_are_repeated_and_tokens_that_are_not_accepted_leave_no_cells(
+    wrong_at: int | None, n_late: int
+) -> None:
+    jobs = [drafting_job(60, wrong_at), drafting_job(60), make_job(max_tokens=60)]
+    rig = Rig(*jobs, n_slots=3, draft_tokens=12)
+    rig.prefill()
+    rig.tick(0)  # measures the time of a tick without drafts
+    n_plans = 0
+    while rig.scheduler.has_work:
+        rig.tick(n_late=n_late)
+        n_plans += 1
+    assert n_plans < 12, "when a job has few tokens left, a draft could end it"
+    assert sum(batch.n_drafts for batch in rig.engine.batches) > 4
+    assert [rig.tokens(job) for job in jobs] == [letters(60)] * 3
+    drafted = [rig.end(job).stats for job in jobs[:2]]
+    assert sum(one.drafted_tokens or 0 for one in drafted) == sum(batch.n_drafted for batch in rig.engine.batches)
+    assert drafted[1].accepted_tokens == drafted[1].drafted_tokens
+
+
+def test_several_tokens_of_a_stream_with_stop_strings_need_a_plan() -> None:
+    stop = bytes(letters(20)[18:]).decode()
+    stopped, other = drafting_job(60, stop=[stop]), make_job(max_tokens=60)
+    rig = Rig(stopped, other, caches=True, draft_tokens=8)
+    rig.prefill()
+    while not any(isinstance(out, JobEnded) for out in rig.outputs):
+        rig.tick()
+    assert rig.tokens(stopped) == letters(20)
+    assert rig.end(stopped).stats.generated_tokens == 20
+    assert cached_tokens(rig) == [[*PROMPT, *letters(20)]] or cached_tokens(rig) == [[*PROMPT, *letters(19)]]
+
+
+def test_a_batch_with_drafts_that_was_refused_is_computed_without_them() -> None:
+    job = drafting_job(40)
+    rig = Rig(job, make_job(max_tokens=40), draft_tokens=8)
+    rig.prefill()
+    rig.tick(3, n_late=1)
+    rig.engine.refuse()
+    rig.tick(3, n_late=1)
+    run_all(rig)
+    stats = rig.end(job).stats
+    assert rig.tokens(job) == letters(40)
+    assert stats.accepted_tokens == stats.drafted_tokens
+
+
+def test_a_job_with_a_grammar_gets_its_drafts_from_plans() -> None:
+    job = drafting_job(40, sampler=PreparingSampler())
+    rig = Rig(job, draft_tokens=8)
+    rig.prefill()
+    rig.tick(0)
+    while rig.scheduler.has_work:
+        n_repeated = rig.tick(n_late=1)
+        assert not n_repeated or not rig.engine.batches[-1 - n_repeated].n_drafts
+    assert rig.tokens(job) == letters(40)
+    assert rig.end(job).stats.drafted_tokens
+
+
+def test_drafts_of_repeated_ticks_use_only_the_room_that_the_batch_and_the_cells_have() -> None:
+    jobs = [drafting_job(90), drafting_job(90)]
+    rig = Rig(*jobs, n_ctx=150, draft_tokens=100)  # the fake engine raises an error if there are too few cells
+    while rig.scheduler.has_work:
+        rig.tick(n_late=1)
+    assert [rig.tokens(job) for job in jobs] == [letters(90)] * 2
 
 
 def test_the_ticks_of_a_worker_that_drafts_are_repeated_if_no_job_drafts() -> None:

@@ -237,7 +237,25 @@ def test_the_first_draft_of_a_job_is_short_although_those_of_other_jobs_were_acc
     rig.engine.batches.clear()
     rig.run(make_job("next", max_tokens=100, drafting=drafting(Oracle(next_of_length, wrong_at=0))))
     assert [len(draft) for draft in rig.drafts[:2]] == [TRIAL_TOKENS] * 2
-    assert len(rig.drafts) <= 1 + 4, "the first one, and retries after 8, 16, 32 and 64 ticks"
+    assert len(rig.drafts) <= 1 + 3, "the first one, and retries after 16, 32 and 64 ticks"
+    rig.engine.batches.clear()
+    rig.run(make_job("last", max_tokens=100, drafting=drafting(Oracle(next_of_length))))
+    assert len(rig.drafts[0]) == TRIAL_TOKENS
+    decoding = [batch for batch in rig.engine.batches if batch.decode]
+    assert decoding[0].n_drafted, "at once, although the drafts of the job before were not accepted"
+    assert len(decoding) < 100 / 3
+
+
+def test_times_that_were_measured_beside_more_jobs_do_not_end_the_drafts_of_one_job() -> None:
+    def tick_s(batch: Batch) -> float:
+        return 0.9 + 0.1 * batch.n_decode + (0.2 if batch.n_decode == 1 else 2.0) * batch.n_drafted
+
+    rig = Rig(n_slots=4, n_ctx=2000, next_token=next_of_length, tick_s=tick_s)
+    rig.run(*[make_job(max_tokens=100, drafting=drafting(Oracle(next_of_length))) for _ in range(4)])
+    assert len(rig.drafts) < 12
+    rig.engine.batches.clear()
+    rig.run(make_job("alone", max_tokens=100, drafting=drafting(Oracle(next_of_length))))
+    assert len([batch for batch in rig.engine.batches if batch.decode]) < 100 / 3
 
 
 def test_a_first_draft_that_takes_long_does_not_end_the_drafts() -> None:

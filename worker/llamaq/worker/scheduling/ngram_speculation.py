@@ -18,12 +18,11 @@ FIRST_TOKENS = 4
 """Largest number of draft tokens in a tick that measures their time."""
 N_FIRST = 2
 """Number of such ticks at the start of a worker. In the first one, llama.cpp prepares memory for such batches."""
-FIRST_TRIAL_AFTER = 8
+FIRST_TRIAL_AFTER = 16
 """While the drafts of a grade promise no gain, one is tried after this number of ticks. The number doubles with each
 trial, up to `TRIAL_AFTER`. It begins anew after a draft whose tokens were all accepted."""
-TRIAL_TOKENS = 2
-"""Largest number of tokens of a trial, and of the first draft of each grade of a job: other jobs may have raised the
-estimate of the grade, but the text of this job may be of another kind."""
+TRIAL_TOKENS = 1
+"""Largest number of tokens of a trial, and of the first draft of each grade of a job."""
 NO_TIMES = DraftTimes.constant(0.0)
 
 
@@ -146,15 +145,21 @@ class NgramSpeculation(Speculation):
         return choose_lengths(candidates, n_decode, plain_s, times, room)
 
     def _try_one(self, proposals: Sequence[_Proposal], room: int) -> dict[Slot, Draft]:
-        """Return a trial of the job with the fewest drafted tokens, if a trial is due."""
-        grades = _grades(proposals)
-        grade = next(filter(self._is_trial_due, grades), None)
-        if grade is None:
-            self._pass(grades)
-            return {}
-        self._n_passed[grade], self._trial_after[grade] = 0, min(2 * self._ticks_to_trial(grade), TRIAL_AFTER)
-        of_grade = [one for one in proposals if one.draft.grade == grade]
-        least = min(of_grade, key=lambda one: one.drafting.n_drafted)
+        """Return a trial of one job, the one with the fewest drafted tokens, if a trial is due.
+
+        The first draft of each grade of a job is tried at once: its text may be of another kind than those of the jobs
+        before.
+        """
+        candidates = [one for one in proposals if one.draft.grade not in one.drafting.acceptance]
+        if not candidates:
+            grades = {one.draft.grade for one in proposals}
+            grade = next(filter(self._is_trial_due, grades), None)
+            if grade is None:
+                self._pass(grades)
+                return {}
+            self._n_passed[grade], self._trial_after[grade] = 0, min(2 * self._ticks_to_trial(grade), TRIAL_AFTER)
+            candidates = [one for one in proposals if one.draft.grade == grade]
+        least = min(candidates, key=lambda one: one.drafting.n_drafted)
         return {least.slot: least.draft.first(min(TRIAL_TOKENS, room))}
 
     def _is_trial_due(self, grade: int) -> bool:
@@ -171,7 +176,3 @@ class NgramSpeculation(Speculation):
 
     def __repr__(self) -> str:
         return f"<NgramSpeculation {self._acceptance!r} {self._times!r}>"
-
-
-def _grades(proposals: Iterable[_Proposal]) -> set[int]:
-    return {one.draft.grade for one in proposals}

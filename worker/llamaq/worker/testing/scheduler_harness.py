@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import deque
 from collections.abc import Callable
 
 from llamaq.worker.core.batch import Batch, SlotResult
@@ -15,6 +17,7 @@ from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaxim
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.ngram_speculation import NgramSpeculation
 from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.scheduling.speculation import Speculation
 from llamaq.worker.testing.fake_engine import FakeEngine
 
 
@@ -70,6 +73,7 @@ def make_scheduler(
     worker: str | None = None,
     bulk_share: float = 0.1,
     draft_tokens: int = 0,
+    speculation: Speculation | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """Return a scheduler whose ticks have at most `engine.n_batch` tokens.
@@ -81,29 +85,42 @@ def make_scheduler(
         chunk_size: Upper bound on the prompt tokens of one slot in one tick.
         worker: The id of the worker, for the stats.
         bulk_share: See `Scheduler`.
-        draft_tokens: Largest number of draft tokens in a tick. 0: nothing is drafted.
+        draft_tokens: Largest number of tokens in a tick that the drafters of jobs draft. 0: they draft nothing.
+        speculation: Replaces the speculation of `draft_tokens`.
         clock: Returns the time in seconds.
     """
     guarded = GuardedStrategy(strategy or DecodeMaximal(), TickLimits(engine.n_batch, chunk_size))
     end_tokens = engine.vocab.end_tokens
+    if draft_tokens:
+        speculation = NgramSpeculation(end_tokens, draft_tokens)
     return Scheduler(
         memory,
         guarded,
         end_tokens=end_tokens,
         worker=worker,
         bulk_share=bulk_share,
-        speculation=NgramSpeculation(end_tokens, draft_tokens) if draft_tokens else None,
+        speculation=speculation,
         clock=clock,
     )
 
 
-def run_tick(scheduler: Scheduler, engine: FakeEngine, *, repeats: int = 0) -> list[Output]:
+def run_tick(
+    scheduler: Scheduler,
+    engine: FakeEngine,
+    *,
+    repeats: int = 0,
+    n_late: int = sys.maxsize,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Output]:
     """Run one tick as a worker does, and check the scheduler's integrity after each step.
 
     Args:
         scheduler: The scheduler.
         engine: The engine.
         repeats: How often the tick is repeated, if it can be repeated that often.
+        n_late: The outputs of a repeated tick are made when this number of later ticks have been computed, and those
+            of the last ones at the end. With stop strings, they are always made after one tick.
+        clock: The clock of the scheduler.
     """
     scheduler.expire()
     scheduler.admit()
@@ -111,20 +128,20 @@ def run_tick(scheduler: Scheduler, engine: FakeEngine, *, repeats: int = 0) -> l
     scheduler.move(0.0)
     scheduler.check_integrity()
     batch = scheduler.plan()
-    results = engine.run(batch)
+    results, ended_s = engine.run(batch), clock()
     outputs: list[Output] = []
-    late: list[tuple[Batch, list[SlotResult]]] = []
+    late: deque[tuple[Batch, list[SlotResult], float]] = deque()
     repeater = scheduler.repeater
     for _ in range(repeats):
         if repeater.has_stopped or (following := repeater.next_batch(results)) is None:
             break
         scheduler.check_integrity()
-        late.append((batch, results))
-        batch, results = following, engine.run(following)
-        if repeater.have_stop_strings:
-            outputs += repeater.late_outputs(*late.pop(), 0.0)
-    for earlier, its_results in late:
-        outputs += repeater.late_outputs(earlier, its_results, 0.0)
+        late.append((batch, results, ended_s))
+        batch, results, ended_s = following, engine.run(following), clock()
+        if repeater.have_stop_strings or len(late) >= n_late:
+            outputs += repeater.late_outputs(*late.popleft())
+    for earlier in late:
+        outputs += repeater.late_outputs(*earlier)
     outputs += scheduler.apply(batch, results)
     scheduler.check_integrity()
     return outputs
