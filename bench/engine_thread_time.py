@@ -96,7 +96,7 @@ class Stopwatches:
         self._totals = Totals()
         self._scheduler, self._memory, self._moves, self._engine = (Stopwatch() for _ in range(4))
         self._scheduler.wrap(Scheduler, *_public(Scheduler))
-        self._scheduler.wrap(RepeatedTicks, "extend", "preparation")  # the others run on another thread, or in `plan`
+        self._scheduler.wrap(RepeatedTicks, "next_batch", "preparation")
         self._memory.wrap(KvMemory, *_public(KvMemory))
         self._engine.wrap(Engine, "run")
         self._moves.wrap(KvSequences, "copy", "cut", "remove", "save", "load")

@@ -272,6 +272,24 @@ def test_a_first_draft_that_takes_long_does_not_end_the_drafts() -> None:
     assert len(rig.engine.batches) < 100 / 3
 
 
+def test_a_slow_first_draft_beside_as_many_jobs_does_not_end_the_drafts() -> None:
+    slow = [20.0]
+
+    def tick_s(batch: Batch) -> float:
+        is_slow = slow and batch.n_decode == 1 and batch.n_drafted
+        return 0.6 + 0.4 * batch.n_tokens + (slow.pop() if is_slow else 0)
+
+    def drafting_job(text: str, max_tokens: int) -> Job:
+        return make_job(text, max_tokens=max_tokens, drafting=drafting(Oracle(next_of_length)))
+
+    rig = Rig(n_slots=2, n_ctx=2000, next_token=next_of_length, tick_s=tick_s)
+    rig.run(drafting_job("one", 100), make_job("two", max_tokens=20), make_job("three", max_tokens=200))
+    rig.engine.batches.clear()
+    rig.run(drafting_job("alone", 200))
+    assert not slow
+    assert len([batch for batch in rig.engine.batches if batch.decode]) < 200 / 2
+
+
 def test_a_text_that_begins_to_repeat_gets_long_drafts_again() -> None:
     rig = Rig(n_ctx=2000, next_token=next_of_length, tick_s=lambda batch: 0.6 + 0.4 * batch.n_tokens)
     rig.run(make_job(max_tokens=500, drafting=drafting(Oracle(next_of_length, wrong_at=0))))

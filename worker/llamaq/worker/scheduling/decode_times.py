@@ -66,6 +66,10 @@ class DecodeTimes:
         measured = self._of_lengths.get(n_decode)
         return None if measured is None else measured.read(self._n_ticks)
 
+    def has_draft_times(self, n_decode: int) -> bool:
+        """Whether `draft_times` are known, and from more than a few ticks."""
+        return self.draft_times(n_decode) is not None and not self._of_lengths[n_decode].are_few
+
     @property
     def last_draft_times(self) -> DraftTimes | None:
         """The times of draft tokens in a tick with as many decode tokens as the last measured tick with drafts had."""

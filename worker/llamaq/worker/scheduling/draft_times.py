@@ -72,6 +72,11 @@ class MeasuredDraftTimes:
         self._ticks[class_of(n_drafted)].append((tick, token_s))
         self._is_valid_until = 0
 
+    @property
+    def are_few(self) -> bool:
+        """Whether so few ticks are measured that disturbances of all of them are possible."""
+        return sum(map(len, self._ticks)) <= FEW
+
     def read(self, tick: int) -> DraftTimes | None:
         """Return the predicted times at the tick of this number. None: nothing is known."""
         if tick >= self._is_valid_until:
@@ -80,7 +85,7 @@ class MeasuredDraftTimes:
                     ticks.popleft()
             oldest = min((ticks[0][0] for ticks in self._ticks if ticks), default=tick)
             self._is_valid_until = oldest + self._forgotten_after
-            typical = min if sum(map(len, self._ticks)) <= FEW else median
+            typical = min if self.are_few else median
             self._times = _complete([_typical([seconds for _, seconds in ticks], typical) for ticks in self._ticks])
         return self._times
 

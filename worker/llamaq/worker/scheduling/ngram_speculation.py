@@ -44,11 +44,11 @@ class _Prediction(NamedTuple):
     longest: int
     """Largest number of draft tokens in a tick. It is small while too few ticks with drafts are measured."""
     is_measured: bool
-    """Whether `times` were measured in ticks with `n_decode` decode tokens, and not in other ones."""
+    """Whether `times` were measured in more than a few ticks with `n_decode` decode tokens, and not in other ones."""
 
     @property
     def forbids_drafts(self) -> bool:
-        """Whether no draft can gain. If the times are those of other ticks, a trial may tell something else."""
+        """Whether no draft can gain. If `times` are not measured, a trial may tell something else."""
         return self.plain_s is None or (
             self.is_measured and not can_gain(self.n_decode, self.plain_s, self.times.least_token_s)
         )
@@ -99,7 +99,7 @@ class NgramSpeculation(Speculation):
         times = self._times.last_draft_times if own is None else own
         if times is None or self._times.n_drafted_ticks < N_FIRST:
             return _Prediction(n_decode, plain_s, NO_TIMES, min(FIRST_TOKENS, self._max_tokens), is_measured=False)
-        return _Prediction(n_decode, plain_s, times, self._max_tokens, is_measured=own is not None)
+        return _Prediction(n_decode, plain_s, times, self._max_tokens, self._times.has_draft_times(n_decode))
 
     def record_draft(self, drafting: Drafting, draft: Draft, n_accepted: int) -> None:
         """Record the outcome of a draft; see `Speculation.record_draft`."""
