@@ -24,7 +24,7 @@ from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, Candidate, can_gain, choose_lengths
 from llamaq.worker.scheduling.draft_model_times import DraftModelTimes
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
-from llamaq.worker.scheduling.draft_times import DraftTimes
+from llamaq.worker.scheduling.draft_times import NO_TIMES, DraftTimes
 from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class _Costs(NamedTuple):
     n_decode: int
     plain_s: float
     """Time of the tick without drafts."""
-    token_s: float | None
-    """Time to verify a draft token."""
+    times: DraftTimes | None
+    """Times to verify draft tokens."""
     step_s: float | None
     """Time of a step of the draft model, with a draft for each slot whose drafts are probable enough."""
     single_step_s: float | None
@@ -73,13 +73,17 @@ class _Costs(NamedTuple):
 
         This takes less time than to choose drafts. As long as a time is not known, only trials are made.
         """
-        if self.token_s is None or self.step_s is None:
+        if self.times is None or self.step_s is None:
             return False
-        return can_gain(self.n_decode, self.plain_s, self.token_s, self.step_s, probability)
+        return can_gain(self.n_decode, self.plain_s, self.times.least_token_s, self.step_s, probability)
 
     def trial_s(self, n_missing: int) -> float:
         """Return how long a trial takes for a slot. Times that are not known count as 0."""
-        return self.missing_s(n_missing) + TRIAL_TOKENS * ((self.token_s or 0.0) + (self.single_step_s or 0.0))
+        return self.missing_s(n_missing) + self.verify_s(TRIAL_TOKENS) + TRIAL_TOKENS * (self.single_step_s or 0.0)
+
+    def verify_s(self, n_tokens: int) -> float:
+        """Return how long it takes to verify draft tokens, 0 if it is not known."""
+        return 0.0 if self.times is None else self.times.seconds(n_tokens)
 
     def missing_s(self, n_missing: int) -> float:
         """Return how long missing tokens take beyond those of the first step, 0 if it is not known."""
@@ -136,7 +140,8 @@ class DraftModelSpeculation(Speculation):
         if not may_gain and not self._may_try(costs):
             return batch
         budget_s = (limit_s - plain_s) / 2  # one half for missing tokens, the other one for drafts
-        room = int(min(room, self._max_tokens, n_within(budget_s, (costs.token_s or 0.0) + (costs.step_s or 0.0))))
+        token_s = (costs.step_s or 0.0) + (0.0 if costs.times is None else costs.times.largest_token_s)
+        room = int(min(room, self._max_tokens, n_within(budget_s, token_s)))
         max_missing = self._n_missing_within(budget_s, costs)
         if room <= 0 or max_missing <= 0:
             return batch
@@ -166,7 +171,7 @@ class DraftModelSpeculation(Speculation):
             return
         self._sequences.record(batch)
         self._has_failed = work.has_failed
-        if not self._is_reported and self._times.draft_token_s is not None:
+        if not self._is_reported and self._times.draft_times(batch.n_decode) is not None:
             self._is_reported = True
             log.info("draft_model.measured %r", self)
         for part in batch.decode:
@@ -177,16 +182,17 @@ class DraftModelSpeculation(Speculation):
         """Return the times of a tick with drafts for these slots, and the largest estimated acceptance of a draft."""
         draftings = (slot.active.job.drafting for slot in slots)
         probabilities = [self._probability(drafting, GRADE) for drafting in draftings if drafting is not None]
-        times, token_s = self._model_times, self._times.draft_token_s
-        n_drafts = max(1, sum(can_gain(n_decode, plain_s, token_s or 0.0, 0.0, one) for one in probabilities))
+        model_times, times = self._model_times, self._times.draft_times(n_decode)
+        least_s = 0.0 if times is None else times.least_token_s
+        n_drafts = max(1, sum(can_gain(n_decode, plain_s, least_s, 0.0, one) for one in probabilities))
         costs = _Costs(
             n_decode,
             plain_s,
-            token_s,
-            step_s=times.step_s(n_drafts),
-            single_step_s=times.step_s(1),
-            is_step_new=times.is_new(n_drafts),
-            missing_token_s=times.missing_token_s,
+            times,
+            step_s=model_times.step_s(n_drafts),
+            single_step_s=model_times.step_s(1),
+            is_step_new=model_times.is_new(n_drafts),
+            missing_token_s=model_times.missing_token_s,
         )
         return costs, max(probabilities, default=0.0)
 
@@ -216,7 +222,7 @@ class DraftModelSpeculation(Speculation):
             candidates,
             costs.n_decode,
             costs.plain_s,
-            DraftTimes.constant(costs.token_s or 0.0),
+            costs.times or NO_TIMES,
             room,
             costs.step_s or 0.0,
         )

@@ -32,6 +32,10 @@ class DraftTimes(NamedTuple):
     token_s: tuple[float, ...]
     """The seconds of one draft token, for each class of ticks."""
 
+    def __repr__(self) -> str:
+        times = (f"{longest}: {seconds * 1000:.2f} ms" for longest, seconds in zip(LONGEST, self.token_s, strict=True))
+        return f"<DraftTimes {', '.join(times)}>"
+
     @classmethod
     def constant(cls, token_s: float) -> Self:
         """Return times that do not depend on the number of draft tokens."""
@@ -50,6 +54,10 @@ class DraftTimes(NamedTuple):
     def largest_token_s(self) -> float:
         """The seconds of a draft token in the ticks in which it takes the longest time."""
         return max(self.token_s)
+
+
+NO_TIMES = DraftTimes.constant(0.0)
+"""Before anything is measured, draft tokens seem to take no time."""
 
 
 class MeasuredDraftTimes:

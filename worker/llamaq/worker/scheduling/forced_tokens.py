@@ -62,8 +62,10 @@ class ForcedTokens:
         """Return how much of the time limit of a tick its forced tokens leave for drafts, in seconds."""
         if not self._is_limited or not batch.n_forced:
             return limit_s
-        token_s = self._times.draft_token_s
-        return 0.0 if token_s is None else limit_s - batch.n_forced * token_s  # without drafts, this tick measures it
+        times = self._times.draft_times(batch.n_decode)
+        return (
+            0.0 if times is None else limit_s - times.seconds(batch.n_forced)
+        )  # without drafts, this tick measures it
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""
@@ -71,12 +73,12 @@ class ForcedTokens:
             self._times.record(batch.n_decode, batch.n_forced, seconds)
 
     def _room_within(self, limit_s: float, room: int, n_decode: int) -> int:
-        plain_s, token_s = self._times.plain_s(n_decode), self._times.draft_token_s
+        plain_s, times = self._times.plain_s(n_decode), self._times.draft_times(n_decode)
         if plain_s is None:
             return 0  # this tick measures it
-        if token_s is None:
+        if times is None:
             return min(room, FIRST_TOKENS) if limit_s > plain_s else 0
-        return int(min(room, n_within(limit_s - plain_s, token_s)))
+        return int(min(room, n_within(limit_s - plain_s, times.largest_token_s)))
 
     def _forced_after(self, part: DecodeToken, room: int) -> tuple[int, ...]:
         """Return the forced tokens of a slot. At least one token of the job is left to be sampled after them."""

@@ -11,7 +11,7 @@ from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.scheduling.draft_lengths import Candidate, can_gain, choose_lengths
-from llamaq.worker.scheduling.draft_times import DraftTimes
+from llamaq.worker.scheduling.draft_times import NO_TIMES, DraftTimes
 from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 FIRST_TOKENS = 4
@@ -23,7 +23,6 @@ FIRST_TRIAL_AFTER = 16
 trial, up to `TRIAL_AFTER`. It begins anew after a draft whose tokens were all accepted."""
 TRIAL_TOKENS = 1
 """Largest number of tokens of a trial, and of the first draft of each grade of a job."""
-NO_TIMES = DraftTimes.constant(0.0)
 
 
 class _Proposal(NamedTuple):
@@ -95,8 +94,7 @@ class NgramSpeculation(Speculation):
 
     def _predict(self, n_decode: int) -> _Prediction:
         """Predict the times of ticks with this number of decode tokens."""
-        plain_s, own = self._times.plain_s(n_decode), self._times.draft_times(n_decode)
-        times = self._times.last_draft_times if own is None else own
+        plain_s, times = self._times.plain_s(n_decode), self._times.draft_times(n_decode)
         if times is None or self._times.n_drafted_ticks < N_FIRST:
             return _Prediction(n_decode, plain_s, NO_TIMES, min(FIRST_TOKENS, self._max_tokens), is_measured=False)
         return _Prediction(n_decode, plain_s, times, self._max_tokens, self._times.has_draft_times(n_decode))
