@@ -63,9 +63,9 @@ class ForcedTokens:
         if not self._is_limited or not batch.n_forced:
             return limit_s
         times = self._times.draft_times(batch.n_decode)
-        return (
-            0.0 if times is None else limit_s - times.seconds(batch.n_forced)
-        )  # without drafts, this tick measures it
+        if times is None:
+            return 0.0  # without drafts, this tick measures them
+        return limit_s - times.seconds(batch.n_forced)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""
