@@ -111,14 +111,14 @@ class LetterDrafter:
 def test_the_accepted_tokens_of_repeated_ticks_are_counted_and_published_in_order(stream_interval_s: float) -> None:
     loop = Loop(draft_tokens=4, stream_interval_s=stream_interval_s)
     loop.engine.batch_s = 0.001
-    job = make_job(max_tokens=60, drafting=Drafting(LetterDrafter(), 4))
+    job = make_job(max_tokens=150, drafting=Drafting(LetterDrafter(), 4))
     loop.start(job)
     loop.run_until_empty()
-    assert bytes(tokens_of(loop, job)).decode() == first_letters(60)
+    assert bytes(tokens_of(loop, job)).decode() == first_letters(150)
     [end] = [effect for effect in loop.effects if isinstance(effect, JobEnded)]
     ticks = [effect for effect in loop.effects if isinstance(effect, TickStats)]
     assert end.stats.accepted_tokens == sum(tick.accepted_tokens for tick in ticks) > 20
-    assert sum(tick.decode_tokens for tick in ticks) == 59, "the first of 60 tokens comes from the prompt"
+    assert sum(tick.decode_tokens for tick in ticks) == 149, "the first of 150 tokens comes from the prompt"
     assert loop.engine.sequences.memory == {}
 
 

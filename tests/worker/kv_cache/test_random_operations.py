@@ -146,6 +146,7 @@ class RandomWorker:
             slot=self.random.choice([None, None, None, 0, 2]),
             timeout_s=self.random.choice([None, None, 20]),
             drafting=self.drafting(),
+            stop=self.random.choice([[], [], ["nn"], ["vt", "xq"]]),
         )
         job.scope = Scope(self.random.choice(SALTS), self.random.choice([0, 0, 5, 40]))
         job.system_tokens = min(self.random.choice([0, 20]), len(prompt))
@@ -192,7 +193,8 @@ class RandomWorker:
         generated = self.generated.pop(end.job.id, [])
         assert end.error is None
         assert isinstance(end.job, Job)
-        assert end.reason in (FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
+        reasons = (FinishReason.LENGTH, FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE)
+        assert end.reason in reasons
         assert generated == first_tokens_alone(end.job.prompt, len(generated))
         if end.reason is FinishReason.LENGTH:
             assert len(generated) == end.job.max_length - len(end.job.prompt)

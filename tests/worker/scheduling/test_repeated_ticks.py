@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamaq.common.errors import ErrorCode
+from llamaq.common.errors import EngineError, ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
@@ -315,7 +315,7 @@ def test_texts_are_searched_for_drafts_the_less_often_the_longer_none_was_found(
     assert max(gaps(drafter.searched)) == MAX_UNSEARCHED + 1
     after = [n_tokens for n_tokens in drafter.searched if n_tokens >= 800]
     assert len(after) > 5
-    assert set(gaps(after[:10])) == {2}, "each tick has a draft, and an accepted token"
+    assert set(gaps(after[4:12])) == {2}, "as soon as the time of drafts is known, each tick has one that is accepted"
     assert rig.tokens(job) == letters(840)
 
 
@@ -351,7 +351,7 @@ def drafting_job(max_tokens: int, wrong_at: int | None = None, **options: Any) -
     return make_job(max_tokens=max_tokens, drafting=Drafting(Oracle(wrong_at), 4), **options)
 
 
-@pytest.mark.parametrize("n_late", [1, 3, MANY])
+@pytest.mark.parametrize("n_late", [1, 3, 6])
 @pytest.mark.parametrize("wrong_at", [None, 0, 2])
 def test_ticks_with_drafts_are_repeated_and_tokens_that_are_not_accepted_leave_no_cells(
     wrong_at: int | None, n_late: int
@@ -397,16 +397,48 @@ def test_a_batch_with_drafts_that_was_refused_is_computed_without_them() -> None
     assert stats.accepted_tokens == stats.drafted_tokens
 
 
-def test_a_job_with_a_grammar_gets_its_drafts_from_plans() -> None:
+def test_several_tokens_of_a_stream_with_a_grammar_need_a_plan() -> None:
     job = drafting_job(40, sampler=PreparingSampler())
     rig = Rig(job, draft_tokens=8)
     rig.prefill()
-    rig.tick(0)
     while rig.scheduler.has_work:
+        n_before = len(rig.tokens(job))
         n_repeated = rig.tick(n_late=1)
-        assert not n_repeated or not rig.engine.batches[-1 - n_repeated].n_drafts
+        batches = rig.engine.batches[-1 - n_repeated :]
+        assert not any(batch.n_drafts for batch in batches[:-1])
+        assert len(rig.tokens(job)) - n_before == len(batches) + batches[-1].n_drafted
     assert rig.tokens(job) == letters(40)
     assert rig.end(job).stats.drafted_tokens
+
+
+@pytest.mark.parametrize("n_late", [1, MANY])
+def test_the_draft_beside_the_last_token_before_a_stop_string_leaves_no_cells(n_late: int) -> None:
+    for n_tokens in range(6, 30):
+        stop = bytes(letters(n_tokens)[-2:]).decode()
+        job = drafting_job(60, wrong_at=0, stop=[stop])
+        rig = Rig(job, caches=True, draft_tokens=8)
+        while rig.scheduler.has_work:
+            rig.tick(n_late=n_late)  # checks the cells of the cache
+        assert rig.end(job).reason is FinishReason.STOP
+        [held] = cached_tokens(rig)
+        assert held == [*PROMPT, *rig.tokens(job)][: len(held)]
+
+
+def test_only_one_draft_is_verified_before_the_time_of_drafts_is_known() -> None:
+    rig = Rig(drafting_job(60), draft_tokens=8)
+    rig.prefill()
+    rig.tick(0)
+    rig.tick(20, n_late=MANY)
+    assert [batch.n_drafts for batch in rig.engine.batches[2:]].count(1) == 1
+
+
+def test_a_draft_that_cannot_be_removed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(drafting_job(60, wrong_at=0), draft_tokens=8)
+    rig.prefill()
+    rig.tick(0)
+    monkeypatch.setattr(rig.engine.sequences, "cut", lambda *_: 0)
+    with pytest.raises(EngineError, match="could not remove the draft tokens"):
+        rig.tick(n_late=1)
 
 
 def test_drafts_of_repeated_ticks_use_only_the_room_that_the_batch_and_the_cells_have() -> None:

@@ -92,10 +92,10 @@ class KvMemory:
         """
         return self._pool.lacks_cells(n_ahead)
 
-    def n_ticks_with_room(self, n_ahead: int) -> int:
-        """Return for how many ticks the free cells suffice, if each running job takes one cell in each tick.
+    def n_tokens_with_room(self, n_ahead: int) -> int:
+        """Return for how many tokens of each running job the free cells suffice.
 
-        After these ticks, entries must be evicted to make room for the margins of the running jobs. If there are no
+        After these tokens, entries must be evicted to make room for the margins of the running jobs. If there are no
         entries, the running jobs lack cells for their next `n_ahead` tokens then.
         """
         n_jobs = len(self._pool.active)

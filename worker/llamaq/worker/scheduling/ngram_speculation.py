@@ -43,7 +43,7 @@ class _Prediction(NamedTuple):
     longest: int
     """Largest number of draft tokens in a tick. It is small while too few ticks with drafts are measured."""
     is_measured: bool
-    """Whether `times` were measured in more than a few ticks with `n_decode` decode tokens, and not in other ones."""
+    """Whether `times` come from more than a few ticks, and all of these had `n_decode` decode tokens."""
 
     @property
     def forbids_drafts(self) -> bool:
@@ -65,7 +65,9 @@ class NgramSpeculation(Speculation):
         self._trial_after: dict[int, int] = {}
         """Maps each grade to the number of such ticks before its next trial."""
         self._prediction = self._predict(1)
-        """The last prediction. It does not change while another thread records a tick."""
+        """The last prediction. Another thread may replace it when it records a tick."""
+        self._is_measuring = False
+        """Whether a draft is verified whose time is the first one to be measured."""
 
     def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with drafts; see `add_drafts`."""
@@ -73,7 +75,8 @@ class NgramSpeculation(Speculation):
             self._prediction = self._predict(batch.n_decode)
         prediction = self._prediction
         plain_s = prediction.plain_s
-        if plain_s is None or prediction.forbids_drafts:
+        is_first = prediction.times is NO_TIMES
+        if plain_s is None or prediction.forbids_drafts or (is_first and self._is_measuring):
             return batch  # this tick measures `plain_s`, if it was not known
         room = int(min(room, prediction.longest, n_within(limit_s - plain_s, prediction.times.largest_token_s)))
         if room <= 0:
@@ -84,12 +87,15 @@ class NgramSpeculation(Speculation):
         drafts = self._choose(proposals, room, batch.n_decode, plain_s, prediction.times)
         if not drafts:
             return batch
+        self._is_measuring = is_first
         decode = tuple([part._replace(draft=drafts.get(part.slot, NO_DRAFT)) for part in batch.decode])
         return replace(batch, decode=decode)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick; see `Speculation.record_tick`."""
         super().record_tick(batch, seconds)
+        if batch.n_drafts:
+            self._is_measuring = False
         self._prediction = self._predict(batch.n_decode)
 
     def _predict(self, n_decode: int) -> _Prediction:

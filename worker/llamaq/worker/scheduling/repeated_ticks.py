@@ -8,11 +8,13 @@ A tick is not repeated if a job ends, or if something else may have to be done b
 compute, a waiting job that may preempt another one, cells to evict or to move, forced tokens, a deadline.
 
 The texts are searched for drafts, and these are added to the batch. The longer no draft was found, the less often the
-texts are searched. A draft model and grammars need a plan for each search.
+texts are searched. A draft model needs a plan for each search.
 
 If a job ends by a stop string, this is found when the text is made. The next tick has then begun. It computes the KV
-cell of the job's last token. The token that it samples for the job is not used. So a stream with stop strings that got
-several tokens in a tick needs a plan: the stop string might end before the last of these tokens.
+cell of the job's last token. The tokens that it samples for the job are not used.
+
+If a stream with stop strings gets several tokens in one tick, a plan follows: its text may end before the last of them.
+The same holds for a grammar, which may force tokens after them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from llamaq.common.errors import EngineError
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
 from llamaq.worker.core.job import NewToken
@@ -91,7 +94,7 @@ class RepeatedTicks:
         self._n_unsearched = 0
         """Number of ticks before the next search for drafts."""
         self._drafts_need_plan = False
-        """Whether only a plan searches for drafts."""
+        """Whether only a plan may search for drafts."""
         self._until_s = 0.0
         """When the first deadline of a job is reached."""
         self.have_stop_strings = False
@@ -109,7 +112,7 @@ class RepeatedTicks:
         self._n_left = 0
 
     def consider(self, batch: Batch, now_s: float) -> None:
-        """Let the planned batch be repeated, if the next plan would be the same.
+        """Let ticks be repeated, if the next plan would be the same apart from its drafts.
 
         Args:
             batch: The batch.
@@ -118,21 +121,21 @@ class RepeatedTicks:
         if not self._would_be_planned_again(batch):
             return
         runs = [part.slot.active for part in batch.decode]
-        self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
-        self._drafts_need_plan = self.can_prepare or self._tokens_ahead.needs_plan
+        self._drafts_need_plan = self._tokens_ahead.needs_plan
         if self._drafts_need_plan and batch.n_drafts:
             return
         n_to_end = min([run.max_length - len(run.tokens) for run in runs]) - 1
-        self._n_left = min(n_to_end, self._memory.n_ticks_with_room(CELLS_AHEAD))
+        self._n_left = min(n_to_end, self._memory.n_tokens_with_room(CELLS_AHEAD))
         self._batch = batch
         self._without_drafts = batch.without_drafts()
         self._n_unsearched = self._tokens_ahead.n_unsearched(runs)
         self._until_s = self._first_deadline_s(runs, now_s)
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
+        self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
         self._has_room_for_forced = self.can_prepare and batch.n_tokens < self._strategy.limits.budget
 
     def _would_be_planned_again(self, batch: Batch) -> bool:
-        """Whether the next plan would be the same, if no job ends and there is no new job."""
+        """Whether the next plan would be the same apart from its drafts, if no job ends and there is no new job."""
         return (
             len(batch.decode) == len(self._memory.active_slots)
             and self._strategy.decodes_all
@@ -157,6 +160,9 @@ class RepeatedTicks:
 
         Returns:
             None: the next tick needs a plan. Then nothing has changed.
+
+        Raises:
+            EngineError: Draft tokens that were not accepted could not be removed.
         """
         if self._n_left <= 0 or self._clock() >= self._until_s or not all(map(self._continues, results)):
             return None
@@ -175,7 +181,7 @@ class RepeatedTicks:
         has_cells = n_past >= len(run.tokens) + n_sampled - 1
         if error is not None or not n_sampled or not has_cells or sampled[-1].token in self._end_tokens:
             return False
-        if n_sampled > 1 and run.job.detokenizer.has_stop_strings:
+        if n_sampled > 1 and (run.job.detokenizer.has_stop_strings or run.job.sampler.can_prepare):
             return False
         # The first of the forced tokens is the one that was sampled. The next plan has a part for the others.
         return not self._has_room_for_forced or self._tokens_ahead.n_forced_after(run) < FORCED_AHEAD
@@ -192,6 +198,8 @@ class RepeatedTicks:
             n_accepted = len(result.sampled) - 1
             n_before = len(result.slot.active.tokens) - len(result.sampled)
             self._tokens_ahead.end_tick(result, drafts[result.slot], n_before, n_accepted)
+            if result.slot.active.n_pending > 1:
+                raise EngineError(f"llama.cpp could not remove the draft tokens of {result.slot!r}")
 
     def _next_batch(self) -> Batch:
         """Return the next batch. It has drafts, if it is time to search for them and one is found."""

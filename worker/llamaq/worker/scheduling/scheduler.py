@@ -15,7 +15,7 @@ job asks for it, the tokens of the run, and a `SlotLost` if the job is preempted
 `JobEnded`. Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one
 `JobEnded` for the job, or the job is removed without a `JobEnded`, by `release` or one of the methods `withdraw_...`.
 
-Between `plan` and `apply`, the batch may be computed several times, see `RepeatedTicks`.
+Between `plan` and `apply`, further batches may be computed without a plan, see `RepeatedTicks`.
 """
 
 from __future__ import annotations
@@ -281,6 +281,7 @@ class Scheduler:
                 raise LookupError(f"{result.slot!r} was not in the batch")
             if result.slot in stopped:
                 self._memory.record_progress(result.slot, result.n_past)
+                self._memory.remove_after(result.slot, len(result.slot.active.tokens))  # its draft is not used
                 self._finish(result.slot, FinishReason.STOP)
                 continue
             self._apply_result(result, parts[result.slot], now_s)

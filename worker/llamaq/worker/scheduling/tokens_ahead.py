@@ -52,12 +52,12 @@ class TokensAhead:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether only a plan finds drafts, and removes the tokens that are not accepted."""
+        """Whether drafts are found only with a plan, or their tokens cannot be removed without one."""
         is_simple = self._speculation is None or not self._speculation.needs_plan
         return not (is_simple and self._memory.can_remove_draft)
 
     def add_drafts(self, batch: Batch) -> Batch:
-        """Return the batch of a repeated tick with drafts. None of its jobs has a grammar."""
+        """Return the batch of a repeated tick with drafts. It has no forced tokens."""
         if self._speculation is None:
             return batch
         return self._speculation.add_drafts(batch, self._room(batch), self._limit_s)
