@@ -136,17 +136,11 @@ class NgramSpeculation(Speculation):
     def _choose(
         self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, times: DraftTimes
     ) -> dict[Slot, Draft]:
-        """Return the parts of the proposed drafts to verify."""
-        lengths = self._lengths(proposals, room, n_decode, plain_s, times)
+        """Return the parts of the proposed drafts that promise a gain. If there are none: a trial, if one is due."""
+        candidates = [Candidate(len(one.draft), one.probability) for one in proposals]
+        lengths = choose_lengths(candidates, n_decode, plain_s, times, room)
         chosen = {one.slot: one.draft.first(length) for one, length in zip(proposals, lengths, strict=True) if length}
         return chosen or self._try_one(proposals, room)
-
-    def _lengths(
-        self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, times: DraftTimes
-    ) -> list[int]:
-        """Return how many tokens of each proposed draft promise a gain."""
-        candidates = [Candidate(len(one.draft), one.probability) for one in proposals]
-        return choose_lengths(candidates, n_decode, plain_s, times, room)
 
     def _try_one(self, proposals: Sequence[_Proposal], room: int) -> dict[Slot, Draft]:
         """Return a trial of one job, the one with the fewest drafted tokens, if a trial is due.
