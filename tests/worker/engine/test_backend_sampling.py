@@ -101,6 +101,7 @@ def test_the_output_is_the_same_with_and_without_backend_sampling(engine: Engine
     assert len(samplers_of(engine)._chains) == engine.sequences.n_sequences - N_ALL_LOGITS
 
 
+@pytest.mark.interpreted  # it replaces a part of a compiled class
 def test_the_device_returns_the_largest_logits_of_each_row(
     engine: Engine, plain_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ def test_jobs_that_come_and_go_in_any_sequence_have_their_own_logits(demo_model:
     plain_engine.close()
 
 
+@pytest.mark.interpreted  # it replaces a part of a compiled class
 def test_a_job_whose_largest_logits_are_not_numbers_fails_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
