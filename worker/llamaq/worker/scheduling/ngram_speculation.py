@@ -45,13 +45,6 @@ class _Prediction(NamedTuple):
     is_measured: bool
     """Whether `times` come from more than a few ticks, and all of these had `n_decode` decode tokens."""
 
-    @property
-    def forbids_drafts(self) -> bool:
-        """Whether no draft can gain. If `times` are not measured, a trial may tell something else."""
-        return self.plain_s is None or (
-            self.is_measured and not can_gain(self.n_decode, self.plain_s, self.times.least_token_s)
-        )
-
 
 class NgramSpeculation(Speculation):
     """Verifies the drafts that the drafter of each job proposes; see `Speculation`."""
@@ -73,18 +66,18 @@ class NgramSpeculation(Speculation):
         """Return the batch with drafts; see `add_drafts`."""
         if batch.n_decode != self._prediction.n_decode:  # never between repeated ticks
             self._prediction = self._predict(batch.n_decode)
-        prediction = self._prediction
-        plain_s = prediction.plain_s
-        is_first = prediction.times is NO_TIMES
-        if plain_s is None or prediction.forbids_drafts or (is_first and self._is_measuring):
-            return batch  # this tick measures `plain_s`, if it was not known
-        room = int(min(room, prediction.longest, n_within(limit_s - plain_s, prediction.times.largest_token_s)))
-        if room <= 0:
+        _, plain_s, times, longest, is_measured = self._prediction
+        is_first = times is NO_TIMES
+        if plain_s is None or (is_first and self._is_measuring):
+            return batch  # this tick measures it, or the last one does
+        room = int(min(room, longest, n_within(limit_s - plain_s, times.largest_token_s)))
+        # If the times are not measured, a trial may show that they are shorter.
+        if room <= 0 or (is_measured and not can_gain(batch.n_decode, plain_s, times.least_token_s)):
             return batch
         proposals = self._proposals(batch)
         if not proposals:
             return batch
-        drafts = self._choose(proposals, room, batch.n_decode, plain_s, prediction.times)
+        drafts = self._choose(proposals, room, batch.n_decode, plain_s, times)
         if not drafts:
             return batch
         self._is_measuring = is_first
