@@ -73,7 +73,7 @@ async def test_a_server_that_does_not_know_the_script_gets_it_once(queue: str, r
             await client.redis.ping()
             round_trips.clear()
             assert len(await client.submit_many(numbered(N_JOBS))) == N_JOBS
-            assert len(round_trips) == 3, "the batch, SCRIPT LOAD, and the batch again"
+            assert len(round_trips) == 2, "the batch with the script's hash, and again with its text in the first call"
             assert (await client.queue_depth()).waiting == N_JOBS
 
 

@@ -74,8 +74,7 @@ class RetryingRedis(Redis):
         except NoScriptError:
             if args[1] not in self.known_scripts:
                 raise
-            await execute("SCRIPT LOAD", self.known_scripts[args[1]])
-            return await execute(*args, **options)
+            return await execute(*self._with_text(args), **options)
         except RedisTimeoutError as exc:
             self.pool.fail_waiting(exc)
             raise
@@ -88,7 +87,7 @@ class RetryingRedis(Redis):
         return reply
 
     def register_script(self, script: Any) -> AsyncScript:  # type: ignore[override]  # redis-py's own annotations
-        """See `Redis.register_script`. `send` loads the script when a server does not have it."""
+        """See `Redis.register_script`. A server that does not have the script gets its text when it is called."""
         registered = super().register_script(script)
         self.known_scripts[registered.sha] = script
         return registered
@@ -104,13 +103,10 @@ class RetryingRedis(Redis):
             replies = await self._send_alone(commands, transaction)
         else:
             replies = await self._round_trips.send(commands)
-        unknown = [place for place, reply in enumerate(replies) if self._can_load(commands[place], reply)]
+        unknown = [place for place, reply in enumerate(replies) if self._is_unknown_script(commands[place], reply)]
         if unknown:
-            load: Any = super().execute_command
-            for sha in dict.fromkeys(commands[place][0][1] for place in unknown):
-                await load("SCRIPT LOAD", self.known_scripts[sha])
-            again = await self.send_pipeline([commands[place] for place in unknown], transaction)
-            for place, reply in zip(unknown, again, strict=True):
+            again = self._with_texts([commands[place] for place in unknown])
+            for place, reply in zip(unknown, await self.send_pipeline(again, transaction), strict=True):
                 replies[place] = reply
         return replies
 
@@ -121,9 +117,24 @@ class RetryingRedis(Redis):
         replies: list[Any] = await pipe.execute(raise_on_error=False)
         return replies
 
-    def _can_load(self, command: Command, reply: Any) -> bool:
+    def _is_unknown_script(self, command: Command, reply: Any) -> bool:
         """Return whether the server did not know the script of a command, and this client has its text."""
         return isinstance(reply, NoScriptError) and command[0][1] in self.known_scripts
+
+    def _with_text(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the call of a script with its text instead of its hash. The server keeps the text for the next calls.
+
+        `SCRIPT LOAD` would need one more round trip, and could be followed by another `SCRIPT FLUSH`.
+        """
+        return ("EVAL", self.known_scripts[args[1]], *args[2:])
+
+    def _with_texts(self, commands: Sequence[Command]) -> list[Command]:
+        """Return calls of scripts of which the first one of each script has its text."""
+        first = {args[1]: place for place, (args, _) in reversed([*enumerate(commands)])}
+        return [
+            (self._with_text(args) if first[args[1]] == place else args, options)
+            for place, (args, options) in enumerate(commands)
+        ]
 
     async def send_together(self, key: str, commands: Sequence[Command]) -> list[Any]:  # noqa: ARG002  # see `Cluster`
         """Send commands to the server that has the key, over one connection, without a retry."""

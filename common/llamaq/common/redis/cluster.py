@@ -27,7 +27,7 @@ from llamaq.common.redis.shared_round_trips import Command
 
 Address = tuple[str, int]
 
-KEYLESS = ("PING", "TIME", "INFO", "CONFIG GET", "CLIENT LIST", "SCRIPT LOAD", "CLUSTER SLOTS")
+KEYLESS = ("PING", "TIME", "INFO", "CONFIG GET", "CLIENT LIST", "CLUSTER SLOTS")
 """Commands without a key. Any node executes them."""
 N_SLOTS = 16384
 MAX_REDIRECTIONS = 5
