@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -47,14 +48,14 @@ class RecordingEngine:
     """Records the calls of the outbox to the engine thread, and the stats of finished jobs."""
 
     cancelled: list[str] = field(default_factory=list)
-    released: list[tuple[str, int]] = field(default_factory=list)
+    released: list[Lease] = field(default_factory=list)
     finished: list[EndedJob] = field(default_factory=list)
 
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)
 
-    def release(self, job_id: str, attempt: int) -> None:
-        self.released.append((job_id, attempt))
+    def release(self, lease: Lease) -> None:
+        self.released.append(lease)
 
     async def record(self, ended: EndedJob) -> None:
         self.finished.append(ended)
@@ -70,6 +71,8 @@ class Worker:
     outputs: OutputMailbox
     engine: RecordingEngine
     streams: bool
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+    """The claimed attempt of each job."""
 
     async def claim(
         self, metadata: dict[str, Any] | None = None, queue_timeout_s: float | None = None
@@ -82,6 +85,7 @@ class Worker:
         assert claim is not None
         attempt = await self.claimer.claim_scripts.claim_job(claim, self.claimer.name, LEASE_MS)
         assert isinstance(attempt, Attempt)
+        self.attempts[job.id] = attempt
         lease = Lease(job.id, 0, claim.stream, claim.entry_id, attempt.number)
         self.outbox.register(lease, attempt, JobTimes(submitted_s=time.monotonic()))
         return job, lease, codec.decode_request(attempt.request, codec.MAX_EVENT_BYTES)
@@ -359,6 +363,24 @@ async def test_a_rejected_job_ends_although_its_events_were_overwritten(redis_ur
             await job.result()
 
 
+async def test_a_second_claim_with_the_same_number_replaces_the_first_attempt(redis_url: str, queue: str) -> None:
+    """A failover that has lost the first claim gives the second one the same number."""
+    async with working(redis_url, queue) as at:
+        job, old = await at.begin()
+        lease = dataclasses.replace(old.lease)
+        at.outbox.register(lease, at.attempts[job.id], JobTimes())
+        assert at.engine.released == [old.lease]
+        new = Job(lease, old.request, [1], sampler=cast(Any, None), detokenizer=cast(Any, None))
+        assert not at.outbox.set_prepared(old, [])
+        assert at.outbox.set_prepared(new, [])
+        await at.put(old, 9, 9)
+        at.outputs.put([JobWithdrawn(old)])
+        await at.put(new, 7)
+        await at.outbox.flush()
+        assert await at.stored(job) == [7]
+        assert at.outbox.n_running == 1, "the withdrawal of the first attempt does not requeue the second one"
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
 async def test_only_the_job_whose_hash_was_overwritten_is_lost(redis_url: str, queue: str, has_ended: bool) -> None:
     async with working(redis_url, queue) as at:
@@ -372,7 +394,7 @@ async def test_only_the_job_whose_hash_was_overwritten_is_lost(redis_url: str, q
         await at.outbox.flush()
         assert await at.stored(sound) == [7, 8]
         assert at.outbox.n_jobs == 1
-        assert at.engine.released == [(broken.id, 1)]
+        assert at.engine.released == [first.lease]
 
 
 # a full Redis
@@ -521,7 +543,7 @@ async def test_the_end_of_a_job_that_waits_in_the_worker_is_reported_once(redis_
         assert (ended.job_id, ended.finish_reason, ended.error_code) == (job.id, reason, None)
         assert ended.metadata == {"user": "u1"}
         assert (ended.stats.worker, ended.stats.seed) == (at.claimer.name, request.seed)
-        assert at.engine.released == [(job.id, lease.attempt)]
+        assert at.engine.released == [lease]
 
 
 async def test_the_report_of_a_job_that_could_not_be_prepared_has_its_metadata(redis_url: str, queue: str) -> None:

@@ -81,9 +81,9 @@ class FakeEngineWorker:
     def cancel(self, job_id: str) -> None:
         """Ignore the cancellation."""
 
-    def release(self, job_id: str, attempt: int) -> None:
-        if job_id in self.admitted and self.admitted[job_id].lease.attempt <= attempt:
-            del self.admitted[job_id]
+    def release(self, lease: Lease) -> None:
+        if lease.job_id in self.admitted and self.admitted[lease.job_id].lease is lease:
+            del self.admitted[lease.job_id]
 
 
 @asynccontextmanager

@@ -135,12 +135,13 @@ def test_a_cancelled_job_and_one_at_its_deadline_end_without_embeddings() -> Non
     assert reasons == {"gone": (FinishReason.CANCELLED, None), "slow": deadline, "late": deadline}
 
 
-def test_a_newer_attempt_replaces_an_older_one_and_nothing_else() -> None:
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_the_last_submitted_attempt_replaces_the_one_before(attempt: int) -> None:
     rig = Rig()
-    rig.scheduler.submit(make_job("a", 3, attempt=2))
-    rig.scheduler.submit(make_job("a", 4, attempt=1))
-    assert rig.scheduler.release("a", before_attempt=2) is False
-    rig.scheduler.submit(make_job("a", 5, attempt=3))
+    old, new = make_job("a", 3, attempt=1), make_job("a", 5, attempt=attempt)
+    rig.scheduler.submit(old)
+    rig.scheduler.submit(new)
+    assert rig.scheduler.release(old.lease) is False
     assert rig.tick() == [("a", 5)]
 
 

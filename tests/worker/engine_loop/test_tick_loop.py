@@ -294,14 +294,15 @@ def test_a_cancelled_job_ends_before_the_next_tick() -> None:
     assert (ended.job, ended.reason) == (job, FinishReason.CANCELLED)
 
 
-def test_a_released_attempt_ends_without_an_output_and_a_newer_attempt_stays() -> None:
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_released_attempt_ends_without_an_output_and_another_attempt_stays(attempt: int) -> None:
     loop = Loop()
     old = make_job(max_tokens=1, attempt=1)
-    new = make_job(max_tokens=1, attempt=2, job_id=old.id)
+    new = make_job(max_tokens=1, attempt=attempt, job_id=old.id)
     loop.start(old)
-    loop.ticks.release(old.id, 1)
+    loop.ticks.release(old.lease)
     loop.ticks.admit([new])
-    loop.ticks.release(old.id, 1)
+    loop.ticks.release(old.lease)
     loop.run_until_empty()
     assert loop.effects == [JobWithdrawn(new), SlotAcquired(old)]
 

@@ -314,6 +314,10 @@ def test_a_follower_can_follow_another_follower() -> None:
     assert engine.computed == 120 + 60 + 9
 
 
+def leave(scheduler: Scheduler, job: Job, how: str) -> None:
+    assert scheduler.cancel(job.id) if how == "cancel" else scheduler.release(job.lease)
+
+
 @pytest.mark.parametrize("how", ["cancel", "release", "fail"])
 @pytest.mark.parametrize("ticks", [1, 3])
 def test_when_the_leader_leaves_its_slot_a_follower_computes_the_rest(how: str, ticks: int) -> None:
@@ -326,7 +330,7 @@ def test_when_the_leader_leaves_its_slot_a_follower_computes_the_rest(how: str, 
     if how == "fail":
         engine.fail_job("j0")
     else:
-        getattr(scheduler, how)("j0")
+        leave(scheduler, jobs[0], how)
     n_before = engine.computed
     ends = ended(run_to_end(scheduler, engine))
     assert sum(end.reason is FinishReason.LENGTH for end in ends) == 3
@@ -399,10 +403,11 @@ def test_a_job_can_be_cancelled_or_released_while_it_loads(how: str) -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([1] * 160, max_tokens=1))
     run_an_unrelated_job(scheduler, engine)
-    scheduler.submit(make_job([1] * 160, job_id="loading"))
+    loading = make_job([1] * 160)
+    scheduler.submit(loading)
     run_tick(scheduler, engine)
     assert [slot.state for slot in scheduler.snapshot() if slot.job_id] == ["load"]
-    getattr(scheduler, how)("loading")
+    leave(scheduler, loading, how)
     run_to_end(scheduler, engine)
     assert engine.sequences.used_cells == scheduler.cache_snapshot().used_cells == (16 if how == "cancel" else 0)
 
@@ -432,7 +437,8 @@ def test_entries_hold_at_most_held_cells_while_a_job_runs_and_the_coldest_is_evi
 def test_an_entry_that_a_job_has_shared_is_evicted_when_only_the_entry_holds_its_cells(event: str) -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([1] * 40, max_tokens=1))
-    scheduler.submit(make_job([1] * 60, job_id="sharing", max_tokens=400))
+    sharing = make_job([1] * 60, job_id="sharing", max_tokens=400)
+    scheduler.submit(sharing)
     scheduler.submit(make_job([255] * 3, job_id="other", max_tokens=400))
     for _ in range(8):
         run_tick(scheduler, engine)
@@ -441,7 +447,7 @@ def test_an_entry_that_a_job_has_shared_is_evicted_when_only_the_entry_holds_its
         case "failed":
             engine.fail_job("sharing")
         case "moved":
-            assert scheduler.release("sharing")
+            assert scheduler.release(sharing.lease)
         case "lost":
             engine.lose_cells("sharing")
     for _ in range(8):

@@ -183,19 +183,22 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(job_id=submitted)
     def release(self, job_id: str) -> None:
-        if self.scheduler.release(job_id):
+        if self.scheduler.release(self.jobs[job_id].lease):
             self.released.add(job_id)
 
-    @rule(job_id=submitted)
-    def claim_again(self, job_id: str) -> None:
-        """Submit the next attempt of the job, as a worker does after it lost the lease and claimed the job again."""
+    @rule(job_id=submitted, n_more=st.integers(0, 1))
+    def claim_again(self, job_id: str, n_more: int) -> None:
+        """Submit another attempt of the job, as a worker does after it lost the lease and claimed the job again.
+
+        After a failover that lost the claim, Redis gives the new attempt the same number.
+        """
         if job_id in self.ends or job_id in self.released or self.has_uncollected_end(job_id):
             return
         old = self.jobs[job_id]
         self.jobs[job_id] = job = make_job(
             old.prompt,
             job_id=job_id,
-            attempt=old.lease.attempt + 1,
+            attempt=old.lease.attempt + n_more,
             resumed=self.generated[job_id],
             context_limit=CONTEXT_LIMIT,
             drafting=old.drafting,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from llamaq.worker.core.job import Lease
+
 
 class EngineControls(Protocol):
     """The methods of the engine thread that the outbox calls. Every method is thread-safe and does not block."""
@@ -11,5 +13,5 @@ class EngineControls(Protocol):
     def cancel(self, job_id: str) -> None:
         """Cancel the job."""
 
-    def release(self, job_id: str, attempt: int) -> None:
-        """Drop this attempt of the job without a terminal event: its lease was lost, or the job is requeued."""
+    def release(self, lease: Lease) -> None:
+        """Drop this attempt of a job without a terminal event: its lease was lost, or the job is requeued."""

@@ -139,7 +139,7 @@ class JobDepartures:
         A client or another worker may end a job that waits here for a slot, when `cancel` is called or at a deadline.
         """
         lease = job.lease
-        self._engine.release(lease.job_id, lease.attempt)
+        self._engine.release(lease)
         end = await self._scripts.read_end(lease.job_id, lease.attempt, self._worker_id)
         if job not in self._jobs:
             return  # a newer attempt was registered meanwhile

@@ -161,7 +161,7 @@ class Outbox:
     # ---- registering jobs: called by the intake
 
     def register(self, lease: Lease, attempt: Attempt, times: JobTimes) -> None:
-        """Register a claimed job, before it is prepared.
+        """Register a claimed job, before it is prepared. It replaces an earlier attempt, which has lost its lease.
 
         From now on flushes renew its lease and check whether it was cancelled, also during a long preparation. The
         first of them comes within `POLL_S`, or with the next news of any job.
@@ -171,6 +171,8 @@ class Outbox:
             attempt: The attempt.
             times: When the job was submitted, when it must end, and how long it has had a slot.
         """
+        if (replaced := self._jobs.get(lease.job_id)) is not None:
+            self._engine.release(replaced.lease)
         progress = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=attempt.generated, times=times)
         progress.request, progress.retries_left = attempt.request, attempt.retries_left
         progress.token_times = TokenTimes.decode(attempt.token_times)
@@ -213,7 +215,7 @@ class Outbox:
         for job in self._jobs:
             if job.terminal_write is None and not job.must_requeue and job.lease != except_for:
                 job.must_requeue = True
-                self._engine.release(job.lease.job_id, job.lease.attempt)
+                self._engine.release(job.lease)
                 self._request_flush()
 
     def is_registered(self, lease: Lease) -> bool:
@@ -224,16 +226,14 @@ class Outbox:
 
     def _receive(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            job = self._jobs.get(message.job.id)
+            job = self._jobs.of(message.job.lease)
             if job is None:
-                continue  # the outbox has dropped the job, because its lease was lost
-            if isinstance(message, JobWithdrawn):
-                job.must_requeue = True
-            elif job.lease != message.job.lease:
-                continue  # the message belongs to an older attempt
-            elif isinstance(message, NewToken):  # most messages
+                continue  # the outbox has dropped this attempt, because its lease was lost
+            if isinstance(message, NewToken):  # most messages
                 job.add(message.token, message.text, message.logprobs, message.draw_probability, message.tag_offset)
                 job.record_time(message.time_s)
+            elif isinstance(message, JobWithdrawn):
+                job.must_requeue = True
             elif isinstance(message, SlotAcquired):
                 job.has_started = job.has_slot = True
             elif isinstance(message, SlotLost):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
-from llamaq.worker.core.job import JobEnded, Output, SlotAcquired
+from llamaq.worker.core.job import JobEnded, Lease, Output, SlotAcquired
 from llamaq.worker.embedding.embedding_job import EmbeddingJob, Text, TextBatch, TextResult, measure
 from llamaq.worker.scheduling.bulk_share import BulkShare
 
@@ -63,11 +63,9 @@ class EmbeddingScheduler:
     # ---- jobs enter and leave
 
     def submit(self, job: EmbeddingJob) -> None:
-        """Add a job. It replaces an older attempt of the same job, which has lost its lease."""
-        self.release(job.id, before_attempt=job.lease.attempt)
-        if self._find(job.id) is not None:
-            log.error("job.dropped id=%s attempt=%d: this worker has the job", job.id, job.lease.attempt)
-            return
+        """Add a job. It replaces another attempt of the same job, which has lost its lease."""
+        if (replaced := self._find(job.id)) is not None:
+            self._remove(replaced)
         job.started_s = self._clock()
         if job.times.submitted_s is None:
             job.times.submitted_s = job.started_s
@@ -77,13 +75,13 @@ class EmbeddingScheduler:
         """End the job as cancelled. Returns False when this worker does not have the job."""
         return self._end_early(job_id, FinishReason.CANCELLED)
 
-    def release(self, job_id: str, *, before_attempt: int | None = None) -> bool:
-        """Drop the job without a `JobEnded`, if its attempt is older than `before_attempt`. None drops any attempt."""
-        job = self._find(job_id)
-        if job is None or (before_attempt is not None and job.lease.attempt >= before_attempt):
+    def release(self, lease: Lease) -> bool:
+        """Drop an attempt of a job without a `JobEnded`. Returns False when this worker does not have this attempt."""
+        job = self._find(lease.job_id)
+        if job is None or job.lease is not lease:
             return False
         self._remove(job)
-        log.info("job.released id=%s attempt=%d", job.id, job.lease.attempt)
+        log.info("job.released id=%s attempt=%d", lease.job_id, lease.attempt)
         return True
 
     def withdraw_waiting(self) -> list[EmbeddingJob]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.core.job import BaseJob, Output
+from llamaq.worker.core.job import BaseJob, Lease, Output
 from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs, TickRepeater
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
@@ -65,7 +65,7 @@ class JobScheduler(Protocol):
 
     def submit(self, job: Any) -> None: ...
     def cancel(self, job_id: str) -> bool: ...
-    def release(self, job_id: str, *, before_attempt: int | None = None) -> bool: ...
+    def release(self, lease: Lease) -> bool: ...
     def withdraw_waiting(self) -> Sequence[BaseJob]: ...
     def withdraw_surplus(self, n_jobs: int) -> Sequence[BaseJob]: ...
     def withdraw_all(self) -> Sequence[BaseJob]: ...
@@ -179,9 +179,9 @@ class TickLoop:
         """Cancel a job before the next tick."""
         self._commands.put(partial(self._scheduler.cancel, job_id))
 
-    def release(self, job_id: str, attempt: int) -> None:
-        """Drop this attempt and older attempts of a job. A newer attempt of the job stays."""
-        self._commands.put(partial(self._scheduler.release, job_id, before_attempt=attempt + 1))
+    def release(self, lease: Lease) -> None:
+        """Drop this attempt of a job before the next tick. Another attempt of the job stays."""
+        self._commands.put(partial(self._scheduler.release, lease))
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` on the engine thread before the next tick. The future returns its result or raises its error."""

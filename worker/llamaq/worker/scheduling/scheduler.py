@@ -30,7 +30,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
-from llamaq.worker.core.job import Job, JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.job import Job, JobEnded, Lease, Output, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT
 from llamaq.worker.kv_cache.eviction import Room
@@ -117,17 +117,11 @@ class Scheduler:
 
         A job whose prompt cannot fit fails here. A resumed job that is already finished ends here.
 
-        If the scheduler has an older attempt of the same job, the new attempt replaces it: the older attempt has lost
-        its lease. If the scheduler has the same attempt or a newer one, the submitted job is dropped.
+        If the scheduler has another attempt of the same job, the submitted attempt replaces it: the other one has lost
+        its lease. Its number may be the same, see `Lease`.
         """
-        if not self.release(job.id, before_attempt=job.lease.attempt) and self._find(job.id) is not None:
-            log.error(
-                "job.dropped id=%s attempt=%d: this worker already has this attempt or a newer one",
-                job.id,
-                job.lease.attempt,
-            )
-            job.sampler.close()
-            return
+        if (replaced := self._find(job.id)) is not None:
+            self._remove(replaced)
         job.started_s = self._clock()
         if job.times.submitted_s is None:
             job.times.submitted_s = job.started_s
@@ -140,24 +134,17 @@ class Scheduler:
         """End the job as cancelled. Returns False when this worker does not have the job."""
         return self._finish_early(job_id, FinishReason.CANCELLED)
 
-    def release(self, job_id: str, *, before_attempt: int | None = None) -> bool:
-        """Drop the job without a `JobEnded`, because a newer attempt replaces it.
-
-        Args:
-            job_id: The job.
-            before_attempt: Drop only an attempt older than this one. None drops any attempt.
+    def release(self, lease: Lease) -> bool:
+        """Drop an attempt of a job without a `JobEnded`: its lease is lost, or it is requeued.
 
         Returns:
-            False when this worker does not have the job, or has an attempt that is not older than `before_attempt`.
+            False when this worker does not have the job, or has another attempt of it.
         """
-        found = self._find(job_id)
-        if found is None:
-            return False
-        job = found.active.job if isinstance(found, Slot) else found
-        if before_attempt is not None and job.lease.attempt >= before_attempt:
+        found = self._find(lease.job_id)
+        if found is None or _job_of(found).lease is not lease:
             return False
         self._remove(found)
-        log.info("job.released id=%s attempt=%d", job.id, job.lease.attempt)
+        log.info("job.released id=%s attempt=%d", lease.job_id, lease.attempt)
         return True
 
     def withdraw_waiting(self) -> list[Job]:
@@ -481,6 +468,10 @@ class Scheduler:
         else:
             found.sampler.close()
             self._waiting.remove(found)
+
+
+def _job_of(found: Slot | Job) -> Job:
+    return found.active.job if isinstance(found, Slot) else found
 
 
 def _count_bulk(running: Iterable[Slot]) -> int:
