@@ -139,6 +139,23 @@ async def test_moved_and_ask_replies_are_followed(servers: ClusterServers) -> No
     await redis.aclose()
 
 
+async def test_a_transaction_follows_a_slot_that_moves(servers: ClusterServers) -> None:
+    old, new = servers.masters[1], servers.masters[0]
+    key = next(f"moved-{n}" for n in range(10**6) if servers.master_of(key_slot(f"moved-{n}".encode())) is old)
+    slot = key_slot(key.encode())
+    redis = connect(servers.url, name="test", failover_s=10)
+    await redis.ping()
+    with old.client() as at_old, new.client() as at_new:
+        name = at_new.execute_command("CLUSTER MYID").decode()
+        for client in (at_new, at_old):
+            client.execute_command("CLUSTER SETSLOT", slot, "NODE", name)
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.set(key, "after")
+        pipe.get(key)
+        assert await pipe.execute() == [True, b"after"]
+    await redis.aclose()
+
+
 async def test_a_blocking_read_and_the_command_behind_it_follow_a_slot_that_moves(servers: ClusterServers) -> None:
     old, new = servers.masters[1], servers.masters[2]
     key = keys_of(servers)[old.port]

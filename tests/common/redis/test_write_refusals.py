@@ -26,7 +26,11 @@ IN_A_SCRIPT = "Error running script (call to f_1): @user_script:7: @user_script:
         (BusyLoadingError("Redis is loading the dataset in memory"), {"refuses writes"}),
         (ResponseError(IN_A_SCRIPT + "-WRONGTYPE Operation against a key"), {"fault"}),
         (ResponseError("user_script:31: attempt to compare number with nil"), {"fault"}),
-        (ResponseError("increment or decrement would overflow"), set()),
+        (ResponseError("increment or decrement would overflow"), {"fault"}),
+        (ResponseError(IN_A_SCRIPT + "Bad data format in input."), {"fault"}),
+        (ResponseError(IN_A_SCRIPT + "The user executing the script can't run this command or subcommand"), set()),
+        (ResponseError(IN_A_SCRIPT + "Lua script attempted to access a non local key in a cluster node"), set()),
+        (ResponseError("NOGROUP No such key or consumer group"), set()),
     ],
 )
 def test_each_error_is_classified(error: RedisError, expected: set[str]) -> None:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
@@ -24,7 +25,7 @@ from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
 from llamaq.worker.broker import suspects as suspects_module
 from llamaq.worker.broker.intake import Intake
-from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, PreparedJob, SlotAcquired
@@ -264,6 +265,27 @@ async def test_a_second_suspect_runs_on_an_idle_worker(redis_url: str, queue: st
             async with working(redis_url, queue, "w2") as second:
                 await until(lambda: len(second.admitted) == 1)
                 assert {*worker.admitted, *second.admitted} == {job.id for job in suspects}
+
+
+async def test_a_suspect_whose_claim_failed_is_requeued(
+    redis_url: str, queue: str, short_waits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [RedisConnectionError("no answer")]
+    claim = JobClaims.claim_jobs
+
+    async def fail_once(claims: JobClaims, wanted: Any, *, at_risk: bool = True) -> list[ClaimReply]:
+        if at_risk and failures:
+            raise failures.pop()
+        return await claim(claims, wanted, at_risk=at_risk)
+
+    monkeypatch.setattr(JobClaims, "claim_jobs", fail_once)
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
+        suspect = await submit_suspect(client, other)
+        async with working(redis_url, queue) as worker:
+            await until(lambda: suspect.id in worker.admitted)
+            assert not failures
+            worker.end(suspect)
+            await suspect.result(timeout=10)
 
 
 async def test_other_jobs_are_started_after_a_suspect_has_ended_without_a_token(

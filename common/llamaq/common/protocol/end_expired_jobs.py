@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.redis.write_refusals import refuses_writes
+from llamaq.common.redis.write_refusals import is_job_key_error
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,18 @@ async def end_expired(
     deadlines of the partition.
 
     Raises:
-        RedisError: Redis is unreachable, or refused a write.
+        RedisError: Redis is unreachable, or refused to end a job. The other jobs have ended.
     """
+    refusal: ResponseError | None = None
     for job_id in job_ids:
         try:
             if await scripts.expire(job_id) == "ended":
                 log.info("job.expired id=%s", job_id)
         except (ResponseError, InvalidRequest) as exc:
-            if isinstance(exc, ResponseError) and refuses_writes(exc):
-                raise
+            if isinstance(exc, ResponseError) and not is_job_key_error(exc):
+                refusal = exc  # the fault is not in the job
+                continue
             log.warning("job.cannot_expire id=%s error=%s", job_id, exc)
             await redis.zrem(keys.deadlines(queue, partition), job_id)
+    if refusal is not None:
+        raise refusal

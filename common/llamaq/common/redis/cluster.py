@@ -162,7 +162,10 @@ class Cluster(RetryingRedis):
     async def _send_part(self, address: Address, commands: Sequence[Command], transaction: bool) -> list[Any]:
         try:
             replies = await self._node(address).commands.send_pipeline(commands, transaction)
-        except (RedisConnectionError, RedisTimeoutError, ClusterDownError, TryAgainError) as exc:
+        except MovedError as exc:  # a transaction: all its keys have moved
+            self._masters[exc.slot_id] = (exc.host or address[0], exc.port)
+            raise self._note_failure(address, exc) from exc
+        except (RedisConnectionError, RedisTimeoutError, ClusterDownError, TryAgainError, AskError) as exc:
             raise self._note_failure(address, exc) from exc
         for place, reply in enumerate(replies):
             if isinstance(reply, MovedError | AskError | TryAgainError | ClusterDownError):

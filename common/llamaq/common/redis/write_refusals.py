@@ -14,7 +14,9 @@ from redis.exceptions import (
 )
 
 _FULL = "command not allowed when used memory"
-_JOB_KEY_ERRORS = ("WRONGTYPE", "not an integer", "attempt to ", "bad argument")
+_JOB_KEY_ERRORS = (
+    "WRONGTYPE", "not an integer", "would overflow", "attempt to ", "bad argument", "Bad data format", "Missing bytes"
+)  # fmt: skip
 # An error inside a script contains the error code of Redis. Outside scripts redis-py removes most codes and raises
 # special classes instead.
 _WRITE_REFUSED = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "LOADING", "NOPERM")

@@ -67,7 +67,7 @@ class DeadlineSweep:
                 while await self.handle_due(partition) >= MAX_DUE:
                     pass
             except RedisError as exc:  # the other services of the worker log an outage
-                log.debug("deadline_sweep.failed partition=%d error=%r", partition, exc)
+                log.debug("deadline_sweep.failed partition=%d error=%s", partition, exc)
 
     async def handle_due(self, partition: int) -> int:
         """End the expired jobs of one partition, and give due jobs their entries. Returns the larger of both numbers of

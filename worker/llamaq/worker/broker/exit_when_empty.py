@@ -59,7 +59,7 @@ class EmptyQueueWatch:
             try:
                 is_empty = await self.is_empty()
             except RedisError as exc:  # the other services of the worker log an outage
-                log.debug("empty_queue.unknown error=%r", exc)
+                log.debug("empty_queue.unknown error=%s", exc)
                 is_empty = False
             if not is_empty:
                 empty_since_s = None

@@ -171,7 +171,7 @@ class JobClaims:
             try:
                 replies += await self.claim_jobs([(claim, None)])
             except RedisError as exc:  # the entry stays pending; a worker takes it when its lease has expired
-                log.warning("job.claim_failed id=%s error=%r", claim.job_id, exc)
+                log.warning("job.claim_failed id=%s error=%s", claim.job_id, exc)
         return replies
 
     async def wait(self, timeout_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
@@ -187,7 +187,7 @@ class JobClaims:
                     self._queue, partition, self._worker_id, count, max_crashes=self._max_crashes
                 )
             except RedisError as exc:  # on a cluster, the other partitions may answer
-                log.debug("jobs.not_searched partition=%d error=%r", partition, exc)
+                log.debug("jobs.not_searched partition=%d error=%s", partition, exc)
                 return []
 
         found = await asyncio.gather(*map(find, self._partitions))
@@ -223,7 +223,7 @@ class JobClaims:
                 try:
                     await self._dead_letter(stream, one.entry_id.decode(), one.fields, str(exc))
                 except RedisError as error:
-                    log.warning("entry.not_dead_lettered stream=%s entry=%s error=%r", stream, one.entry_id, error)
+                    log.warning("entry.not_dead_lettered stream=%s entry=%s error=%s", stream, one.entry_id, error)
                 continue
             claims.append(Claim(str(job_id), stream, one.entry_id.decode()))
         return claims
@@ -308,7 +308,7 @@ class JobClaims:
             unusable job is moved to the dead letters.
 
         Raises:
-            RedisError: Redis is unreachable, or refuses writes.
+            RedisError: Redis is unreachable, or refuses to execute the claim.
         """
         claim, outcome = reply.claim, reply.outcome
         if isinstance(outcome, Attempt):
@@ -318,7 +318,7 @@ class JobClaims:
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published.tokens)}"
             await self._bury(claim, outcome.number, f"the job's events are damaged: {counts}")
         elif isinstance(outcome, ResponseError):
-            if refuses_writes(outcome):
+            if not is_job_key_error(outcome):
                 raise outcome  # the fault is not in the job
             await self._bury(claim, None, f"the job's hash is damaged: {outcome}")
         elif outcome == "left":

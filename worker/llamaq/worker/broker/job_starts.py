@@ -125,7 +125,7 @@ class JobStarts:
         except RedisError as exc:
             # The entries stay pending. A worker takes them when their leases have expired.
             for starting in group[n_done:]:
-                log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
+                log.warning("job.claim_failed id=%s error=%s", starting.claim.job_id, exc)
         finally:
             for starting in group[n_done:]:
                 self._leave(starting)
@@ -146,7 +146,7 @@ class JobStarts:
         try:
             claimed = await self._job_claims.complete(reply)
         except RedisError as exc:
-            log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
+            log.warning("job.claim_failed id=%s error=%s", starting.claim.job_id, exc)
         finally:
             if claimed is None:
                 self._leave(starting)
@@ -167,7 +167,7 @@ class JobStarts:
             self._leave(starting)
             if not isinstance(exc, RedisError):
                 raise
-            log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
+            log.warning("job.claim_failed id=%s error=%s", starting.claim.job_id, exc)
             return None
         return await self._complete(starting, reply)
 

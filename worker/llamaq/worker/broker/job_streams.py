@@ -293,7 +293,7 @@ class JobStreams:
             (wait, {}), streams, count, self._claimant, self._reader, self._numbers(streams)
         )
         if isinstance(peeked, RedisError):
-            log.debug("streams.peek_failed streams=%s error=%r", streams, peeked)
+            log.debug("streams.peek_failed streams=%s error=%s", streams, peeked)
         else:
             self._note_peeked(peeked)
         return found
@@ -306,7 +306,7 @@ class JobStreams:
                 pipe.expire(self._wake, WAKE_TTL_S)
                 await pipe.execute()
         except (RedisError, TimeoutError) as exc:  # the wait ends by itself
-            log.debug("streams.wait_not_ended error=%r", exc)
+            log.debug("streams.wait_not_ended error=%s", exc)
 
     async def wait(self, wait_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
         """Wait up to `wait_s` for a new entry of these priorities in any partition.
@@ -334,7 +334,7 @@ class JobStreams:
         try:
             reply: Any = await self._redis.xread(after, count=MAX_PEEKED, block=int(wait_s * 1000))
         except RedisError as exc:  # if the error persists, the next read raises it
-            log.debug("streams.peek_failed streams=%s error=%r", streams, exc)
+            log.debug("streams.peek_failed streams=%s error=%s", streams, exc)
             self._avoid(streams[0])
             return []
         return reply

@@ -208,15 +208,19 @@ class Outbox:
             self._request_flush()
             self.room_freed.set()
 
+    def requeue(self, lease: Lease) -> None:
+        """Requeue a job for other workers, and drop it in the engine, unless it has ended or its lease is lost."""
+        job = self._jobs.of(lease)
+        if job is not None and job.terminal_write is None and not job.must_requeue:
+            job.must_requeue = True
+            self._engine.release(lease)
+            self._request_flush()
+
     def requeue_all(self, *, except_for: Lease) -> None:
-        """Requeue all jobs except one for other workers, and drop these jobs in the engine. May be called
-        repeatedly.
-        """
+        """Requeue all jobs except one. May be called repeatedly."""
         for job in self._jobs:
-            if job.terminal_write is None and not job.must_requeue and job.lease != except_for:
-                job.must_requeue = True
-                self._engine.release(job.lease)
-                self._request_flush()
+            if job.lease is not except_for:
+                self.requeue(job.lease)
 
     def is_registered(self, lease: Lease) -> bool:
         """Return whether this attempt is registered: it has not ended, and its lease is not lost."""

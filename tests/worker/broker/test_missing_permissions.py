@@ -1,0 +1,73 @@
+"""A worker whose Redis user may not run a command of a script leaves the jobs as they are: they have no fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from redis.exceptions import ResponseError
+
+from llamaq.common.protocol.end_expired_jobs import end_expired
+from llamaq.common.protocol.job_outcome import FinishReason, JobState
+from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.script_types import Claim
+from llamaq.producer import AsyncClient, AsyncJob
+from llamaq.producer.testing import FakeWorker
+from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
+
+pytestmark = pytest.mark.starts_processes
+REFUSAL = "can't run this command"
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+def url_of_worker(server: str) -> str:
+    return f"{server}?username=worker&password=secret"
+
+
+async def allow(client: AsyncClient, *rules: str) -> None:
+    """Set the permissions of the worker's user."""
+    user = ("ACL", "SETUSER", "worker", "reset", "on", ">secret", "~*", "&*", "+@all", *rules)
+    await client.redis.execute_command(*user)
+
+
+async def claim_of(worker: FakeWorker) -> Claim:
+    claim = await worker.claim()
+    assert claim is not None
+    return claim
+
+
+async def test_a_job_that_may_not_be_claimed_is_no_dead_letter(server: str) -> None:
+    async with AsyncClient(server) as client:
+        job = await client.submit("hello")
+        await allow(client, "-hincrby")
+        async with FakeWorker(url_of_worker(server), "default") as worker:
+            claims = JobClaims(
+                worker.redis, worker.keys, queue="default", partitions=1, worker_id="w", lease_s=10, max_crashes=3
+            )
+            claim = await claim_of(worker)
+            with pytest.raises(ResponseError, match=REFUSAL):
+                await claims.claim_job(claim)
+            assert (await job.status()).state is JobState.QUEUED
+            assert await client.dead_letters() == ()
+            await allow(client)
+            assert await claims.claim_job(claim) is not None
+
+
+async def test_the_deadline_of_a_job_that_may_not_be_ended_stays(server: str) -> None:
+    async with AsyncClient(server) as client:
+        jobs: list[AsyncJob] = [await client.submit("late", deadline_s=0.01) for _ in range(2)]
+        ids = [job.id for job in jobs]
+        await allow(client, "-zadd")
+        async with FakeWorker(url_of_worker(server), "default") as worker:
+            scripts = JobScripts(worker.redis, worker.keys)
+            with pytest.raises(ResponseError, match=REFUSAL):
+                await end_expired(worker.redis, scripts, worker.keys, "default", 0, ids)
+            await allow(client)
+            await end_expired(worker.redis, scripts, worker.keys, "default", 0, ids)
+        assert [(await job.result(timeout=10)).finish_reason for job in jobs] == [FinishReason.DEADLINE] * 2
