@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from redis.exceptions import ResponseError
@@ -32,8 +33,9 @@ def url_of_worker(server: str) -> str:
 
 async def allow(client: AsyncClient, *rules: str) -> None:
     """Set the permissions of the worker's user."""
+    redis: Any = client.redis
     user = ("ACL", "SETUSER", "worker", "reset", "on", ">secret", "~*", "&*", "+@all", *rules)
-    await client.redis.execute_command(*user)
+    await redis.execute_command(*user)
 
 
 async def claim_of(worker: FakeWorker) -> Claim:

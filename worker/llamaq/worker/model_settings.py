@@ -42,7 +42,7 @@ class ModelSettings(BaseModel):
         None,
         ge=1,
         description="Maximum number of tokens in the batch of one tick, at most `n_ctx`. If not set: `n_ctx`, but at "
-        "most 2048.",
+        "most 2048. With a model that has a sliding window, also at most `n_ubatch`.",
     )
     n_ubatch: int | None = Field(
         None,
@@ -86,7 +86,7 @@ class ModelSettings(BaseModel):
     swa_full: bool = Field(
         True,
         description="Sliding-window layers keep the cells that have left the window, so that prompts can share any "
-        "prefix. Off: less memory, but a prefix is reused only as a whole.",
+        "prefix. Off: less memory, but a prefix is reused only as a whole, and with such a model `kv_unified` is off.",
     )
     kv_offload: bool = Field(True, description="The KV cells are in GPU memory. Off: in host memory.")
     backend_sampling: bool = Field(

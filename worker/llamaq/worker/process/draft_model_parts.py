@@ -112,7 +112,7 @@ def _context_options(settings: WorkerSettings, model: Model, n_ctx: int) -> Cont
         settings,
         n_ctx=n_ctx,
         n_batch=n_batch,
-        n_ubatch=min(n_batch, settings.ubatch_tokens),
+        n_ubatch=n_batch if model.n_swa else min(n_batch, settings.ubatch_tokens),  # see `fit_to_sliding_window`
         n_seq_max=n_sequences,
         has_scratch_sequence=bool(model.n_swa),
         kv_unified=True,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
 from llamaq.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
 
 
 def load_model(path: Path, settings: WorkerSettings) -> Model:
@@ -37,6 +40,24 @@ def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
         rope=_rope_options(settings),
         **sizes,
     )
+
+
+def fit_to_sliding_window(settings: WorkerSettings, model: Model) -> WorkerSettings:
+    """Return the settings with which llama.cpp computes a model with a sliding window correctly. Others are unchanged.
+
+    - A batch is computed in one step. llama.cpp finds the cells of all steps first. A later step may get cells that
+      leave the window of a sequence only when an earlier step has added tokens to the sequence. llama.cpp then removes
+      all older cells of this sequence before it computes the earlier step, which still needs them
+      (`llama_kv_cache::prepare` and `apply_ubatch`).
+    - Without `swa_full`, each sequence has its own cells, so that no tokens of other sequences take them.
+    """
+    if not model.n_swa:
+        return settings
+    n_step = min(settings.batch_budget, max(settings.ubatch_tokens, 2 * settings.n_parallel + 1))  # slots and guards
+    kv_unified = settings.kv_unified and settings.swa_full
+    if n_step < settings.batch_budget or kv_unified != settings.kv_unified:
+        log.info("model.sliding_window n_batch=%d kv_unified=%s", n_step, kv_unified)
+    return settings.model_copy(update={"n_batch": n_step, "n_ubatch": n_step, "kv_unified": kv_unified})
 
 
 def model_options(settings: WorkerSettings) -> ModelOptions:

@@ -22,7 +22,7 @@ from llamaq.worker.process.cache_factory import (
     make_saved_slot_files,
 )
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model, make_draft_speculation
-from llamaq.worker.process.engine_options import context_options, load_model
+from llamaq.worker.process.engine_options import context_options, fit_to_sliding_window, load_model
 from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
@@ -186,6 +186,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         EngineError: The context cannot be created.
     """
     model = load_model(path, settings)
+    settings = fit_to_sliding_window(settings, model)
     n_sequences = choose_n_sequences(settings, model)
     options = context_options(
         settings,
