@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,14 @@ import pytest
 from tests.support.redis_servers import wait_until
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
-from llamaq.common.protocol.job_request import JobParams
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import TokenSpan
+from llamaq.common.protocol.job_request import JobParams, JobRequest, Priority
+from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.core.job import Lease
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.generation.grammar import sandbox as sandbox_module
 from llamaq.worker.generation.grammar.gbnf_to_lark import MAX_NESTING, gbnf_to_lark
 from llamaq.worker.generation.grammar.grammar_vocabulary import CopiedVocabulary, pack_vocabulary
@@ -29,7 +34,9 @@ from llamaq.worker.generation.grammar.token_constraint import (
     TokenConstraint,
     _Tokens,
 )
+from llamaq.worker.generation.job_preparer import JobPreparer
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
+from llamaq.worker.settings import WorkerSettings
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +197,30 @@ def test_the_tokens_of_an_earlier_attempt_are_accepted_before_the_next_draw(voca
         history.append(first.sample(logits, history, 0))
     resumed = LogitSampler(params, seed=3, grammar=constraint_of(vocab, text))
     assert resumed.sample(logits, history[:5], 0) == history[5]
+
+
+def test_the_tokens_of_an_earlier_attempt_are_accepted_one_by_one_when_the_job_is_prepared(
+    vocab: Vocab, sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine thread does not wait for them, and each may take the whole time of a step."""
+    steps: list[int] = []
+    accept = TokenConstraint.accept
+
+    def record(constraint: TokenConstraint, tokens: Sequence[int], n_prompt: int = 0, n_history: int = 0) -> None:
+        steps.append(n_history)
+        accept(constraint, tokens, n_prompt, n_history)
+
+    monkeypatch.setattr(TokenConstraint, "accept", record)
+    defaults = WorkerSettings().job_defaults
+    preparer = JobPreparer(vocab, sandbox, defaults, context_limit=512, max_request_bytes=10_000)
+    payload = codec.encode_request(JobRequest(prompt="x", seed=1, regex="[a-c]+"), 10_000)
+    lease = Lease("q.0." + "0" * 32, 0, Keys().jobs("q", 0, Priority.INTERACTIVE), "1-0", 2)
+    (a,), (b,), (z,) = (vocab.encode_part(letter) for letter in "abz")
+    preparer.prepare(payload, lease, TokenSpan(0, (a, b, a), 0, "aba"), JobTimes(0.0)).job.close()
+    assert steps == [1, 2, 3]
+    with pytest.raises(JobRejected) as refused:
+        preparer.prepare(payload, lease, TokenSpan(0, (a, z), 0, "az"), JobTimes(0.0))
+    assert refused.value.code == ErrorCode.GRAMMAR_EXHAUSTED
 
 
 def test_a_draw_from_tokens_that_the_grammar_allows_is_the_same_without_the_grammar(vocab: Vocab) -> None:
@@ -454,6 +485,13 @@ HOSTILE: tuple[dict[str, Any], ...] = (
     {"lark": "start: A\nA: " + " & ".join(f"/(?s:.*)a.{{{n}}}(?s:.*)/" for n in range(1, 40))},
 )
 """llguidance needs minutes for each of these, whatever its limits are. So grammars are compiled in another process."""
+
+
+def test_a_grammar_whose_result_is_known_does_not_wait_for_the_trial_of_another_one(sandbox: GrammarSandbox) -> None:
+    request = JobParams(regex="[a-c]+")
+    known = sandbox.compile(request)
+    with sandbox._process_lock:  # held during a trial
+        assert sandbox.compile(request) == known
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(vocab: Vocab) -> None:

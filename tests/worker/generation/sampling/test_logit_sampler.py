@@ -194,6 +194,25 @@ def test_temperature_0_draws_the_most_probable_token_with_all_filters() -> None:
         assert sampler.sample(logits, [0], 1) == logits.argmax()
 
 
+@pytest.mark.parametrize(
+    ("samplers", "expected"),
+    [
+        (["penalties", "top_k", "temperature"], 1),
+        (["top_k", "penalties", "temperature"], 0),
+        (["top_p", "penalties", "temperature"], 0),
+        (["temperature", "penalties"], 0),
+        (["temperature", "dry"], 0),
+    ],
+)
+def test_temperature_0_applies_the_samplers_before_the_last_penalty(samplers: list[Any], expected: int) -> None:
+    """llama.cpp draws the same tokens: 5 / 2 is less than 4, unless 4 was removed before the penalty."""
+    logits = np.array([5.0, 4.0, 3.0, 0.0], np.float32)
+    params = SamplingDefaults(
+        samplers=samplers, temperature=0, top_k=1, top_p=0.3, repeat_penalty=2.0, dry_multiplier=9, dry_allowed_length=1
+    )
+    assert LogitSampler(params, seed=1).sample(logits, [0], 1) == expected
+
+
 def test_bias_comes_before_penalties_and_the_mask_last() -> None:
     logits = np.array([-1.0, 2.0, 0.5], np.float32)
     params = SamplingDefaults(**OFF, penalty_last_n=-1, repeat_penalty=2.0)

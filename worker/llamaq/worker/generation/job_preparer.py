@@ -119,7 +119,7 @@ class JobPreparer:
             lease=lease,
             request=request,
             prompt=prompt,
-            sampler=self._sampler(request, prompt, published.draws),
+            sampler=self._sampler(request, prompt, published),
             detokenizer=detokenizer,
             resumed=list(published.tokens),
             resumed_logprobs=list(published.logprobs),
@@ -183,12 +183,13 @@ class JobPreparer:
                 message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
 
-    def _sampler(self, request: JobRequest, prompt: Sequence[int], draws: Sequence[float]) -> LogitSampler:
+    def _sampler(self, request: JobRequest, prompt: Sequence[int], published: TokenSpan) -> LogitSampler:
         grammar, breakers, params = None, SequenceBreakers(), self._defaults.resolve(request)
         if params.dry_multiplier:
             breakers = self._breaker_finder.breakers(params.dry_sequence_breakers)
         if request.constraints:
             grammar = self._constraint_tokenizer.compile(self._grammar_sandbox.compile(request))
+            grammar.resume(published.tokens)
         return LogitSampler(
             params,
             seed=request.seed or 0,
@@ -199,7 +200,7 @@ class JobPreparer:
             n_logprobs=request.logprobs,
             has_drawn_logprobs=request.post_sampling_probs and request.logprobs is not None,
             breakers=breakers,
-            draws=draws,
+            draws=published.draws,
         )
 
     def _reasoning_budget(self, request: JobRequest, prompt: Sequence[int]) -> ReasoningBudget | None:

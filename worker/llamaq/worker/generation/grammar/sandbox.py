@@ -50,8 +50,10 @@ class GrammarSandbox:
     def __init__(self, vocab: GrammarVocabulary, *, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
         self._vocab = vocab
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._results_lock = threading.Lock()
         self._results: OrderedDict[str, str | JobRejected] = OrderedDict()
+        self._process_lock = threading.Lock()
+        """Held during a trial."""
         self._process: _SandboxProcess | None = None
         self._starter = threading.Timer(START_DELAY_S, self._start_early)
         self._starter.name, self._starter.daemon = "llamaq-grammar-start", True
@@ -65,16 +67,29 @@ class GrammarSandbox:
             EngineError: The process does not start.
         """
         trial = _trial_request(request)
-        with self._lock:
-            result = self._results.get(trial)
-            if result is None:
-                result = self._results[trial] = self._run_trial(trial)
-                if len(self._results) > MAX_CACHED_RESULTS:
-                    self._results.popitem(last=False)
-            self._results.move_to_end(trial)
+        result = self._cached_result(trial)  # does not wait for the trial of another grammar
+        if result is None:
+            with self._process_lock:
+                result = self._cached_result(trial)
+                if result is None:
+                    result = self._run_trial(trial)
+                    self._cache_result(trial, result)
         if isinstance(result, JobRejected):
             raise JobRejected(result.code, result.message)
         return result
+
+    def _cached_result(self, trial: str) -> str | JobRejected | None:
+        with self._results_lock:
+            result = self._results.get(trial)
+            if result is not None:
+                self._results.move_to_end(trial)
+            return result
+
+    def _cache_result(self, trial: str, result: str | JobRejected) -> None:
+        with self._results_lock:
+            self._results[trial] = result
+            if len(self._results) > MAX_CACHED_RESULTS:
+                self._results.popitem(last=False)
 
     def close(self) -> None:
         """End the process. A running trial fails. May be called twice."""
@@ -82,14 +97,14 @@ class GrammarSandbox:
         process = self._process
         if process is not None:
             process.kill()  # does not wait for the lock, because a running trial holds it
-        with self._lock:
+        with self._process_lock:
             if self._process is not None:
                 self._process.close()
                 self._process = None
 
     def _start_early(self) -> None:
         """Start the process before the first grammar, so that this grammar does not wait for it."""
-        with self._lock:
+        with self._process_lock:
             if not self._starter.finished.is_set():  # `close` sets it
                 self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
 

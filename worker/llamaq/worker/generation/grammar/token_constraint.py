@@ -110,6 +110,15 @@ class TokenConstraint:
         """Number of tokens of the output that the state has accepted."""
         return self._n_accepted
 
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Advance the state by the tokens of earlier attempts, one at a time, so that the time of each is bounded.
+
+        Raises:
+            JobRejected: See `accept`.
+        """
+        for n_tokens in range(1, len(tokens) + 1):
+            self.accept(tokens, n_history=n_tokens)
+
     def accept(self, history: Sequence[int], n_prompt: int = 0, n_history: int | None = None) -> None:
         """Advance the state by the generated tokens that are not accepted yet.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import dropwhile
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,8 +53,17 @@ class Step(NamedTuple):
 
 
 def is_greedy(params: SamplingDefaults) -> bool:
-    """Return whether every draw selects the most probable token."""
-    return params.temperature < GREEDY_BELOW and (params.mirostat > 0 or "temperature" in params.samplers)
+    """Return whether every draw selects the most probable token, after the penalties with which the chain begins."""
+    if params.temperature >= GREEDY_BELOW:
+        return False
+    return params.mirostat > 0 or ("temperature" in params.samplers and not _penalizes_late(params))
+
+
+def _penalizes_late(params: SamplingDefaults) -> bool:
+    """Return whether a penalty comes after a sampler that removes candidates, or after the temperature."""
+    is_active = {"penalties": _penalties(params) is not None, "dry": params.dry_multiplier > 0}
+    late = dropwhile(PENALTIES.__contains__, params.samplers)
+    return any(is_active.get(name, False) for name in late)
 
 
 class SamplerChain:
@@ -256,6 +266,8 @@ def _temperature(params: SamplingDefaults) -> Apply | None:
 
     def apply(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
         temperature = fixed if is_fixed else dynamic_temperature(candidates, fixed, spread, exponent)
+        if is_fixed and fixed < GREEDY_BELOW:
+            return candidates.take(np.array([candidates.logits.argmax()]))
         logits = candidates.logits / np.float32(max(temperature, GREEDY_BELOW))
         return candidates.with_logits(logits, is_sorted=candidates.is_sorted)
 
