@@ -12,7 +12,8 @@ from __future__ import annotations
 from llamaq.worker.engine.llama_bindings import Context
 
 STEPS_PER_WINDOW = 2
-"""A sequence's new cells are shared with its guard each time they fill half a window, before they can leave it."""
+"""A sequence's new cells are shared with its guard each time they fill half a window. Each batch is computed in
+one step, so they have not left the window before."""
 
 
 class SwaGuards:

@@ -192,7 +192,10 @@ class SlotPool:
         else:
             seq_id = adopted
             self._cached.remove(adopted)
-        (self._all_logits.add if job.needs_all_logits else self._all_logits.discard)(seq_id)
+        if job.needs_all_logits:
+            self._all_logits.add(seq_id)
+        else:
+            self._all_logits.discard(seq_id)
         self._n_acquired += 1
         tokens = [*job.prompt, *job.resumed]
         slot.run = Run(job, seq_id, tokens, admission_number=self._n_acquired, packed=job.packed, admitted_s=now_s)

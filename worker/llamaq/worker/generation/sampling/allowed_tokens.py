@@ -62,14 +62,13 @@ class AllowedTokens:
         self._error: Exception | None = None
         """The error of `prepare`, after which the state of the grammar is not known."""
         self._ahead: list[TokenSet] = []
-        """What is allowed after the tokens that the grammar has accepted, and after each token of a draft or each
-        forced token."""
-        self._ahead_from = 0
-        """Number of generated tokens at the beginning of the draft or of the forced tokens."""
-        self._draft: Sequence[int] = ()
-        """The draft, or the forced tokens."""
-        self._is_forced = False
-        """Whether `_draft` contains forced tokens."""
+        """What is allowed after the tokens that the grammar has accepted, and after each token of the path."""
+        self._path_start = 0
+        """Number of generated tokens before the path."""
+        self._path: Sequence[int] = ()
+        """The tokens along which masks are computed ahead: a draft, or forced tokens."""
+        self._path_is_forced = False
+        """Whether the path consists of forced tokens."""
         self._newest: TokenSet | None = None
         """What the grammar allows where a token was drawn last."""
         self._n_drawn = 0
@@ -97,7 +96,7 @@ class AllowedTokens:
 
     def _look_ahead(self, grammar: TokenConstraint, n_generated: int, draft: Sequence[int]) -> None:
         """Store what is allowed along the draft, or along the forced tokens if there is no draft."""
-        self._ahead, self._ahead_from, self._draft, self._is_forced = [], n_generated, draft, False
+        self._ahead, self._path_start, self._path, self._path_is_forced = [], n_generated, draft, False
         if draft or not self._n_forced_max:
             sets = grammar.allowed_along(draft)
         else:
@@ -109,31 +108,35 @@ class AllowedTokens:
             if self._is_awaited:  # the draw may refuse the draft
                 break
         if not draft:
-            self._draft = [int(allowed.ids()[0]) for allowed in self._ahead[:-1]]
-            self._is_forced = bool(self._draft)
+            self._path = [int(allowed.ids()[0]) for allowed in self._ahead[:-1]]
+            self._path_is_forced = bool(self._path)
 
     def _has_ahead(self, history: Sequence[int], n_prompt: int, n_history: int) -> bool:
         """Return whether it is known what is allowed after the first `n_history` tokens of `history`."""
-        start = n_prompt + self._ahead_from
+        start = n_prompt + self._path_start
         place = n_history - start
-        return 0 <= place < len(self._ahead) and list(history[start:n_history]) == list(self._draft[:place])
+        return 0 <= place < len(self._ahead) and list(history[start:n_history]) == list(self._path[:place])
 
     def _has_forced(self, history: Sequence[int], n_prompt: int, n_history: int) -> bool:
         """Return whether it is known which tokens are forced after the first `n_history` tokens of `history`.
 
         After the last known one, the search continues if its bound or a draw has ended it.
         """
-        if not self._is_forced or not self._has_ahead(history, n_prompt, n_history):
+        if not self._path_is_forced or not self._has_ahead(history, n_prompt, n_history):
             return False
-        place = n_history - n_prompt - self._ahead_from
-        return place < len(self._draft) or self._ahead[place].only() is None
+        place = n_history - n_prompt - self._path_start
+        return place < len(self._path) or self._ahead[place].only() is None
 
     def forced(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
         """Return the tokens that must follow `history`, as far as `prepare` has found them."""
         with self._lock:
-            if not self._is_forced or self._error is not None or not self._has_ahead(history, n_prompt, len(history)):
+            if (
+                not self._path_is_forced
+                or self._error is not None
+                or not self._has_ahead(history, n_prompt, len(history))
+            ):
                 return ()
-            return self._draft[len(history) - n_prompt - self._ahead_from :]
+            return self._path[len(history) - n_prompt - self._path_start :]
 
     def allows(self, token: int, history: Sequence[int], n_prompt: int) -> bool:
         """Whether `token` may follow `history`. Raises like `restrict`."""
@@ -200,7 +203,7 @@ class AllowedTokens:
             if self._error is not None:
                 raise self._error
             self._n_drawn = len(history) - n_prompt + 1
-            place = len(history) - n_prompt - self._ahead_from
+            place = len(history) - n_prompt - self._path_start
             if place > 0 and self._has_ahead(history, n_prompt, len(history)):
                 self._newest = self._ahead[place]
             else:

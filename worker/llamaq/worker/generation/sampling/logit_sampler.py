@@ -245,10 +245,10 @@ class LogitSampler:
     def _draw(self, candidates: Candidates, position: int, n_vocab: int) -> int:
         """Draw a candidate by inverse transform sampling.
 
-        The weights are added in ascending order of ids. The first candidate is drawn at which the sum is larger than u
-        * total weight, where u is the random number of this position. The order of logits is not used, because logits
-          change slightly when another worker resumes the job. A rounding error could then exchange two tokens and
-          change the draw.
+        The weights are added in ascending order of ids. The first candidate is drawn at which the sum exceeds `u *
+        total`, where `u` is the random number of this position. The order of logits is not used, because logits change
+        slightly when another worker resumes the job. A rounding error could then exchange two tokens and change the
+        draw.
         """
         candidates, probabilities = candidates.by_token(), None
         if self._feedback is not None:

@@ -71,7 +71,7 @@ class SamplerChain:
 
     Attributes:
         penalties: The samplers that get all logits, also those of masked tokens.
-        reduce: The first step after them. Then no token is masked, except among many candidates.
+        reduce: The first step after the penalties. It drops masked tokens if there are at most `SORT_LIMIT` candidates.
         filters: The steps after it.
         top_k_draw: Does the same as `reduce`, `filters` and a draw in less time. None: it does not support these
             samplers.

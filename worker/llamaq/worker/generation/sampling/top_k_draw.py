@@ -56,10 +56,9 @@ class TopKDraw:
         kept.sort()
         scaled = logits.take(kept) / self._temperature
         cumulative = list(accumulate(np.exp(scaled - ranked[0] / self._temperature).tolist()))
-        place = bisect_right(cumulative, uniform * cumulative[-1])
-        return tokens.item(
-            kept.item(min(place, len(cumulative) - 1))
-        )  # rounding can make the product equal to the total
+        # Rounding can make the product equal to the total.
+        place = min(bisect_right(cumulative, uniform * cumulative[-1]), len(cumulative) - 1)
+        return tokens.item(kept.item(place))
 
     def _count_kept(self, weights: list[float]) -> int:
         """Return how many of the most probable candidates are left after top-p and min-p, as `top_p_min_p` does."""
