@@ -378,6 +378,16 @@ local function end_without_worker(job, events, channel, stream, group, entry, re
     {'finish_reason', reason, 'stats', cmsgpack.pack(stats)})
 end
 
+-- Ends a job whose cancel was accepted, instead of a requeue: if no other worker runs, nothing would end it. The keys of its
+-- events follow from the key of its hash. An error before the first write changes nothing: Redis Cluster may have moved the
+-- events to another server already.
+local function end_cancelled(job, stream, group, entry)
+  local partition, id = parts_of_job(job)
+  local events = partition .. 'events:' .. id
+  redis.call('EXISTS', events) -- an error if they were moved
+  end_without_worker(job, events, partition .. 'tokens:' .. id, stream, group, entry, 'cancelled')
+end
+
 -- Makes a dead letter of a job that has failed. Its keys live for at least `dead_ttl` ms, so that an operator can examine
 -- and retry it. The stream `dead` has about `max_dead` entries at most. `workers` are the ids of the workers that died
 -- with the job.
