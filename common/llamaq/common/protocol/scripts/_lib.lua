@@ -100,6 +100,12 @@ local function emit(events, channel, payload)
   return redis.call('PUBLISH', channel, payload)
 end
 
+-- Returns the array that Redis has replied. It is empty if the reply is an error: the job stream has no consumer group until
+-- the first worker has created it, or another client has overwritten the stream.
+local function array_or_empty(reply)
+  return reply.err and {} or reply
+end
+
 -- Gives a pending entry to a consumer, with a lease of `lease_ms`: its idle time is set so that it reaches
 -- EXPIRED_IDLE_MS when the lease expires. So the length of the lease depends only on the worker that holds the entry,
 -- not on the worker that searches for expired entries.
@@ -415,6 +421,12 @@ local function is_open(status)
   return status == 'queued' or status == 'running'
 end
 
+-- Returns whether the newest attempt of a job has stored no token, so that the job may have crashed its worker. The arguments
+-- are fields of its hash.
+local function is_unproven(generated, generated_at_start)
+  return generated and generated == generated_at_start
+end
+
 -- Returns whether this entry was made for the job. The id alone does not prove it: entries of two streams have the same
 -- id when they were added in the same millisecond.
 local function is_entry_of_job(own_entry, priority, stream, entry)
@@ -487,7 +499,7 @@ local function requeue_entries(stream, group, consumer)
   local n_requeued = 0
   repeat
     local pending = redis.pcall('XPENDING', stream, group, '-', '+', 1000, consumer)
-    for _, item in ipairs(pending.err and {} or pending) do
+    for _, item in ipairs(array_or_empty(pending)) do
       local entry = unpack(item)
       requeue_entry(stream, group, entry)
       n_requeued = n_requeued + 1

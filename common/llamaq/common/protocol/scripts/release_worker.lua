@@ -30,7 +30,7 @@ local function release(stream, entry)
     return true
   end
   allow_writes_when_full(job)
-  if at_risk and generated == generated_at_start then -- the attempt has stored no token
+  if at_risk and is_unproven(generated, generated_at_start) then
     add_death(job, attempt, worker)
   end
   requeue_job(job)
@@ -42,7 +42,7 @@ local n_released = 0
 for _, stream in ipairs(KEYS) do
   for consumer, limit in pairs({[worker] = MAX_RUNNING, [WAITING] = max_waiting}) do
     local pending = redis.pcall('XPENDING', stream, group, '-', '+', limit, consumer)
-    for _, item in ipairs(pending.err and {} or pending) do
+    for _, item in ipairs(array_or_empty(pending)) do
       local entry, _, idle_ms = unpack(item)
       if idle_ms < REQUEUED_IDLE_MS / 2 and release(stream, entry) then -- otherwise the entry is requeued already
         n_released = n_released + 1

@@ -31,7 +31,7 @@ if attempt ~= '' then
     return 'ended'
   end
   allow_writes_when_full(job) -- another worker ends the job, and that frees memory
-  if crashed and at_risk and generated == generated_at_start then -- the attempt has stored no token
+  if crashed and at_risk and is_unproven(generated, generated_at_start) then
     add_death(job, attempt, worker)
   end
   requeue_job(job)
