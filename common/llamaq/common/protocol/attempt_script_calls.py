@@ -262,7 +262,7 @@ class AttemptScripts:
         return int(reply) if reply >= 0 else None
 
     async def requeue(self, claim: Claim, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
-        """Requeue a job, so that another worker can take it at once.
+        """Requeue a job, so that another worker can take it at once. A job whose cancel was accepted ends instead.
 
         Args:
             claim: The entry of the job.
@@ -271,7 +271,7 @@ class AttemptScripts:
             crashed: Whether the worker crashed, which counts as a death.
 
         Returns:
-            Whether the job was requeued. False: a newer attempt exists, or the job has ended.
+            Whether the job was requeued. False: a newer attempt exists, or the job has ended, perhaps here.
         """
         reply = await self._requeue(
             keys=[self._keys.of_job(claim.job_id).job, claim.stream],

@@ -40,7 +40,10 @@ class UpkeepScripts:
         return int(await self._leave_group(keys=self._streams(partition), args=[GROUP, worker]))
 
     async def release_worker(self, partition: int, worker: str) -> int:
-        """Requeue all jobs of a worker that is dead, and return their number. The crash counts against each of them."""
+        """Release all jobs of a worker that is dead, and return their number.
+
+        The jobs are requeued, and the crash counts against each of them. A job whose cancel was accepted ends instead.
+        """
         args: list[str | int] = [GROUP, worker, MAX_WAITING_SEARCHED]
         return int(await self._release_worker(keys=self._streams(partition), args=args))
 

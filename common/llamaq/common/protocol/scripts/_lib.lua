@@ -100,6 +100,12 @@ local function emit(events, channel, payload)
   return redis.call('PUBLISH', channel, payload)
 end
 
+-- Returns the array that Redis has replied. It is empty if the reply is an error: the job stream has no consumer group until
+-- the first worker has created it, or another client has overwritten the stream.
+local function array_or_empty(reply)
+  return reply.err and {} or reply
+end
+
 -- Gives a pending entry to a consumer, with a lease of `lease_ms`: its idle time is set so that it reaches
 -- EXPIRED_IDLE_MS when the lease expires. So the length of the lease depends only on the worker that holds the entry,
 -- not on the worker that searches for expired entries.
@@ -170,7 +176,7 @@ end
 local function emit_last(events, channel, payload)
   local added = redis.pcall('XADD', events, '*', 'e', payload)
   if type(added) == 'table' then
-    redis.call('DEL', events)
+    redis.pcall('DEL', events)
   end
   redis.call('PUBLISH', channel, payload)
 end
@@ -253,14 +259,24 @@ local function give_entry(partition, id, now)
   return run_at and true or false
 end
 
--- The fields of a finished job. Other fields are not read any more, so they are deleted.
+-- The fields of a finished job.
 local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'finished_ms',
   'cancel', 'finish_reason', 'stats', 'output', 'returned', 'digest'}
+
+-- All fields of a job but `status`.
+local ALL_BUT_STATUS = {'request', 'returned', 'priority', 'entry', 'tenant', 'run_at_ms', 'waits_from_ms', 'retries_left',
+  'retried', 'retry_error', 'attempt', 'worker', 'lease_ms', 'claimed_ms', 'move_factor', 'started_attempt', 'at_risk', 'model',
+  'generated', 'generated_at_start', 'token_times', 'cancel', 'ttl_ms', 'events_ttl_ms', 'deadline_ms', 'timeout_ms', 'slot_ms',
+  'queue_deadline_ms', 'idempotency', 'digest', 'submitted_ms', 'started_ms', 'finished_ms', 'crashes', 'deaths',
+  'finish_reason', 'stats', 'error', 'output', 'usage'}
 
 -- The fields that `terminate` reads. It sets the others at the end of a job.
 local FIELDS_BEFORE_END = {'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'cancel', 'returned',
   'digest', 'priority', 'waits_from_ms', 'token_times', 'usage', 'ttl_ms', 'events_ttl_ms', 'idempotency',
   'queue_deadline_ms', 'deadline_ms', 'run_at_ms', 'tenant'}
+
+-- How long the keys of a job live after its end if another client has damaged the field `ttl_ms`.
+local DAMAGED_TTL_MS = 3600000
 
 -- Returns the fields of the hash of a job that ends now, by name. `fields` is a flat list of fields that its end sets.
 local function state_at_end(job, status, fields)
@@ -272,11 +288,13 @@ local function state_at_end(job, status, fields)
     state[fields[place]] = fields[place + 1]
   end
   state.status, state.finished_ms = status, now_ms()
+  state.ttl_ms = tonumber(state.ttl_ms or '') and state.ttl_ms or DAMAGED_TTL_MS
   return state
 end
 
--- Deletes all fields of a job that its result does not need. The hash is written anew: HDEL would leave a hash table of the
--- size that the deleted fields needed.
+-- Stores the fields of a finished job, and deletes the others, which are not read any more. All but one are deleted before
+-- the fields are stored: then Redis makes the hash table smaller. The hash itself is never deleted: while Redis Cluster moves
+-- a slot to another server, a deleted key counts as moved, and this server refuses to write it again.
 local function store_result(job, state)
   local fields = {}
   for _, name in ipairs(FINISHED_FIELDS) do
@@ -284,17 +302,51 @@ local function store_result(job, state)
       fields[#fields + 1], fields[#fields + 2] = name, state[name]
     end
   end
-  redis.call('DEL', job)
+  redis.call('HDEL', job, unpack(ALL_BUT_STATUS))
   redis.call('HSET', job, unpack(fields))
 end
 
--- Ends a job: sets its status, drops its entry, emits its terminal event and starts the time to live of its keys.
+-- Emits the last events of a job, and limits the life of its event stream. The events are deleted after `events_ttl_ms` if
+-- the field `output` contains the whole output, or if there is none. Otherwise the events are the only record of the output.
+local function emit_end(events, channel, state, unsent, terminal)
+  local needs_events = state.generated ~= '0' and not state.output
+  local ttl = needs_events and state.ttl_ms or state.events_ttl_ms or '0'
+  unsent[#unsent + 1] = terminal
+  if ttl == '0' then
+    redis.pcall('UNLINK', events)
+    for _, payload in ipairs(unsent) do
+      redis.call('PUBLISH', channel, payload)
+    end
+  else
+    for _, payload in ipairs(unsent) do
+      emit_last(events, channel, payload)
+    end
+    redis.call('PEXPIRE', events, ttl)
+  end
+end
+
+-- Starts the time to live of a job that has ended, and of its idempotency record.
+local function expire_job(job, state)
+  redis.call('PEXPIRE', job, state.ttl_ms)
+  if state.idempotency then
+    redis.call('PEXPIRE', state.idempotency, state.ttl_ms)
+  end
+end
+
+-- Removes a job that has ended from the sorted set `later`.
+local function leave_later(job)
+  local partition, id = parts_of_job(job)
+  redis.call('HDEL', job, 'run_at_ms')
+  redis.call('ZREM', partition .. 'later', id)
+end
+
+-- Ends a job: sets its status, emits its terminal event, starts the time to live of its keys, and drops its entry.
 -- Every job ends in this function, exactly once, also when Redis is full. `fields` is a flat list of further fields for
 -- the hash. `unsent` is an array with the msgpack of events before the terminal one; nil: there are none. The metrics of the
 -- job are added to `counts`, and the caller stores them; nil: they are stored here.
 --
--- The events are deleted after `events_ttl_ms` if the field `output` contains the whole output, or if there is none.
--- Otherwise the events are the only record of the output.
+-- An error before the status is set changes nothing. After that, an error of one step must not prevent the other steps:
+-- another client may have overwritten a key, or Redis Cluster may have moved a key to another server.
 local function terminate(job, events, channel, stream, group, entry, status, terminal, fields, unsent, counts)
   allow_writes_when_full(job)
   local state, counted = state_at_end(job, status, fields), counts or {}
@@ -303,38 +355,19 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   else
     redis.call('HSET', job, 'status', status, 'finished_ms', state.finished_ms, unpack(fields))
   end
-  add_end(counted, state, terminal)
-  if not counts then
-    store_counts(job, counted)
-  end
-  drop_entry(stream, group, entry)
-  leave_turns(stream, state.tenant, entry)
+  pcall(emit_end, events, channel, state, unsent or {}, terminal)
+  pcall(expire_job, job, state)
+  pcall(drop_entry, stream, group, entry)
+  pcall(leave_turns, stream, state.tenant, entry)
   if state.queue_deadline_ms ~= '0' or state.deadline_ms ~= '0' then
-    set_due(job, nil)
+    pcall(set_due, job, nil)
   end
   if state.run_at_ms then
-    local partition, id = parts_of_job(job)
-    redis.call('ZREM', partition .. 'later', id)
-    redis.call('HDEL', job, 'run_at_ms')
+    pcall(leave_later, job)
   end
-  local needs_events = state.generated ~= '0' and not state.output
-  local ttl, events_ttl = state.ttl_ms, needs_events and state.ttl_ms or state.events_ttl_ms or '0'
-  unsent = unsent or {}
-  unsent[#unsent + 1] = terminal
-  if events_ttl == '0' then
-    redis.call('UNLINK', events)
-    for _, payload in ipairs(unsent) do
-      redis.call('PUBLISH', channel, payload)
-    end
-  else
-    for _, payload in ipairs(unsent) do
-      emit_last(events, channel, payload)
-    end
-    redis.call('PEXPIRE', events, events_ttl)
-  end
-  redis.call('PEXPIRE', job, ttl)
-  if state.idempotency then
-    redis.call('PEXPIRE', state.idempotency, ttl)
+  pcall(add_end, counted, state, terminal)
+  if not counts then
+    store_counts(job, counted)
   end
 end
 
@@ -349,6 +382,16 @@ local function end_without_worker(job, events, channel, stream, group, entry, re
   local terminal = cmsgpack.pack({type = 'finished', finish_reason = reason, stats = stats})
   terminate(job, events, channel, stream, group, entry, 'finished', terminal,
     {'finish_reason', reason, 'stats', cmsgpack.pack(stats)})
+end
+
+-- Ends a job whose cancel was accepted, instead of a requeue: if no other worker runs, nothing would end it. The keys of its
+-- events follow from the key of its hash. An error before the first write changes nothing: Redis Cluster may have moved the
+-- events to another server already.
+local function end_cancelled(job, stream, group, entry)
+  local partition, id = parts_of_job(job)
+  local events = partition .. 'events:' .. id
+  redis.call('EXISTS', events) -- an error if they were moved
+  end_without_worker(job, events, partition .. 'tokens:' .. id, stream, group, entry, 'cancelled')
 end
 
 -- Makes a dead letter of a job that has failed. Its keys live for at least `dead_ttl` ms, so that an operator can examine
@@ -376,6 +419,12 @@ end
 
 local function is_open(status)
   return status == 'queued' or status == 'running'
+end
+
+-- Returns whether the newest attempt of a job has stored no token, so that the job may have crashed its worker. The arguments
+-- are fields of its hash.
+local function is_unproven(generated, generated_at_start)
+  return generated and generated == generated_at_start
 end
 
 -- Returns whether this entry was made for the job. The id alone does not prove it: entries of two streams have the same
@@ -450,7 +499,7 @@ local function requeue_entries(stream, group, consumer)
   local n_requeued = 0
   repeat
     local pending = redis.pcall('XPENDING', stream, group, '-', '+', 1000, consumer)
-    for _, item in ipairs(pending.err and {} or pending) do
+    for _, item in ipairs(array_or_empty(pending)) do
       local entry = unpack(item)
       requeue_entry(stream, group, entry)
       n_requeued = n_requeued + 1

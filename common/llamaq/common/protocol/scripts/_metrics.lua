@@ -37,7 +37,8 @@ local function count_events(job, name, number)
 end
 
 -- Adds numbers to counters. `counts` maps the name of each counter to a number. Two commands for all counters cost less
--- than one command for each counter. Another client may have overwritten the key: then the counters begin again.
+-- than one command for each counter. Another client may have overwritten the key: then the counters begin again. The function
+-- ignores errors of Redis, because a counter must not stop a job.
 local function store_counts(job, counts)
   local key, names, values = metrics_key(job), {'about'}, {}
   for name in pairs(counts) do
@@ -48,7 +49,7 @@ local function store_counts(job, counts)
   end
   local stored = redis.pcall('HMGET', key, unpack(names))
   if stored.err then
-    redis.call('DEL', key)
+    redis.pcall('DEL', key)
     stored = {}
   end
   for i = 2, #names do

@@ -44,20 +44,19 @@ if not status or has_ended(status) or not is_entry_of_job(own_entry, priority, s
   return 'ok' -- claim.lua drops such an entry, or ends the job
 end
 
--- Unproven: the newest attempt has stored no token, so the job may have crashed its worker.
-local deaths, is_unproven = deaths_of(job), generated and generated == generated_at_start
+local deaths, has_no_token = deaths_of(job), is_unproven(generated, generated_at_start)
 if at_risk then
   if holder ~= last_worker then
     return 'stale'
   end
   allow_writes_when_full(job)
-  if is_unproven and last_worker ~= worker and now_ms() - tonumber(heartbeat_ms) >= tonumber(dead_after_ms) then
+  if has_no_token and last_worker ~= worker and now_ms() - tonumber(heartbeat_ms) >= tonumber(dead_after_ms) then
     deaths = add_death(job, attempt, last_worker)
   end
   redis.call('HSET', job, 'status', 'queued')
   redis.call('HDEL', job, 'at_risk', 'started_attempt')
 end
-if not is_unproven or #deaths < suspect_deaths then
+if not has_no_token or #deaths < suspect_deaths then
   return 'ok'
 end
 if #deaths == suspect_deaths then

@@ -57,6 +57,13 @@ local function append(job, events, payload)
   return added.err
 end
 
+-- Renews the lease of an entry, so that it belongs to `consumer`. Returns the error text of Redis, or ''. An operator may
+-- have deleted the job stream, with its consumer group. Then there is no lease to renew, and the job continues.
+local function keep_lease(stream, consumer, entry)
+  local outcome = for_one_job(renew_lease, stream, group, consumer, entry, lease_ms)
+  return outcome and outcome[2] or ''
+end
+
 -- Starts an attempt that has its first slot, or has lost its first slot already. Returns the error text of Redis, or
 -- ''.
 local function start(job, events, attempt, channel)
@@ -65,7 +72,8 @@ local function start(job, events, attempt, channel)
     return set.err
   end
   redis.call('HSETNX', job, 'started_ms', now_ms())
-  set_due(job, due_ms('running', true, 0, redis.call('HGET', job, 'deadline_ms')))
+  -- An error here must not stop the flush: another client may have overwritten the sorted set of the deadlines.
+  pcall(set_due, job, due_ms('running', true, 0, redis.call('HGET', job, 'deadline_ms')))
   local started = cmsgpack.pack({type = 'started', attempt = attempt, worker = worker})
   local refusal = append(job, events, started)
   if refusal == 'overwritten' then
@@ -85,7 +93,7 @@ local function set_status(job, stream, entry, status, slot_ms)
   if type(set) == 'table' then
     return set.err
   end
-  renew_lease(stream, group, status == 'running' and worker or WAITING, entry, lease_ms)
+  keep_lease(stream, status == 'running' and worker or WAITING, entry)
   return ''
 end
 
@@ -147,8 +155,9 @@ end
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     local code, stream, entry = reply[4 * i + 1], KEYS[3 * i + 3], values[12 * i + 2]
-    if code ~= 'lost' then
-      renew_lease(stream, group, consumers[i], entry, lease_ms)
+    local refusal = code ~= 'lost' and keep_lease(stream, consumers[i], entry) or ''
+    if is_demoted(refusal) then
+      return {err = 'READONLY ' .. refusal}
     end
   end
 end

@@ -40,7 +40,7 @@ end
 local function first_number()
   local last = '0-0'
   local groups = redis.pcall('XINFO', 'GROUPS', stream)
-  for _, list in ipairs(groups.err and {} or groups) do
+  for _, list in ipairs(array_or_empty(groups)) do
     local info = by_name(list)
     last = info['name'] == group and info['last-delivered-id'] or last
   end

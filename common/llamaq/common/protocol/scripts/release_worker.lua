@@ -1,32 +1,36 @@
 -- Requeues all jobs of a worker that is known to be dead, and removes the worker from the consumer groups of one partition.
--- Other workers take the jobs at once, without waiting until their leases expire. This works also when Redis is full.
+-- Other workers take the jobs at once, without waiting until their leases expire. A job whose cancel was accepted ends
+-- instead. This works also when Redis is full.
 --
--- The hashes of the jobs are not in KEYS: they follow from the entries. All of them have the hash tag of the partition.
+-- The keys of the jobs are not in KEYS: they follow from the entries. All of them have the hash tag of the partition.
 --
 -- KEYS[..]  streams      job streams of the partition
 -- ARGV[1]   group        consumer group of the job streams
 -- ARGV[2]   worker       id of the dead worker
 -- ARGV[3]   max_waiting  number of waiting entries that are searched for jobs which the worker had claimed
 --
--- Returns the number of requeued jobs.
+-- Returns the number of jobs that were requeued or have ended here.
 
 local group, worker, max_waiting = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local MAX_RUNNING = 10000 -- number of entries of running jobs that are searched
 
--- Requeues the job of an entry if the dead worker holds it. Returns whether the job was requeued.
+-- Requeues or ends the job of an entry if the dead worker holds it. Returns whether the worker held it.
 local function release(stream, entry)
   local id = job_id_in(fields_of_entry(stream, entry))
   if not id then
     return false
   end
   local job = job_key(stream, id)
-  local status, attempt, last_worker, at_risk, generated, generated_at_start = fields_if_hash(job,
-    'status', 'attempt', 'worker', 'at_risk', 'generated', 'generated_at_start')
+  local status, attempt, last_worker, cancel, at_risk, generated, generated_at_start = fields_if_hash(job,
+    'status', 'attempt', 'worker', 'cancel', 'at_risk', 'generated', 'generated_at_start')
   if not is_open(status) or last_worker ~= worker then
     return false
   end
+  if cancel and pcall(end_cancelled, job, stream, group, entry) then
+    return true
+  end
   allow_writes_when_full(job)
-  if at_risk and generated == generated_at_start then -- the attempt has stored no token
+  if at_risk and is_unproven(generated, generated_at_start) then
     add_death(job, attempt, worker)
   end
   requeue_job(job)
@@ -38,7 +42,7 @@ local n_released = 0
 for _, stream in ipairs(KEYS) do
   for consumer, limit in pairs({[worker] = MAX_RUNNING, [WAITING] = max_waiting}) do
     local pending = redis.pcall('XPENDING', stream, group, '-', '+', limit, consumer)
-    for _, item in ipairs(pending.err and {} or pending) do
+    for _, item in ipairs(array_or_empty(pending)) do
       local entry, _, idle_ms = unpack(item)
       if idle_ms < REQUEUED_IDLE_MS / 2 and release(stream, entry) then -- otherwise the entry is requeued already
         n_released = n_released + 1

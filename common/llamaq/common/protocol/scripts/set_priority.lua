@@ -10,20 +10,20 @@
 --
 -- Returns 'gone'     the job does not exist
 --         'done'     the job has ended
---         'running'  the job has a slot; its priority is not changed
+--         'running'  the job has a slot, or its worker will end it because of a cancel; its priority is not changed
 --         'changed'  the job has the new priority, perhaps since earlier
 
 local job, stream, other = KEYS[1], KEYS[2], KEYS[3]
 local id, new_priority, group = ARGV[1], ARGV[2], ARGV[3]
-local status, priority, old_entry, tenant, worker = unpack(redis.call('HMGET', job,
-  'status', 'priority', 'entry', 'tenant', 'worker'))
+local status, priority, old_entry, tenant, worker, cancel = unpack(redis.call('HMGET', job,
+  'status', 'priority', 'entry', 'tenant', 'worker', 'cancel'))
 if not status then
   return 'gone'
 end
 if has_ended(status) then
   return 'done'
 end
-if status ~= 'queued' then
+if status ~= 'queued' or cancel then
   return 'running'
 end
 if priority == new_priority then

@@ -136,7 +136,7 @@ end
 -- Removes the consumers of workers that are not alive. A consumer with pending entries remains.
 local function remove_dead_consumers(stream, alive)
   local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
-  for _, list in ipairs(consumers.err and {} or consumers) do
+  for _, list in ipairs(array_or_empty(consumers)) do
     local info = by_name(list)
     if info['pending'] == 0 and not alive[info['name']] and info['idle'] >= max_idle_ms then
       redis.call('XGROUP', 'DELCONSUMER', stream, group, info['name'])
