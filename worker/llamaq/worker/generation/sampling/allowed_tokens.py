@@ -130,11 +130,8 @@ class AllowedTokens:
     def forced(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
         """Return the tokens that must follow `history`, as far as `prepare` has found them."""
         with self._lock:
-            if (
-                not self._path_is_forced
-                or self._error is not None
-                or not self._has_ahead(history, n_prompt, len(history))
-            ):
+            is_known = self._error is None and self._has_ahead(history, n_prompt, len(history))
+            if not self._path_is_forced or not is_known:
                 return ()
             return self._path[len(history) - n_prompt - self._path_start :]
 
