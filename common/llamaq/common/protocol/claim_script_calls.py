@@ -23,6 +23,7 @@ from llamaq.common.protocol.script_types import (
 )
 from llamaq.common.redis.client import RetryingRedis
 from llamaq.common.redis.shared_round_trips import Command
+from llamaq.common.redis.write_refusals import DamagedJobKey
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -44,7 +45,7 @@ def _claim_outcome(reply: list[Any]) -> ClaimOutcome:
     try:
         return _attempt(*reply[1:])
     except (ValueError, TypeError) as exc:  # a field of the hash is not a number
-        return ResponseError(f"the reply to the claim is damaged: {exc}")
+        return DamagedJobKey(f"the reply to the claim is damaged: {exc}")
 
 
 def _attempt(

@@ -25,6 +25,10 @@ _WRITE_REFUSED_CLASSES = (
 )  # fmt: skip
 
 
+class DamagedJobKey(ResponseError):
+    """A field of a job has content that no script of llamaq writes."""
+
+
 def is_full(exc: BaseException) -> bool:
     """Return whether Redis has reached `maxmemory`. In a script the error is a plain `ResponseError`."""
     return isinstance(exc, OutOfMemoryError) or _FULL in str(exc)
@@ -32,7 +36,8 @@ def is_full(exc: BaseException) -> bool:
 
 def is_job_key_error(exc: BaseException) -> bool:
     """Return whether a script failed because of the content of one job's keys. A repeated call would fail again."""
-    return isinstance(exc, ResponseError) and any(words in str(exc) for words in _JOB_KEY_ERRORS)
+    has_words = isinstance(exc, ResponseError) and any(words in str(exc) for words in _JOB_KEY_ERRORS)
+    return has_words or isinstance(exc, DamagedJobKey)
 
 
 def refuses_writes(exc: BaseException) -> bool:
