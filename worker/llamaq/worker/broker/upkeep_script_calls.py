@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_SEARCHED = 1000
+MAX_WAITING_EXAMINED_FOR_DEAD_WORKER = 1000
 """Number of waiting entries of one stream that are searched for the jobs which a dead worker had claimed."""
 SWEEP_PAUSE_S = 5.0
 """Time between two steps of the search for jobs that cannot be claimed."""
@@ -45,7 +45,7 @@ class UpkeepScripts:
 
     async def release_worker(self, partition: int, worker: str) -> int:
         """Requeue all jobs of a worker that is dead, and return their number. The crash counts against each of them."""
-        args: list[str | int] = [GROUP, worker, MAX_WAITING_SEARCHED]
+        args: list[str | int] = [GROUP, worker, MAX_WAITING_EXAMINED_FOR_DEAD_WORKER]
         return int(await self._release_worker(keys=self._streams(partition), args=args))
 
     async def sweep(
