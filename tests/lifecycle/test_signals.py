@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.producer import Job, QueueDepth
+from llamaq.producer import Client, Job, QueueDepth
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment, Reader
@@ -111,3 +114,51 @@ def test_an_idle_worker_stops_at_once(environment: Environment) -> None:
     assert time.monotonic() - signalled_s < SOON_S
     with environment.client() as client:
         assert client.workers() == ()
+
+
+LONG_TEXT = "WAIT " + "and wait " * 200
+"""Longer than the text of a job that the I/O thread itself prepares."""
+SLOW_PREPARATION: Any = {"LLAMAQ_BATCH_STRATEGY": "slow_preparation:Slow", "LLAMAQ_LEASE_S": LONG_LEASE_S}
+"""The settings of a worker that tokenizes `LONG_TEXT` only while it stops, see slow_preparation.py."""
+
+
+def submit_text(client: Client, *, for_embedding: bool) -> None:
+    """Submit a job with `LONG_TEXT`."""
+    if not for_embedding:
+        client.submit(LONG_TEXT, max_tokens=1)
+        return
+
+    def embed() -> None:
+        with suppress(LlamaqError, RuntimeError):  # the client is closed before the embedding is computed
+            client.embed(LONG_TEXT, timeout=60)
+
+    threading.Thread(target=embed, daemon=True).start()
+
+
+@pytest.mark.parametrize("options", [(), ("--embeddings",)], ids=["generation", "embeddings"])
+def test_a_stopping_worker_frees_its_model_only_after_the_running_preparations(
+    environment: Environment, options: tuple[str, ...]
+) -> None:
+    worker = environment.start_worker(*options, PREPARATIONS_TIMEOUT_S="60", **SLOW_PREPARATION)
+    with environment.client() as client:
+        submit_text(client, for_embedding=bool(options))
+        worker.await_output("preparation.begun")
+        worker.signal(signal.SIGTERM)
+        assert worker.end() == 0
+        assert client.queue_depth() == QueueDepth(waiting=1, running=0)
+    steps = [line for line in worker.output.splitlines() if line in ("preparation.ended", "model.freed")]
+    assert steps == ["preparation.ended", "model.freed"]
+
+
+def test_a_worker_whose_preparation_does_not_end_in_time_does_not_free_its_model(environment: Environment) -> None:
+    worker = environment.start_worker(PREPARATIONS_TIMEOUT_S="0.05", MAY_PREPARE="may-prepare", **SLOW_PREPARATION)
+    with environment.client() as client:
+        submit_text(client, for_embedding=False)
+        worker.await_output("preparation.begun")
+        worker.signal(signal.SIGTERM)
+        worker.await_output("worker.stopped")
+        before = worker.output
+        (environment.folder / "may-prepare").touch()
+        assert worker.end() == 0
+        assert "worker.model_not_freed" in before
+        assert "model.freed" not in before

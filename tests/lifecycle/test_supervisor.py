@@ -175,6 +175,47 @@ def test_after_sigterm_every_child_finishes_its_running_jobs(environment: Enviro
         assert not environment.running_processes()
 
 
+def test_the_jobs_of_a_child_that_dies_during_the_drain_are_released_at_once(
+    environment: Environment, read: Read
+) -> None:
+    settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "0"}
+    supervisor = supervise(environment, 2, LINGER_TOKENS="20", LLAMAQ_DRAIN_S="300", **settings)
+    with environment.client() as client:
+        readers = [read(client.submit(PROMPT, max_tokens=400, ignore_eos=True)) for _ in range(2)]
+        for reader in readers:
+            reader.await_tokens(3)
+        supervisor.signal(signal.SIGTERM)
+        supervisor.await_output("worker.stopping", 2)
+        victim, survivor = readers
+        (pid,) = (one.card.pid for one in client.workers() if one.card.worker == victim.job.status().worker)
+        os.kill(pid, signal.SIGKILL)
+        supervisor.await_output(r"dead_worker\.released worker=\S+ jobs=1")
+        assert victim.job.status().state is JobState.QUEUED
+        assert survivor.job.status().state is JobState.RUNNING, "the drain of the other child had ended"
+        environment.let_jobs_finish()
+        assert len(survivor.finish().tokens) == 400
+        assert supervisor.end() == 1
+        assert victim.job.cancel()
+        victim.finish()
+        assert not environment.running_processes()
+
+
+def test_a_child_that_cannot_requeue_its_jobs_after_the_drain_is_released(environment: Environment, read: Read) -> None:
+    supervisor = supervise(environment, 1, LLAMAQ_LEASE_S="300", LLAMAQ_DRAIN_S="300", LINGER_TOKENS="20")
+    with environment.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True))
+        reader.await_tokens(3)
+        supervisor.signal(signal.SIGTERM)
+        supervisor.await_output("worker.stopping")
+        (child,) = children_of(supervisor.pid)
+        os.kill(child, signal.SIGKILL)
+        assert supervisor.end() == 1
+        assert reader.job.status().state is JobState.QUEUED
+        assert client.workers() == ()
+        assert reader.job.cancel()
+        reader.finish()
+
+
 def test_a_second_signal_stops_all_children_at_once(environment: Environment, read: Read) -> None:
     supervisor = supervise(environment, 2)
     with environment.client() as client:
@@ -281,6 +322,13 @@ def test_a_supervisor_can_be_started_checked_and_stopped_by_calls(
             assert supervisor.stop(drain_s=5)
             assert client.workers() == ()
         assert b"worker.stopped" in (environment.folder / "log").read_bytes()
+
+
+def test_children_that_are_stopped_before_they_are_ready_have_ended_without_a_fault(settings: WorkerSettings) -> None:
+    supervisor = Supervisor([settings])
+    supervisor.start()
+    assert supervisor.stop(drain_s=60)
+    assert [child.pid for child in supervisor.children] == [None]
 
 
 def test_workers_with_exit_when_empty_run_all_jobs_and_end_with_exit_code_0(environment: Environment) -> None:

@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.protocol.end_expired_jobs import MAX_DUE
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import JobId
@@ -114,6 +115,27 @@ async def test_the_sweep_ends_the_due_jobs_of_all_partitions_and_drops_ids_that_
             assert (await job.result(timeout=10)).finish_reason is FinishReason.DEADLINE
         while await deadlines(client):  # noqa: ASYNC110  # the sweep empties it
             await asyncio.sleep(0.01)
+        await cancel_tasks(task)
+
+
+async def test_ids_that_another_client_wrote_do_not_keep_the_sweep_from_the_jobs_behind_them(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        redis: Redis = worker.redis
+        garbage: dict[Any, float] = {b"\xff\xfe" + bytes([number]): 1.0 for number in range(MAX_DUE)}
+        garbage |= {str(JobId.new(queue, 2, "b")): 1.0, str(JobId.new(f"{queue}-other")): 1.0}
+        for key in (client.keys.deadlines(queue, 0), client.keys.later(queue, 0)):
+            await redis.zadd(key, garbage)
+        late = await client.submit("late", queue_timeout_s=0.01)
+        delayed = await client.submit("delayed", delay_s=0.01)
+        task = asyncio.create_task(DeadlineSweep(redis, client.keys, queue, 1, on_time=ignore).run())
+        assert (await late.result(timeout=30)).finish_reason is FinishReason.DEADLINE
+        while await redis.zcard(client.keys.later(queue, 0)):  # the sweep empties it
+            assert not task.done()
+            await asyncio.sleep(0.01)
+        assert (await worker.start_next()).claim.job_id == delayed.id
+        assert await redis.zcard(client.keys.deadlines(queue, 0)) == 0
         await cancel_tasks(task)
 
 

@@ -64,7 +64,7 @@ async def test_a_job_that_may_not_be_claimed_is_no_dead_letter(server: str) -> N
 async def test_the_deadline_of_a_job_that_may_not_be_ended_stays(server: str) -> None:
     async with AsyncClient(server) as client:
         jobs: list[AsyncJob] = [await client.submit("late", deadline_s=0.01) for _ in range(2)]
-        ids = [job.id for job in jobs]
+        ids = [job.id.encode() for job in jobs]
         await allow(client, "-zadd")
         async with FakeWorker(url_of_worker(server), "default") as worker:
             scripts = JobScripts(worker.redis, worker.keys)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
 from llamaq.common.protocol import claim_script_calls
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_types import Claim, StreamEntries
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob
@@ -85,6 +86,23 @@ async def test_a_job_stays_with_its_worker_at_first_and_longer_after_each_move(r
         assert [await may_move(worker, claim, seconds) for seconds in (1.1, 3.5, 4.1)] == [False, False, True]
         await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "move_factor", 10**6)
         assert await may_move(worker, claim, 31), "the time is bounded"
+
+
+async def test_an_entry_that_names_no_job_does_not_move_and_other_jobs_do(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await client.submit("hello")
+        claim = await worker.claim()
+        assert claim is not None
+        await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS, at_risk=False)
+        redis, key = worker.redis, client.keys.of_job(claim.job_id).job
+        copy: Any = key.removesuffix(claim.job_id).encode() + b"\xff"  # another client copies the job
+        await redis.copy(key, copy)
+        await redis.hset(copy, "claimed_ms", 1)
+        await redis.xadd(claim.stream, {"id": b"\xff"})
+        await redis.xreadgroup(GROUP, "waiting", {claim.stream: ">"})
+        assert await may_move(worker, claim, 10)
+        ((found, attempt),) = await worker.claim_scripts.movable_jobs(queue, 0, "another", 10, max_crashes=3)
+        assert (found.job_id, attempt) == (claim.job_id, 1)
 
 
 async def test_an_interrupted_job_soon_moves_to_a_worker_with_a_free_slot_however_often_it_was_interrupted(

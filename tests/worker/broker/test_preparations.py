@@ -12,19 +12,24 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from tests.worker.broker.test_suspects import until
+from tests.worker.broker.test_suspects import BytePreparer, until, working
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import Attempt, Claim
+from llamaq.producer import AsyncClient, JobFailed
 from llamaq.worker.broker import preparations as preparations_module
 from llamaq.worker.broker.job_claims import NO_OUTPUT, ClaimedJob
-from llamaq.worker.broker.preparations import N_THREADS, Preparation, Preparations
+from llamaq.worker.broker.preparations import N_THREADS, Preparation, PreparationPanic, Preparations
 from llamaq.worker.broker.read_order import ReadOrder
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.testing import make_job
+
+
+class Panic(BaseException):
+    """What a panic of a library in Rust is in Python: no `Exception`."""
 
 
 class NamedPreparer:
@@ -44,6 +49,12 @@ class NamedPreparer:
             raise JobRejected(ErrorCode.INVALID_GRAMMAR, "no root")
         if payload == b"crash":
             raise ZeroDivisionError
+        if payload.endswith(b"panic"):
+            raise Panic("index out of bounds")
+        if payload.endswith(b"exit"):
+            raise SystemExit(3)
+        if payload.endswith(b"interrupt"):
+            raise KeyboardInterrupt
         job = make_job("x", job_id=lease.job_id)
         job.sampler.close = lambda: self.closed.append(lease.job_id)  # type: ignore[method-assign]
         return PreparedJob(job, [])
@@ -115,6 +126,64 @@ async def test_the_error_of_a_preparation_is_its_outcome() -> None:
         await until(lambda: len(outcomes) == 3)
     assert isinstance(outcomes[0], JobRejected)
     assert {type(outcome) for outcome in outcomes[1:]} == {ZeroDivisionError, PreparedJob}
+
+
+async def test_a_panic_affects_its_job_alone_and_takes_no_thread_from_later_jobs() -> None:
+    ready: list[Preparation] = []
+    wrong = ["panic", "exit", "interrupt"] * (N_THREADS + 1)
+    with ThreadPoolExecutor(N_THREADS) as executor:
+        preparations = Preparations(NamedPreparer(), executor, ready.extend)
+        for count, name in enumerate(wrong, 1):  # one after the other, so that each needs a thread
+            preparations.add(preparations_of(name))
+            await until(lambda count=count: len(ready) == count)  # type: ignore[misc]
+            await until(lambda: preparations._n_threads == 0)
+        preparations.add(preparations_of("sound"))
+        await until(lambda: len(ready) == len(wrong) + 1)
+    *panics, sound = (one.outcome for one in ready)
+    assert all(isinstance(one, PreparationPanic) for one in panics)
+    assert {type(one.__cause__) for one in panics if isinstance(one, PreparationPanic)} == {
+        Panic,
+        SystemExit,
+        KeyboardInterrupt,
+    }
+    assert isinstance(sound, PreparedJob)
+
+
+async def test_a_job_whose_preparation_panics_fails_and_the_worker_runs_other_jobs(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare = BytePreparer.prepare
+
+    def prepare_or_panic(self: BytePreparer, payload: bytes, *arguments: Any) -> PreparedJob:
+        if b"panic" in payload:
+            raise Panic("index out of bounds")
+        return prepare(self, payload, *arguments)
+
+    monkeypatch.setattr(BytePreparer, "prepare", prepare_or_panic)
+    async with AsyncClient(redis_url, queue) as client, working(redis_url, queue, n_threads=N_THREADS) as worker:
+        for _ in range(N_THREADS + 1):
+            job = await client.submit("panic")
+            with pytest.raises(JobFailed, match="could not prepare this job") as caught:
+                await job.result(timeout=30)
+            assert caught.value.code == ErrorCode.INTERNAL
+        fine = await client.submit("fine")
+        await until(lambda: fine.id in worker.admitted)
+    assert "Panic: index out of bounds" in caplog.text
+
+
+async def test_a_panic_of_a_quick_job_affects_this_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparations_module, "QUICK_S", 60.0)
+    ready: list[Preparation] = []
+    preparations = Preparations(NamedPreparer(), Mock(spec=ThreadPoolExecutor), ready.extend)
+    preparations.add(preparations_of("quick panic", "quick exit", "quick and sound"))
+    assert [type(one.outcome) for one in ready] == [PreparationPanic, PreparationPanic, PreparedJob]
+
+
+async def test_ctrl_c_is_not_the_outcome_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparations_module, "QUICK_S", 60.0)
+    preparations = Preparations(NamedPreparer(), Mock(spec=ThreadPoolExecutor), lambda _: pytest.fail("handed over"))
+    with pytest.raises(KeyboardInterrupt):
+        preparations.add(preparations_of("quick interrupt"))
 
 
 async def test_a_job_that_is_prepared_after_the_close_is_freed_and_not_handed_over() -> None:

@@ -120,7 +120,8 @@ async def test_deleted_settings_are_stored_again(redis_url: str, queue: str, mon
 
 async def test_workers_without_a_heartbeat_are_removed_from_the_list(redis_url: str, queue: str) -> None:
     async with at(redis_url) as redis:
-        await redis.zadd(Keys().workers(queue), {f"dead-{number}": 1000 for number in range(8)})
+        dead: dict[Any, float] = {f"dead-{number}": 1000 for number in range(8)}
+        await redis.zadd(Keys().workers(queue), dead | {b"\xff\xfe": 1000})  # another client wrote the last one
         await register(redis, queue, "alive")
         await QueueMembership(redis, Keys(), queue, "new", CONFIG).join()
         await QueueMembership(redis, Keys(), queue, "new", CONFIG).join()
@@ -160,6 +161,29 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         ]
         assert [fields[b"id"] for _, found in entries for _, fields, _ in found] == [job.id.encode()]
         assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
+
+
+async def test_a_hash_that_is_no_job_gets_one_entry_at_most_and_does_not_end_the_upkeep(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        redis: Any = worker.redis
+        stream = Keys().jobs(queue, 0, Priority.INTERACTIVE)
+        job = await client.submit("hello")
+        key = client.keys.of_job(job.id).job
+        for name in (b"\xff\xfe", b"nonsense", b"other.0." + b"0" * 32):
+            await redis.copy(key, key.removesuffix(job.id).encode() + name)
+        await redis.delete(stream)
+        await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+        scripts = UpkeepScripts(redis, Keys(), queue)
+        n_keys = 10 * int(await redis.dbsize())
+        assert await scripts.sweep(0, [], pause_s=0, n_keys=n_keys) == [job.id]
+        assert await redis.xlen(stream) == 4
+        for entry, fields in await redis.xrange(stream):
+            if fields[b"id"] != job.id.encode():
+                await redis.xdel(stream, entry)  # as when it has become a dead letter
+        assert await scripts.sweep(0, [], pause_s=0, n_keys=n_keys) == []
+        assert await redis.xlen(stream) == 1
 
 
 async def test_jobs_that_wait_run_or_have_ended_are_left_alone_by_the_sweep(redis_url: str, queue: str) -> None:

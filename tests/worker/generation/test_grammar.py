@@ -594,6 +594,15 @@ def test_a_sandbox_that_is_closed_early_starts_no_process(vocab: Vocab) -> None:
     assert sandbox._process is None
 
 
+def test_a_closed_sandbox_compiles_no_more_grammars(vocab: Vocab) -> None:
+    sandbox = GrammarSandbox(vocab)
+    sandbox.compile(JobParams(grammar='root ::= "a"'))
+    sandbox.close()
+    with pytest.raises(EngineError, match="the worker stops"):
+        sandbox.compile(JobParams(grammar='root ::= "b"'))
+    assert sandbox._process is None
+
+
 def test_the_process_ends_when_its_socket_is_closed(vocab: Vocab) -> None:
     process = sandbox_module._SandboxProcess(vocab, 3)
     process.await_start()

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
     MAX_JOBS_IN_CALL,
@@ -177,6 +177,9 @@ class ClaimScripts:
     ) -> list[tuple[Claim, int]]:
         """Return jobs that wait for a slot in other workers, and the numbers of their attempts.
 
+        An entry that another client of Redis wrote may name no job of the partition. It is left out: when its lease has
+        expired, the worker that reclaims it makes a dead letter of it.
+
         Args:
             queue: Name of the queue.
             partition: The partition.
@@ -191,8 +194,9 @@ class ClaimScripts:
             args=[GROUP, worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
         )
         return [
-            (Claim(job_id.decode(), stream.decode(), entry.decode()), int(attempt))
-            for stream, entry, job_id, attempt in reply
+            (Claim(str(job_id), stream.decode(), entry.decode()), int(attempt))
+            for stream, entry, stored, attempt in reply
+            if (job_id := JobId.find(stored, queue, partition)) is not None
         ]
 
     async def claim_job(

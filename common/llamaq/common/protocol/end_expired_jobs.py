@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_script_calls import JobScripts
-from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.redis.write_refusals import is_job_key_error
 
 log = logging.getLogger(__name__)
@@ -23,26 +22,31 @@ MAX_DUE = 100
 
 
 async def end_expired(
-    redis: Redis, scripts: JobScripts, keys: Keys, queue: str, partition: int, job_ids: Sequence[str]
+    redis: Redis, scripts: JobScripts, keys: Keys, queue: str, partition: int, expired: Sequence[bytes]
 ) -> None:
     """End the jobs that `JobScripts.due_jobs` has found.
 
-    Another client of Redis may have written an id or overwritten its job. An id without a valid job is removed from the
-    deadlines of the partition.
+    Another client of Redis may have written something else than an id, or overwritten its job. What names no valid job
+    of the partition is removed from the deadlines of the partition, so that later searches do not find it again.
 
     Raises:
         RedisError: Redis is unreachable, or refused to end a job. The other jobs have ended.
     """
     refusal: ResponseError | None = None
-    for job_id in job_ids:
-        try:
-            if await scripts.expire(job_id) == "ended":
-                log.info("job.expired id=%s", job_id)
-        except (ResponseError, InvalidRequest) as exc:
-            if isinstance(exc, ResponseError) and not is_job_key_error(exc):
-                refusal = exc  # the fault is not in the job
+    for stored in expired:
+        job_id = JobId.find(stored, queue, partition)
+        error: object = "not an id of a job of this partition"
+        if job_id is not None:
+            try:
+                if await scripts.expire(str(job_id)) == "ended":
+                    log.info("job.expired id=%s", job_id)
                 continue
-            log.warning("job.cannot_expire id=%s error=%s", job_id, exc)
-            await redis.zrem(keys.deadlines(queue, partition), job_id)
+            except ResponseError as exc:
+                if not is_job_key_error(exc):
+                    refusal = exc  # the fault is not in the job
+                    continue
+                error = exc
+        log.warning("job.cannot_expire id=%.200r error=%s", stored, error)
+        await redis.zrem(keys.deadlines(queue, partition), stored)
     if refusal is not None:
         raise refusal

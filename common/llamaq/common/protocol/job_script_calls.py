@@ -176,7 +176,7 @@ class JobScripts:
         """Give jobs that are due their entries, and find jobs whose deadline has passed: at most `count` of each."""
         keys = [self._keys.deadlines(queue, partition), self._keys.later(queue, partition)]
         now_ms, n_given, *expired = await self._due(keys=keys, args=[count])
-        return DueJobs(int(now_ms), int(n_given), [job_id.decode() for job_id in expired])
+        return DueJobs(int(now_ms), int(n_given), expired)
 
     async def expire(self, job_id: str) -> ExpireCode:
         """End a job that has reached a deadline, or give a job its entry if it is due."""

@@ -91,6 +91,18 @@ class JobId:
         queue, partition, token = job_id.split(".")
         return cls(queue, int(partition), token)
 
+    @classmethod
+    def find(cls, stored: bytes, queue: str, partition: int) -> Self | None:
+        """Return the id that is stored in Redis for a partition of a queue.
+
+        None: the bytes are no id of a job of this partition. Another client of Redis has written them.
+        """
+        try:
+            job_id = cls.parse(stored.decode("ascii", "replace"))
+        except InvalidRequest:
+            return None
+        return job_id if (job_id.queue, job_id.partition) == (queue, partition) else None
+
     def __str__(self) -> str:
         return f"{self.queue}.{self.partition}.{self.token}"
 
@@ -168,6 +180,10 @@ class Keys:
             interactive=self.jobs(parsed.queue, parsed.partition, Priority.INTERACTIVE),
             bulk=self.jobs(parsed.queue, parsed.partition, Priority.BULK),
         )
+
+    def unusable_job(self, queue: str, partition: int, name: bytes) -> bytes:
+        """Return the key of a hash where jobs are stored, which another client has named `name` instead of a job id."""
+        return f"{self._partition(queue, partition)}:job:".encode() + name
 
     def stats(self, queue: str) -> str:
         return f"{self.prefix}:{{{queue}}}:stats"

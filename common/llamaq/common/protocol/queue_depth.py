@@ -55,6 +55,7 @@ def _add_up(counts: Sequence[tuple[bytes, int, int]]) -> tuple[TenantDepth, ...]
     waiting: Counter[str] = Counter()
     claimed: Counter[str] = Counter()
     for name, n_waiting, n_claimed in counts:
-        waiting[name.decode()] += int(n_waiting)
-        claimed[name.decode()] += int(n_claimed)
+        tenant = name.decode(errors="replace")  # another client may have written a name that is not text
+        waiting[tenant] += int(n_waiting)
+        claimed[tenant] += int(n_claimed)
     return tuple(TenantDepth(tenant=name, waiting=waiting[name], claimed=claimed[name]) for name in sorted(waiting))

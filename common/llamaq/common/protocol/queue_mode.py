@@ -11,7 +11,7 @@ from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
 from llamaq.common.protocol.script_source import source
 
-MAX_WAITING_SEARCHED = 10_000
+MAX_WAITING_EXAMINED_BY_PAUSE = 10_000
 """Largest number of entries of one stream that are examined to find jobs that wait for a first slot in a worker."""
 
 
@@ -34,7 +34,9 @@ async def set_queue_mode(redis: Redis, keys: Keys, queue: str, partitions: int, 
     async def set_in(partition: int) -> None:
         streams = [keys.jobs(queue, partition, priority) for priority in Priority]
         value = "" if mode is QueueMode.OPEN else mode.value
-        await set_mode(keys=[keys.config(queue, partition), *streams], args=[value, GROUP, MAX_WAITING_SEARCHED])
+        await set_mode(
+            keys=[keys.config(queue, partition), *streams], args=[value, GROUP, MAX_WAITING_EXAMINED_BY_PAUSE]
+        )
 
     n_partitions = partitions if stored is None else stored.partitions
     results = await asyncio.gather(*map(set_in, range(n_partitions)), return_exceptions=True)

@@ -20,6 +20,7 @@ from llamaq.common.protocol.attempt_script_calls import MAX_STATS, AttemptScript
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, WorkerCard
 from llamaq.common.protocol.queue_depth import queue_depth
+from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
@@ -74,6 +75,7 @@ class Heartbeat:
         self._redis = redis
         self._keys = keys
         self._scripts = AttemptScripts(redis, keys)
+        self._store_card = redis.register_script(source("store_card"))
         self._card = card
         self._vocab_blob = vocab_blob
         self._ticks = ticks
@@ -109,11 +111,10 @@ class Heartbeat:
         """
         now_ms = await server_time_ms(self._redis)
         card, key = self._card, self._keys.worker(self._card.worker)
+        state = codec.encode_model(describe_worker(card, self._ticks, self._shared.telemetry, now_ms))
+        ttl_ms = max(MIN_TTL_MS, int(self._every_s * 1000 * MAX_MISSED_BEATS))
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(
-                key, "worker", codec.encode_model(describe_worker(card, self._ticks, self._shared.telemetry, now_ms))
-            )
-            pipe.pexpire(key, max(MIN_TTL_MS, int(self._every_s * 1000 * MAX_MISSED_BEATS)))
+            await self._store_card(keys=[key], args=[state, ttl_ms], client=pipe)
             pipe.zadd(self._keys.workers(card.queue), {card.worker: now_ms})
             pipe.zadd(self._keys.queues(), {card.queue: now_ms})
             pipe.expire(self._keys.vocab(card.vocab_hash), VOCAB_TTL_S)

@@ -42,8 +42,8 @@ class LeaseGuard:
 
         Args:
             server_ms: The time of the server, in milliseconds since the epoch.
-            waited_s: How long this worker has waited for the answer, in seconds. If the time since the last answer is
-                longer than this, the worker itself was stopped in the rest of the time.
+            waited_s: How long this worker has waited for the answer, in seconds. The rest of the time since the
+                last answer is the pause before the question. It is long only if this worker did not run.
         """
         now_s = self._clock()
         if self._seen_s is not None:

@@ -41,6 +41,10 @@ class Preparer(Protocol):
         """
 
 
+class PreparationPanic(RuntimeError):
+    """A preparation ended with something that is no `Exception`, which is the cause of this error."""
+
+
 @dataclass(slots=True)
 class Preparation:
     """A claimed job that is prepared."""
@@ -141,6 +145,12 @@ class Preparations:
             one.outcome = self._preparer.prepare(attempt.request, lease, one.claimed.published, one.claimed.times)
         except Exception as exc:  # noqa: BLE001 - it is the outcome, and affects this job alone
             one.outcome = exc
+        except BaseException as exc:
+            if isinstance(exc, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C, which is no fault of the job
+            # The panic of a library in Rust is no `Exception`. It is the outcome of this job too, see `Publisher`.
+            one.outcome = PreparationPanic(f"the preparation ended with {type(exc).__name__}")
+            one.outcome.__cause__ = exc
 
     # ---- the threads of the executor
 

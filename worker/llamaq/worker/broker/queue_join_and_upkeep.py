@@ -149,7 +149,7 @@ class QueueMembership:
             return []
         async with self._redis.pipeline(transaction=False) as pipe:
             for worker, _ in members:
-                pipe.exists(self._keys.worker(worker.decode()))
+                pipe.exists(self._keys.worker(worker.decode(errors="replace")))
             exists = await pipe.execute()
         now_ms = await server_time_ms(self._redis)
         ended = [
@@ -159,7 +159,9 @@ class QueueMembership:
         ]
         if ended:
             await self._redis.zrem(key, *ended)
-        alive = [worker.decode() for (worker, _), is_alive in zip(members, exists, strict=True) if is_alive]
+        alive = [
+            worker.decode(errors="replace") for (worker, _), is_alive in zip(members, exists, strict=True) if is_alive
+        ]
         return [worker for worker in alive if worker != self._worker_id]
 
     async def run(self) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_source import source
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-MAX_WAITING_SEARCHED = 1000
+log = logging.getLogger(__name__)
+
+MAX_WAITING_EXAMINED_FOR_DEAD_WORKER = 1000
 """Number of waiting entries of one stream that are searched for the jobs which a dead worker had claimed."""
 SWEEP_PAUSE_S = 5.0
 """Time between two steps of the search for jobs that cannot be claimed."""
@@ -26,6 +29,7 @@ class UpkeepScripts:
     """Calls the scripts that repair a partition. Each method raises `RedisError` if Redis cannot execute its script."""
 
     def __init__(self, redis: Redis, keys: Keys, queue: str) -> None:
+        self._redis = redis
         self._keys = keys
         self._queue = queue
         self._leave_group, self._release_worker, self._sweep = (
@@ -44,7 +48,7 @@ class UpkeepScripts:
 
         The jobs are requeued, and the crash counts against each of them. A job whose cancel was accepted ends instead.
         """
-        args: list[str | int] = [GROUP, worker, MAX_WAITING_SEARCHED]
+        args: list[str | int] = [GROUP, worker, MAX_WAITING_EXAMINED_FOR_DEAD_WORKER]
         return int(await self._release_worker(keys=self._streams(partition), args=args))
 
     async def sweep(
@@ -52,7 +56,8 @@ class UpkeepScripts:
     ) -> list[str]:
         """Do one step of the search for jobs that cannot be claimed, and remove consumers of dead workers.
 
-        The call does nothing if a worker has done a step within the last `pause_s` seconds.
+        The call does nothing if a worker has done a step within the last `pause_s` seconds. A hash that another client
+        of Redis wrote, and whose name is no job id, is repaired at most once.
 
         Returns:
             The ids of the jobs that can be claimed again.
@@ -61,4 +66,13 @@ class UpkeepScripts:
             keys=[self._keys.sweep(self._queue, partition), *self._streams(partition)],
             args=[GROUP, int(pause_s * 1000), n_keys, int(IDLE_CONSUMER_S * 1000), *live_workers],
         )
-        return [job_id.decode() for job_id in reply]
+        repaired = []
+        for stored in reply:
+            job_id = JobId.find(stored, self._queue, partition)
+            if job_id is not None:
+                repaired.append(str(job_id))
+                continue
+            # Its entry becomes a dead letter. Without this field, the hash gets no further entries.
+            log.warning("job.cannot_repair id=%.200r: another client of Redis has written this hash", stored)
+            await self._redis.hdel(self._keys.unusable_job(self._queue, partition, stored), "entry")
+        return repaired

@@ -83,7 +83,10 @@ class EmbeddingParts:
         }
 
     def close(self) -> None:
-        """Free the model."""
+        """Do nothing: an embedding leaves no state that could be saved."""
+
+    def free_model(self) -> None:
+        """Free the model. No thread may use its vocabulary any more."""
         self.engine.close()
 
 

@@ -108,11 +108,14 @@ class GenerationParts:
         }
 
     def close(self) -> None:
-        """Save the prefix cache, and free the model."""
+        """Save the prefix cache, and end the grammar process. A preparation that waits for a grammar fails."""
         if self._slot_commands is not None:
             self._slot_commands.close()
         self._memory.close(SAVE_TIMEOUT_S)  # after the jobs were requeued, so that other workers run them meanwhile
         self._grammar_sandbox.close()
+
+    def free_model(self) -> None:
+        """Free the draft model and the model. No thread may use their vocabularies any more."""
         if self.drafter is not None:
             self.drafter.close()
         self.engine.close()

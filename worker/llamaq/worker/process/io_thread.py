@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 REGISTER_TIMEOUT_S = 5.0
 """How long the start of a worker waits for its first heartbeat."""
+PREPARATIONS_TIMEOUT_S = 5.0
+"""How long the end of a worker waits for preparations that still run. Their jobs are requeued by then."""
 CONNECT_EVERY_S = 1.0
 
 
@@ -119,10 +122,30 @@ class IoThread:
         self._call_soon(self._cancel_intake)
 
     def close(self) -> None:
-        """Flush the last events, requeue unfinished jobs, and end the thread, within `CLOSE_TIMEOUT_S`."""
+        """Flush the last events, requeue unfinished jobs, and end the thread, within `CLOSE_TIMEOUT_S`.
+
+        A preparation that runs on another thread continues: `await_preparations` waits for it.
+        """
         self._call_soon(self._closing.set)
         self._thread.join(CLOSE_TIMEOUT_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def await_preparations(self) -> bool:
+        """Wait up to `PREPARATIONS_TIMEOUT_S` until no thread uses the vocabulary of the model. Call `close` before.
+
+        The threads that prepare jobs use it, and those that execute the text commands of clients. `llama_tokenize`
+        cannot be interrupted, and takes seconds for a long text.
+
+        Returns:
+            Whether all of these threads have ended. If not, the model must not be freed.
+        """
+        deadline_s = time.monotonic() + PREPARATIONS_TIMEOUT_S
+        # `shutdown` has no time limit, so it waits on a thread of its own.
+        waiting = threading.Thread(target=self._executor.shutdown, name="llamaq-prepare-end", daemon=True)
+        waiting.start()
+        for thread in (waiting, self._thread):  # the I/O thread ends after the text commands
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not waiting.is_alive() and not self._thread.is_alive()
 
     def _call_soon(self, call: Callable[[], object]) -> None:
         if self._loop is not None:

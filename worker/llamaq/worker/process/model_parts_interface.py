@@ -46,4 +46,10 @@ class ModelParts(Protocol):
         """Return the fields of the worker's card that describe the model and its context."""
 
     def close(self) -> None:
-        """Free the model, after the last tick and after the jobs were requeued."""
+        """Save the prefix cache and end the grammar process, after the last tick and after the jobs were requeued.
+
+        Preparations that wait for a grammar fail. `free_model` frees the model.
+        """
+
+    def free_model(self) -> None:
+        """Free the model, after `close`. No thread may use the model or its vocabulary any more."""

@@ -83,7 +83,7 @@ async def _connect_and_release(settings: WorkerSettings, release: Release) -> No
 async def _release_neighbours(redis: Redis, keys: Keys, settings: WorkerSettings) -> None:
     """Release the jobs of all workers in the list of workers whose processes have died on this machine."""
     members: Any = await redis.zrange(keys.workers(settings.queue), 0, -1)
-    for worker_id in [member.decode() for member in members]:
+    for worker_id in [member.decode(errors="replace") for member in members]:
         card: Any = await redis.hget(keys.worker(worker_id), "worker")
         with suppress(ProtocolError):  # a worker of another version, or a damaged card
             if card is not None and is_dead_here(codec.decode_model(Worker, card).card):

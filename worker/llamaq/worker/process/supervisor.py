@@ -27,6 +27,9 @@ from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
+JOBLESS_CODES = (EXIT_OK, EXIT_FORCED, EXIT_CANNOT_START, -signal.SIGTERM)
+"""Exit codes of a child that has no jobs: it has requeued them, could not start, or was still loading its model when
+SIGTERM ended it."""
 POLL_S = 0.1
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
 STEADY_S = 60.0
@@ -55,6 +58,8 @@ class Child:
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self.is_done = False
         """Whether the worker has ended because its queue is empty (`exit_when_empty`). It is not restarted."""
+        self.has_died_at_end = False
+        """Whether the process died after it was told to stop, and did not requeue its jobs."""
 
     @property
     def pid(self) -> int | None:
@@ -71,6 +76,7 @@ class Child:
         read_fd, write_fd = os.pipe()
         self._liveness = LivenessReader(read_fd)
         token = secrets.token_hex(3)
+        self.has_died_at_end = False
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "llamaq.worker.process.child_main", str(write_fd), token],
@@ -133,8 +139,19 @@ class Child:
         if self._process is not None and self.is_running:
             self._process.send_signal(number)
 
+    def check_end(self) -> None:
+        """If the process, which was told to stop, has died instead, release its jobs. It is not restarted."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return
+        self._close()
+        if code not in JOBLESS_CODES:
+            log.error("child.died code=%s: it was told to stop, and did not requeue its jobs", code)
+            self.has_died_at_end = True
+            self._releasing = release_in_background(self.settings, self._worker_id)
+
     def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended. After `timeout_s`, kill it."""
+        """Wait until the process has ended, and until its jobs are released if it died. After `timeout_s`, kill it."""
         if self._process is not None:
             try:
                 self._process.wait(timeout_s)
@@ -142,8 +159,7 @@ class Child:
                 log.error("child.killed pid=%d", self._process.pid)
                 self._process.kill()
                 self._process.wait()
-                self._releasing = release_in_background(self.settings, self._worker_id)
-            self._close()
+            self.check_end()
         if self._releasing is not None:
             self._releasing.join(RELEASE_TIMEOUT_S)
 
@@ -236,16 +252,17 @@ class Supervisor:
                 self.stop()
                 return code
             time.sleep(POLL_S)
-        ended_in_time = self.stop(self._drain_s + self.REQUEUE_S)
+        has_drained = self.stop(self._drain_s + self.REQUEUE_S)
         if self._n_signals > 1:
             return EXIT_FORCED
-        return EXIT_OK if ended_in_time else EXIT_CRASHED
+        return EXIT_OK if has_drained else EXIT_CRASHED
 
     def stop(self, drain_s: float = 0.0) -> bool:
         """Stop all children: send SIGTERM, SIGTERM again after `drain_s`, and SIGKILL another `KILL_AFTER_S` later.
 
         Returns:
-            True when all children ended after the first SIGTERM.
+            True when all children ended after the first SIGTERM, and none of them died. The jobs of a child that died
+            are released.
         """
         self._signal_all(signal.SIGTERM)
         self._await_children(drain_s)
@@ -254,12 +271,17 @@ class Supervisor:
             self._signal_all(signal.SIGTERM)
         for child in self.children:
             child.wait(self.KILL_AFTER_S)
-        return ended_in_time
+        return ended_in_time and not any(child.has_died_at_end for child in self.children)
 
     def _await_children(self, timeout_s: float) -> None:
-        """Wait until all children have ended, `timeout_s` is over, or a second signal has come."""
+        """Wait until all children have ended, `timeout_s` is over, or a second signal has come.
+
+        The jobs of a child that dies are released at once, while the other children drain.
+        """
         deadline_s = time.monotonic() + timeout_s
         while any(child.is_running for child in self.children) and time.monotonic() < deadline_s:
+            for child in self.children:
+                child.check_end()
             if self._n_signals > 1:
                 return
             try:

@@ -191,6 +191,10 @@ class WorkerProcess:
             log.info("job.unfinished id=%s", job.id)
         self._io_thread.close()
         self._parts.close()
+        if self._io_thread.await_preparations():
+            self._parts.free_model()
+        else:  # its thread would read freed memory; the process ends with the preparation
+            log.warning("worker.model_not_freed: a job or a text command is still being prepared")
         log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._shared.telemetry.n_jobs_done)
 
     def __repr__(self) -> str:

@@ -55,6 +55,7 @@ class GrammarSandbox:
         self._process_lock = threading.Lock()
         """Held during a trial."""
         self._process: _SandboxProcess | None = None
+        self._closed = threading.Event()
         self._starter = threading.Timer(START_DELAY_S, self._start_early)
         self._starter.name, self._starter.daemon = "llamaq-grammar-start", True
         self._starter.start()
@@ -64,7 +65,7 @@ class GrammarSandbox:
 
         Raises:
             JobRejected: The grammar is too large, does not compile, or needs too much time or memory.
-            EngineError: The process does not start.
+            EngineError: The process does not start, or `close` was called.
         """
         trial = _trial_request(request)
         result = self._cached_result(trial)  # does not wait for the trial of another grammar
@@ -92,7 +93,8 @@ class GrammarSandbox:
                 self._results.popitem(last=False)
 
     def close(self) -> None:
-        """End the process. A running trial fails. May be called twice."""
+        """End the process. A running trial fails, and so do later ones. May be called twice."""
+        self._closed.set()
         self._starter.cancel()
         process = self._process
         if process is not None:
@@ -113,9 +115,13 @@ class GrammarSandbox:
 
         Raises:
             JobRejected: The machine is too busy for the trial. A repeated request tries again.
-            EngineError: The process does not start.
+            EngineError: The process does not start, or `close` was called.
         """
+        if self._closed.is_set():
+            raise EngineError("the worker stops: it compiles no more grammars")
         process = self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
+        if self._closed.is_set():  # `close` may have looked for the process before it was started
+            process.kill()
         try:
             process.await_start()
             answer = process.request(trial, LONGEST_WAIT_FACTOR * self._timeout_s)

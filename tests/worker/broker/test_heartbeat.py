@@ -1,0 +1,80 @@
+"""The heartbeat of a worker in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.exceptions import RedisError
+from tests.support.ports import HOST
+
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
+from llamaq.common.redis.connect import connect
+from llamaq.producer import AsyncClient
+from llamaq.worker.broker.heartbeat import Heartbeat
+from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.testing import FakeEngine, make_memory, make_scheduler
+
+
+def heartbeat_of(redis: Any, queue: str) -> Heartbeat:
+    """Return the heartbeat of a worker that has the name of its queue."""
+    card = WorkerCard(
+        worker=queue, queue=queue, model="m.gguf", n_ctx=8, n_ctx_train=8, n_vocab=8, n_parallel=1, quantization="F32",
+        vocab_hash="0" * 64, host="h", pid=1, device="cpu", version="1", started_ms=5000,
+    )  # fmt: skip
+    engine, shared = FakeEngine(), SharedState()
+    ticks = TickLoop(make_scheduler(engine, make_memory(engine)), engine, shared, hang_s=60, capacity=4)
+    return Heartbeat(redis, Keys(), card, b"vocabulary", ticks, shared, partitions=1, every_s=1.0)
+
+
+@asynccontextmanager
+async def cut_before(command: bytes, url: str) -> AsyncIterator[str]:
+    """Run a proxy of a Redis that breaks a connection as soon as it sends this command. Yields its URL."""
+    connections: list[asyncio.Task[Any] | None] = []
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())
+        from_server, to_server = await asyncio.open_unix_connection(urlsplit(url).path)
+
+        async def forward_replies() -> None:
+            while data := await from_server.read(65536):
+                writer.write(data)
+
+        replies = asyncio.create_task(forward_replies())
+        is_cut = False
+        while not is_cut and (data := await reader.read(65536)):
+            before, found, _ = data.partition(command)
+            to_server.write(before)
+            is_cut = bool(found)
+        to_server.write_eof()  # the server executes what it has received, and then closes the connection
+        await replies
+        for end in (to_server, writer):
+            end.close()
+            await end.wait_closed()
+
+    async with await asyncio.start_server(forward, HOST, 0) as server:
+        yield f"redis://{HOST}:{server.sockets[0].getsockname()[1]}/0"
+    await asyncio.gather(*(one for one in connections if one is not None))
+
+
+async def test_the_card_of_a_worker_expires(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        await heartbeat_of(client.redis, queue).beat()
+        assert [worker.card.worker for worker in await client.workers()] == [queue]
+        assert 0 < await client.redis.pttl(Keys().worker(queue)) <= 5000
+
+
+async def test_no_card_is_stored_without_an_expiry_when_the_connection_breaks_within_a_heartbeat(
+    redis_url: str, queue: str
+) -> None:
+    async with cut_before(b"PEXPIRE", redis_url) as url, AsyncClient(redis_url, queue) as client:
+        redis = connect(url, name="test", failover_s=0)
+        with suppress(RedisError):
+            await heartbeat_of(redis, queue).beat()
+        await redis.aclose()
+        assert await client.redis.pttl(Keys().worker(queue)) != -1, "a card without an expiry"
