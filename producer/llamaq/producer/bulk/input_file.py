@@ -21,8 +21,14 @@ READ_BYTES = 1024 * 1024
 READ_ERRORS = (OSError, ValueError, csv.Error)
 """Errors of a file that cannot be read. Those of pyarrow are among them."""
 PARQUET_ROWS_AT_ONCE = 256
-JSON_COLUMNS = frozenset({"json_schema", "logit_bias", "messages", "metadata", "stop", "tokens"})
+JSON_COLUMNS = frozenset(
+    {"chat_template_kwargs", "json_schema", "logit_bias", "messages", "metadata", "tokens", "tools"}
+)
 """Columns of a CSV file whose cells are JSON."""
+LIST_COLUMNS = frozenset({"choice", "dry_sequence_breakers", "samplers", "stop"})
+"""Columns of a CSV file whose cells are JSON if they begin with `[`, and otherwise one text."""
+MAX_CELL_CHARS = 2**30
+"""Longest cell of a CSV file. Too large requests are refused one by one, and not with the whole file."""
 TABLE_COLUMNS = frozenset({"id", *JobRequest.model_fields, *SYNONYMS})
 """The columns of a table that are read. Other columns are ignored."""
 
@@ -119,6 +125,7 @@ def decode_line(line: bytes) -> object:
 
 
 def _read_csv(path: Path, finished: FinishedRows) -> Iterator[Record]:
+    csv.field_size_limit(MAX_CELL_CHARS)
     with path.open(encoding="utf-8-sig", newline="") as file:
         for number, cells in enumerate(csv.DictReader(file), start=1):
             if number not in finished:
@@ -130,7 +137,8 @@ def _decode_cells(cells: dict[str | Any, str | Any]) -> object:
     for name, text in cells.items():
         if name not in TABLE_COLUMNS or not text:
             continue
-        if name not in JSON_COLUMNS or (name == "stop" and not text.startswith("[")):
+        is_json = name in JSON_COLUMNS or (name in LIST_COLUMNS and text.startswith("["))
+        if not is_json:
             record[name] = text
             continue
         try:

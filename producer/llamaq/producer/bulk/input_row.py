@@ -91,7 +91,7 @@ def _read_plain_line(row: Row, record: Mapping[str, Any]) -> None:
     row.row_id = record.get("id")
     if row.row_id is not None and not isinstance(row.row_id, str | int):
         raise InvalidRequest("id: a text or a number is required")
-    refused = sorted(RESERVED_OPTIONS & record.keys())
+    refused = sorted(name for name in RESERVED_OPTIONS & record.keys() if record[name] is not None)
     if refused:
         raise InvalidRequest(f"{refused[0]}: the run sets it for all rows")
     values = {name: value for name, value in record.items() if name != "id" and value is not None}

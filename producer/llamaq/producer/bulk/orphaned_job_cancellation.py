@@ -25,16 +25,17 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
         client: A client of the run's queue.
         run_id: The name of the run.
         n_rows: The number of rows of the run. None: the number is not known, because no progress was stored so far.
-            Then the search ends when Redis has no job for a thousand consecutive rows.
+            The numbers of rows may be larger, because they are those of lines, and blank lines are no rows. So the
+            search ends when Redis has no job for a thousand consecutive numbers after `n_rows`.
 
     Raises:
         RedisError: Redis is unreachable.
     """
     n_cancelled = 0
-    rows = count(1) if n_rows is None else iter(range(1, n_rows + 1))
+    rows = count(1)
     while some := list(islice(rows, ROWS_AT_ONCE)):
         jobs = await _find_jobs_of_rows(client, run_id, some)
-        if n_rows is None and not jobs:
+        if not jobs and some[-1] >= (n_rows or 0):
             break
         open_jobs = [job_id for job_id, is_open in jobs.values() if is_open]
         open_jobs += await _find_replacements(client, [key for key, (_, is_open) in jobs.items() if not is_open])

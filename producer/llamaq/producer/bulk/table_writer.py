@@ -14,7 +14,7 @@ from llamaq.producer.bulk.input_file import file_format, pyarrow_module
 ROWS_AT_ONCE = 1000
 COLUMNS = (
     "line", "id", "text", "tokens", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens", "seed",
-    "metadata",
+    "metadata", "embeddings",
 )  # fmt: skip
 """The columns of a table. `line` is the number of the row in the input, from 1 on."""
 
@@ -40,7 +40,7 @@ def write_table(answers: Path, table: Path) -> None:
 
 
 def _record(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of an answer. An id is a text, and metadata are JSON, so that a column has one type."""
+    """Return the record of an answer. An id is a text, metadata and embeddings are JSON: a column has one type."""
     usage = answer["usage"]
     return {
         "line": answer["line"],
@@ -53,6 +53,7 @@ def _record(answer: dict[str, Any]) -> dict[str, Any]:
         "completion_tokens": usage["completion_tokens"],
         "seed": answer["seed"],
         "metadata": json.dumps(answer["metadata"]) if "metadata" in answer else None,
+        "embeddings": json.dumps(answer["embeddings"]) if "embeddings" in answer else None,
     }
 
 
@@ -68,7 +69,7 @@ def _write_csv(records: Iterator[dict[str, Any]], path: Path) -> None:
 def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
     arrow, parquet = pyarrow_module("pyarrow"), pyarrow_module("pyarrow.parquet")
     number, text = arrow.int64(), arrow.string()
-    types = (number, text, text, arrow.list_(arrow.int32()), text, number, number, number, number, text)
+    types = (number, text, text, arrow.list_(arrow.int32()), text, number, number, number, number, text, text)
     schema = arrow.schema(list(zip(COLUMNS, types, strict=True)))
     with parquet.ParquetWriter(path, schema) as writer:
         while some := list(islice(records, ROWS_AT_ONCE)):

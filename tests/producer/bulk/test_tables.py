@@ -1,0 +1,76 @@
+"""Tables of bulk runs: what their cells mean, and how answers are written."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from llamaq.producer import AsyncClient
+from llamaq.producer.bulk.finished_row_set import FinishedRows
+from llamaq.producer.bulk.input_file import read_records
+from llamaq.producer.bulk.input_row import read_row, row_key
+from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
+from llamaq.producer.bulk.run_description import RunParameters
+from llamaq.producer.bulk.table_writer import write_table
+
+
+def records_of(path: Path, cells: dict[str, str]) -> list[object]:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(cells))
+        writer.writeheader()
+        writer.writerow(cells)
+    return [record for _, record in read_records(path, FinishedRows(), 1000)]
+
+
+def test_cells_with_lists_and_objects_are_json(tmp_path: Path) -> None:
+    cells = {
+        "prompt": "[not a list]",
+        "choice": '["yes", "no"]',
+        "tools": "[]",
+        "chat_template_kwargs": '{"a": 1}',
+        "samplers": "top_k;temp",
+        "stop": "END",
+    }
+    assert records_of(tmp_path / "in.csv", cells) == [
+        cells | {"choice": ["yes", "no"], "tools": [], "chat_template_kwargs": {"a": 1}}
+    ]
+
+
+def test_a_long_cell_is_read(tmp_path: Path) -> None:
+    cells = {"prompt": "x" * 200_000}
+    assert records_of(tmp_path / "in.csv", cells) == [cells]
+
+
+async def test_a_reserved_option_without_a_value_is_left_out() -> None:
+    row = await read_row(RunParameters(run_id="r"), 1, {"prompt": "x", "priority": None})
+    assert (row.error, row.jobs) == (None, [{"prompt": "x"}])
+    assert (await read_row(RunParameters(run_id="r"), 1, {"prompt": "x", "priority": "bulk"})).error is not None
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_has_the_embeddings(tmp_path: Path, suffix: str) -> None:
+    answers, table = tmp_path / "rows.jsonl", tmp_path / f"out.{suffix}"
+    usage = {"prompt_tokens": 3, "completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}
+    answer = {"line": 1, "id": "a", "text": "", "finish_reason": "stop", "usage": usage, "seed": 1}
+    answers.write_text(json.dumps(answer | {"embeddings": [[0.5, -1.0]]}) + "\n" + json.dumps(answer) + "\n")
+    if suffix == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        write_table(answers, table)
+        written = [row["embeddings"] for row in parquet.read_table(table).to_pylist()]
+    else:
+        write_table(answers, table)
+        with table.open(newline="") as file:
+            written = [row["embeddings"] or None for row in csv.DictReader(file)]
+    assert written == ["[[0.5, -1.0]]", None]
+
+
+async def test_a_cancelled_run_leaves_no_job_behind_blank_lines(redis_url: str, queue: str) -> None:
+    """The rows of a file with a blank line before each row have twice the numbers."""
+    async with AsyncClient(redis_url, queue) as client:
+        for line in range(2, 21, 2):
+            await client.submit("x", idempotency_key=row_key("run", line, 0))
+        assert await cancel_rows_in_flight(client, "run", 10) == 10
+        assert (await client.queue_depth()).waiting == 0
