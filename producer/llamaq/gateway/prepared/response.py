@@ -124,7 +124,7 @@ async def _prompt_of(queues: QueueDirectory, client: AsyncClient, body: Response
     workers = (await queues.served()).get(client.queue)
     if not body.is_truncated or not workers:
         return [*body.instructions, *messages]
-    context = min(min(worker.card.n_ctx, worker.card.n_ctx_train) for worker in workers)
+    context = min(worker.card.context_limit for worker in workers)
     n_answer = int(context * ANSWER_SHARE)
     if isinstance(wanted := body.options.get("max_tokens"), int) and wanted > 0:
         n_answer = min(wanted, n_answer)

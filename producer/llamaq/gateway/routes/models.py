@@ -61,7 +61,7 @@ def model_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
         "tags": [],
         "capabilities": _capabilities(card),
         "meta": {
-            "n_ctx": min(card.n_ctx, card.n_ctx_train) if card.n_ctx_train else card.n_ctx,
+            "n_ctx": card.context_limit,
             "n_ctx_train": card.n_ctx_train,
             "n_vocab": card.n_vocab,
             "n_embd": card.n_embd or None,

@@ -33,7 +33,7 @@ async def tokenize(request: Request) -> Response:
     else:
         raise invalid("one of the fields is required: content (a text), prompt (a text) or messages", "content")
     workers = (await context_of(request).queues.served()).get(client.queue, ())
-    context = min((worker.card.n_ctx for worker in workers), default=None)
+    context = min((worker.card.context_limit for worker in workers), default=None)
     return json_response({"tokens": reply.tokens, "count": len(reply.tokens), "max_model_len": context})
 
 
