@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from http import HTTPStatus
 
+import httpx
 import pytest
 from tests.support.http_server import post_of, sending, serving_http
 
+from llamaq.gateway.responses.record import ID_PREFIX
 from llamaq.producer import AsyncClient, FinishReason
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 
@@ -117,3 +120,20 @@ async def test_a_server_that_stops_cancels_the_jobs_of_its_open_requests(redis_u
             await reader.readuntil(b"word")
         assert (await client.job(attempt.claim.job_id).status()).cancel_requested
         await attempt.finish(FinishReason.CANCELLED)
+
+
+async def test_a_response_whose_client_was_gone_before_it_was_stored_is_stored_by_the_repeated_request(
+    redis_url: str, queue: str
+) -> None:
+    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url) as http:
+
+        async def create() -> str:
+            body = {"input": "hi", "background": True}
+            response = await http.post("/v1/responses", json=body, headers={"Idempotency-Key": queue})
+            return str(response.json()["id"])
+
+        response_id = await create()
+        await client.redis.delete(client.keys.http_response(response_id.removeprefix(ID_PREFIX)))
+        assert (await http.get(f"/v1/responses/{response_id}")).status_code == HTTPStatus.NOT_FOUND
+        assert await create() == response_id
+        assert (await http.get(f"/v1/responses/{response_id}")).status_code == HTTPStatus.OK

@@ -47,8 +47,11 @@ class ResponseStore:
         self._ttl_s = int(ttl_s) + LONGEST_JOB_S
 
     async def save(self, job_id: str, record: ResponseRecord) -> None:
-        """Store a record."""
-        await self._redis.set(self._keys.http_response(job_id), record.model_dump_json(), ex=self._ttl_s)
+        """Store a record, unless the response has one: the header Idempotency-Key has found an earlier response.
+
+        The client may have disconnected before the earlier one was stored.
+        """
+        await self._redis.set(self._keys.http_response(job_id), record.model_dump_json(), ex=self._ttl_s, nx=True)
 
     async def read(self, response_id: str, owner: str | None) -> tuple[str, ResponseRecord]:
         """Return the job id and the record of a response.

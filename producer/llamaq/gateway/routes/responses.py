@@ -41,7 +41,7 @@ async def create(request: Request) -> Response:
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
-        if body.is_stored and job.is_new:  # otherwise the header Idempotency-Key has found an earlier response
+        if body.is_stored:
             await _store_of(request).save(job.id, asked.record)
         if body.is_streamed:
             return await _stream(request, job, asked.record, _pieces_of(generation), progress=progress)
