@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.connect import connect
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.streaming.subscriber import Subscriber
@@ -50,6 +51,14 @@ class QueueConnection:
     def __repr__(self) -> str:
         """Return the state of the subscriber, without the state of the connections."""
         return repr(self._connections.subscriber)
+
+    async def n_partitions(self) -> int:
+        """Return in how many partitions the queue can have jobs: as its workers have stored, at least the setting.
+
+        Who only watches or clears a queue need not know the number.
+        """
+        config = await QueueConfig.read(self.redis, self.keys, self.settings.queue, 0)
+        return max(self.settings.partitions, 0 if config is None else config.partitions)
 
     @property
     def redis(self) -> Redis:

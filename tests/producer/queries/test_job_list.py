@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, FinishReason, InvalidRequest, JobState, Priority
 from llamaq.producer.queries import job_list
@@ -137,3 +138,16 @@ async def test_a_job_that_starts_during_a_purge_continues(
         assert await client.purge() == ()
         status = await job.status()
         assert (status.state, status.cancel_requested) == (JobState.RUNNING, False)
+
+
+async def test_a_client_with_another_number_of_partitions_sees_the_whole_queue(redis_url: str, queue: str) -> None:
+    config = QueueConfig(partitions=4, max_queue=0, lease_ms=1000, model="", model_name="")
+    async with AsyncClient(redis_url, queue, partitions=4) as client, AsyncClient(redis_url, queue) as reader:
+        for partition in range(4):
+            await client.redis.hset(client.keys.config(queue, partition), mapping=dict[Any, Any](config.fields()))
+        jobs = await client.submit_many([{"prompt": "x"} for _ in range(40)])
+        assert (await reader.queue_depth()).waiting == 40
+        assert {one.job_id for one in await reader.jobs()} == {job.id for job in jobs}
+        assert len(await reader.purge(dry_run=True)) == 40
+        await client.redis.xadd(client.keys.dead(queue, 3), {"stream": "s", "entry": "1-0", "reason": "r", "held": "h"})
+        assert len(await reader.dead_letters()) == 1

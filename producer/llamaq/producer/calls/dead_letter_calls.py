@@ -19,7 +19,8 @@ class DeadLetterCalls(ClientCalls):
         A dead letter is a job that crashed several workers in a row, failed after its last retry, or is damaged. It can
         also be a stream entry that is not a job.
         """
-        return await dead_letters.read_all(self.redis, self.keys, self.queue, self.settings.partitions)
+        n_partitions = await self.connection.n_partitions()
+        return await dead_letters.read_all(self.redis, self.keys, self.queue, n_partitions)
 
     async def dead_letter(self, letter_id: str) -> DeadLetterDetails:
         """Return one dead letter, with its request and its generated tokens unless they have expired.

@@ -22,7 +22,7 @@ class QueueCalls(ClientCalls):
 
     async def queue_depth(self) -> QueueDepth:
         """Return the numbers of waiting and running jobs in the queue. Jobs that have reached a deadline end first."""
-        return await queue_snapshots.read_depth(self.connection, self.queue, self.settings.partitions)
+        return await queue_snapshots.read_depth(self.connection, self.queue, await self.connection.n_partitions())
 
     async def pause(self) -> None:
         """Pause the queue: no job gets its first slot until `resume`.

@@ -70,7 +70,7 @@ async def read_jobs(connection: QueueConnection, wanted: JobFilter, limit: int) 
     """Return the oldest `limit` jobs of the queue that match the filter. See `AsyncClient.jobs`."""
     if wanted.state in (JobState.FINISHED, JobState.FAILED):
         raise InvalidRequest(f"state: only queued and running jobs are in a queue, not {wanted.state} ones")
-    return await read_jobs_of(connection, connection.settings.queue, connection.settings.partitions, wanted, limit)
+    return await read_jobs_of(connection, connection.settings.queue, await connection.n_partitions(), wanted, limit)
 
 
 async def read_jobs_of(
@@ -93,13 +93,13 @@ async def read_jobs_of(
 
 async def purge(connection: QueueConnection, wanted: JobFilter, *, dry_run: bool) -> tuple[str, ...]:
     """Cancel the waiting jobs of the queue that match the filter, and return their ids. See `AsyncClient.purge`."""
-    settings = connection.settings
-    await handle_due(connection, settings.queue, settings.partitions)
+    queue, partitions = connection.settings.queue, await connection.n_partitions()
+    await handle_due(connection, queue, partitions)
     now_ms = await server_time_ms(connection.redis)
     purged: list[str] = []
-    for partition in range(settings.partitions):
+    for partition in range(partitions):
         for priority in wanted.priorities:
-            async for page in _pages(connection, settings.queue, partition, priority, wanted, now_ms):
+            async for page in _pages(connection, queue, partition, priority, wanted, now_ms):
                 ids = [job.job_id for job in page]
                 if not dry_run:
                     codes = await asyncio.gather(*(connection.scripts.cancel(one, only_waiting=True) for one in ids))
