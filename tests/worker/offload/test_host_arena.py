@@ -13,6 +13,7 @@ from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.saved_cells import footprint
 from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.offload import host_arena
 from llamaq.worker.offload.host_arena import PAGE_BYTES, SLAB_BYTES, HostArena
 
 BUFFER_TOKENS = 64
@@ -116,3 +117,22 @@ def test_a_block_counts_the_whole_buffer_of_its_data(arena: HostArena) -> None:
     store.insert(tokens, scope, store.missing_spans(tokens, scope)[0], buffer)
     assert store.host_bytes == BUFFER_BYTES + BLOCK_BYTES
     store.check_integrity()
+
+
+def test_slabs_that_are_not_used_any_more_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_arena, "SLAB_BYTES", N_BUFFERS * BUFFER_BYTES)
+    arena = HostArena(3 * N_BUFFERS * BUFFER_BYTES, BUFFER_TOKENS)
+    buffers: list[memoryview | None] = []
+    while arena.n_bytes < 3 * N_BUFFERS * BUFFER_BYTES:
+        buffers.append(allocate(arena))
+        time.sleep(0.001)
+    wait_until(lambda: not arena._is_growing)
+    kept = next(buffer for buffer in buffers if buffer is not None)
+    kept[:] = b"k" * len(kept)
+    buffers.clear()
+    for _ in range(5):
+        assert allocate(arena, BUFFER_TOKENS // 4) is None, "a short prompt needs no buffer"
+    assert arena.n_bytes == N_BUFFERS * BUFFER_BYTES
+    assert bytes(kept) == b"k" * len(kept)
+    assert allocate(arena) is not None
+    arena.close()
