@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+from llamaq.producer.openai_format.tools import delta_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 
@@ -75,6 +78,20 @@ def test_contents_in_parts_and_other_roles_become_plain_messages() -> None:
         {"role": "system", "content": "a\nb"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": ""},
         {"role": "user", "content": "d"},
     ]  # fmt: skip
+
+
+def test_a_tool_call_that_was_joined_from_deltas_is_read_without_its_unknown_fields() -> None:
+    parts = [CallStarted(0, "weather"), CallArguments(0, '{"city": "Bern"}')]
+    started, more = (delta_of(part, "job")["tool_calls"][0] for part in parts)
+    function = {"name": "weather", "arguments": more["function"]["arguments"]}
+    joined = {**started, "extra": 1, "function": {**function, "parsed_arguments": None}}
+    call = {"id": started["id"], "type": "function", "function": function}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [joined]}, {"role": "tool", "content": ""}]
+    request = JobRequest.model_validate(job(messages=messages))
+    assert request.messages is not None
+    assert [each.model_dump() for each in request.messages[1].tool_calls or ()] == [call]
+    wrong = [*HELLO, {"role": "assistant", "tool_calls": ["x", {"function": 5}]}]
+    assert job(messages=wrong)["messages"][1]["tool_calls"] == ["x", {"function": 5}]
 
 
 def test_the_answer_continues_a_last_message_of_the_assistant() -> None:

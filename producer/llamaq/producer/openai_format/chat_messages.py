@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.chat import Message, TemplateParams
+from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
 
 TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
 """Options of a job that only its chat template reads."""
@@ -94,6 +94,21 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
             raise InvalidRequest(f"{place}.content: a text is required")
         content = ""
     read["content"] = _read_content(f"{place}.content", content)
+    if isinstance(calls := read.get("tool_calls"), list):
+        read["tool_calls"] = [_read_call(call) for call in calls]
+    return read
+
+
+def _read_call(call: Any) -> Any:
+    """Return a tool call with only the fields that templates read. The job refuses values of a wrong type.
+
+    Clients that join the deltas of a stream repeat the field `index` of the deltas.
+    """
+    if not isinstance(call, Mapping):
+        return call
+    read = {name: value for name, value in call.items() if name in ToolCall.model_fields and value is not None}
+    if isinstance(function := read.get("function"), Mapping):
+        read["function"] = {name: value for name, value in function.items() if name in FunctionCall.model_fields}
     return read
 
 
