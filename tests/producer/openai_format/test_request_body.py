@@ -8,7 +8,7 @@ import pytest
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.answer_parts.parts import CallArguments, CallStarted
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
 from llamaq.producer.openai_format.tools import delta_of
@@ -61,6 +61,13 @@ def test_fields_become_job_options(fields: dict[str, Any], options: dict[str, An
     assert chat(**fields).jobs[0] == {"messages": HELLO, **options}
 
 
+def test_only_a_completion_echoes_its_prompt() -> None:
+    assert read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": True}).is_echoed
+    assert not chat(echo=True).is_echoed
+    with pytest.raises(InvalidRequest, match="json_schema"):
+        chat(structured_outputs={"json": "text"})
+
+
 def test_a_user_with_any_name_is_a_tenant() -> None:
     tenant = job(user="Zoë W.")["tenant"]
     assert tenant == job(user="Zoë W.")["tenant"] != job(user="Zoe W.")["tenant"]
@@ -81,7 +88,7 @@ def test_contents_in_parts_and_other_roles_become_plain_messages() -> None:
 
 
 def test_a_tool_call_that_was_joined_from_deltas_is_read_without_its_unknown_fields() -> None:
-    parts = [CallStarted(0, "weather"), CallArguments(0, '{"city": "Bern"}')]
+    parts: list[Part] = [CallStarted(0, "weather"), CallArguments(0, '{"city": "Bern"}')]
     started, more = (delta_of(part, "job")["tool_calls"][0] for part in parts)
     function = {"name": "weather", "arguments": more["function"]["arguments"]}
     joined = {**started, "extra": 1, "function": {**function, "parsed_arguments": None}}
@@ -108,6 +115,11 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
         {"n": 0}, {"n": 200}, {"functions": [{}]}, {"tools": [{}]}, {"tools": 5},
         {"response_format": {"type": "json_object"}, "grammar": "root ::= 1"}, {"structured_outputs": {"sql": "x"}},
         {"stream": "yes"}, {"store": 1}, {"priority": "high"}, {"top_logprobs": "many"}, {"logit_bias": {"word": 1}},
+        {"logit_bias": [[[1], 2]]}, {"logit_bias": [[True, 2]]}, {"t_max_predict_ms": 10**400}, {"user": "\ud800"},
+        {"chat_template_kwargs": {"x": 2**64}}, {"chat_template_kwargs": {"x": ["\ud800"]}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": -(2**64)}}}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": 2**64}}}]}]},
+        {"json_schema": -1}, {"json_schema": 1.5}, {"json_schema": True},
         {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ],
 )  # fmt: skip

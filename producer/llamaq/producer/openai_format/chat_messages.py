@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
 
 TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
@@ -31,6 +32,7 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     chat |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
     if kwargs := with_effort(body.get("chat_template_kwargs"), body.get("reasoning_effort")):
         chat["chat_template_kwargs"] = kwargs
+    check_encodable("tools", chat.get("tools"))
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         if "continue_final_message" not in chat and [each["role"] for each in messages[-2:]] == ["assistant"] * 2:
             raise InvalidRequest("messages: the last two are the assistant's; join them, or set continue_final_message")
@@ -42,6 +44,18 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
+def check_encodable(name: str, value: Any) -> None:
+    """Check that a command to a worker can contain a value.
+
+    Raises:
+        InvalidRequest: The value has a number or a text that cannot be encoded. The message begins with `name`.
+    """
+    try:
+        codec.encode_values([value])
+    except (OverflowError, ValueError) as exc:
+        raise InvalidRequest(f"{name}: it has an integer of more than 64 bits, or invalid Unicode") from exc
+
+
 def with_effort(kwargs: Any, effort: Any) -> dict[str, Any]:
     """Return the variables of a chat template with the effort of the reasoning. Variables of the request take
     precedence.
@@ -51,10 +65,11 @@ def with_effort(kwargs: Any, effort: Any) -> dict[str, Any]:
         effort: The effort of OpenAI's API: `none`, `low`, `medium` or another. None: the model's default.
 
     Raises:
-        InvalidRequest: One of the arguments has another type.
+        InvalidRequest: One of the arguments has another type, or a value that cannot be encoded.
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidRequest("chat_template_kwargs: an object is required")
+    check_encodable("chat_template_kwargs", kwargs)
     if effort is None:
         return dict(kwargs or {})
     if not isinstance(effort, str):
@@ -96,6 +111,7 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
     read["content"] = _read_content(f"{place}.content", content)
     if isinstance(calls := read.get("tool_calls"), list):
         read["tool_calls"] = [_read_call(call) for call in calls]
+        check_encodable(f"{place}.tool_calls", read["tool_calls"])
     return read
 
 
