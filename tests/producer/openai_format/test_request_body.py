@@ -54,6 +54,7 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
         ({"logprobs": False, "top_logprobs": 4}, {}),
         ({"tools": [{"type": "function"}], "tool_choice": "none"}, {}),
+        ({"tools": []}, {}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
     ],
 )

@@ -27,7 +27,7 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     messages = read_messages(body)
     chat: dict[str, Any] = {"messages": messages}
-    if body.get("tool_choice") == "none":
+    if body.get("tool_choice") == "none" or body.get("tools") == []:  # templates print a list even if it is empty
         body = {**body, "tools": None}
     chat |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
     if kwargs := with_effort(body.get("chat_template_kwargs"), body.get("reasoning_effort")):
