@@ -133,6 +133,32 @@ async def test_a_batch_answers_each_line_and_names_those_that_failed(redis_url: 
     assert files[done["output_file_id"]]["purpose"] == "batch_output"
 
 
+async def test_a_defect_of_the_server_at_one_line_is_the_error_of_this_line(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = PreparedCompletion.read
+
+    async def broken(*args: Any) -> PreparedCompletion:
+        if args[-1]["messages"][0]["content"] == "secret":
+            raise KeyError("secret")
+        return await read(*args)
+
+    monkeypatch.setattr(PreparedCompletion, "read", broken)
+    async with (
+        answering(redis_url, queue),
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        done = await end_of(http, await begin(http, jsonl(line("a", "x"), line("b", "secret"), line("c", "y"))))
+        (error,) = await lines_of(http, done["error_file_id"])
+    assert (done["status"], done["request_counts"]) == ("completed", {"total": 3, "completed": 2, "failed": 1})
+    assert (error["custom_id"], error["error"]["line"]) == ("b", 2)
+    assert "a defect of the server" in error["error"]["message"]
+    (logged,) = [each.getMessage() for each in caplog.records if "line_failed" in each.getMessage()]
+    assert "line=2 error=KeyError" in logged
+    assert "secret" not in logged
+
+
 async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, queue: str) -> None:
     lines: list[object] = [
         line("a", "x"),

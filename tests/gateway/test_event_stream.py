@@ -12,16 +12,37 @@ import pytest
 from tests.gateway.test_disconnects import CHAT, STREAMED, gateway
 from tests.support.http_server import post_of, sending
 
+from llamaq.gateway.choice_chunks import ChoiceStream
 from llamaq.gateway.http import event_stream
-from llamaq.gateway.http.event_stream import TextEvent, data, error_event
+from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data, error_event
+from llamaq.gateway.progress_fields import ProgressOptions
+from llamaq.producer import Chunk
+from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.stream_chunks import StreamChunks
 
 
 @pytest.mark.parametrize("text", ["x", "\n", '"}],', "\u2028", "😀", "finish_reason", ""])
 def test_a_text_event_is_encoded_like_the_whole_event(text: str) -> None:
     def event(text: str) -> dict[str, object]:
-        return {"model": "x", "choices": [{"delta": {"content": text}, "finish_reason": None}]}
+        return {"model": PLACEHOLDER, "choices": [{"delta": {"content": text}, "finish_reason": None}]}
 
-    assert TextEvent(event("x"), "x").encode(text) == data(event(text))
+    assert TextEvent(event(PLACEHOLDER)).encode(text) == data(event(text))
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@pytest.mark.parametrize("key", ["logprobs", "finish_reason"])
+async def test_a_stream_keeps_a_first_piece_that_equals_a_key_of_its_chunks(endpoint: Endpoint, key: str) -> None:
+    async def describe(*_: object) -> dict[str, Any]:
+        raise AssertionError
+
+    chunks = StreamChunks(endpoint, "id", "model", 1, "fingerprint")
+    choice = ChoiceStream(chunks, 0, "job", "", None, describe, ProgressOptions())
+    pieces = ["say ", key, " and", " more"]
+    events = [await choice.events_of(Chunk(piece, (), number, 0)) for number, piece in enumerate(pieces)]
+    lines = [line for event in events for line in event.splitlines() if line]
+    choices = [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in lines]
+    texts = [each["text"] if "text" in each else each["delta"]["content"] for each in choices]
+    assert [text for text in texts if text is not None] == pieces
 
 
 STREAM = post_of(CHAT, STREAMED)

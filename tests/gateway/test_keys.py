@@ -102,6 +102,16 @@ async def test_a_key_has_queues_a_priority_and_a_salt(redis_url: str, queue: str
     assert (requests[0].priority, requests[0].cache_salt) == ("bulk", "team/mine")
 
 
+def test_no_request_can_choose_the_salt_of_another_key() -> None:
+    keys = [KeyRecord(name="a", cache_salt=salt, created_ms=0) for salt in ("", "x", "/x", "x/y", "x~1y", "~", "/")]
+    keys += [KeyRecord(name="alice", created_ms=0), KeyRecord(name="x.y", created_ms=0)]
+    salts = ["", "x", "y", "alice", "/x", "x/y", "~1y", "/"]
+    pairs = [(key, salt) for key in keys for salt in salts]
+    found = {key.job_options({"cache_salt": salt})["cache_salt"] for key, salt in pairs}
+    assert len(found) == len(pairs)
+    assert [key.job_options({})["cache_salt"] for key in (keys[0], keys[1], keys[-2])] == ["", "x", "alice"]
+
+
 async def test_a_key_has_limits_that_all_servers_share(redis_url: str, queue: str) -> None:
     async with (
         key_store(redis_url, queue) as store,

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from tests.support.http_server import sending, serving_http
 
+from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 
@@ -125,6 +126,24 @@ async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(
         assert each.headers["access-control-allow-origin"] == origin
         assert "x-request-id" in each.headers
     assert missing.json()["error"]["type"] == "not_found_error"
+
+
+async def test_the_response_to_a_defect_of_the_server_has_the_id_of_its_request(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(PreparedCompletion, "read", broken)
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        await worker.announce()
+        answer = await http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "my-id"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "my-id")
+    assert answer.json()["error"]["type"] == "server_error"
 
 
 @pytest.mark.slow

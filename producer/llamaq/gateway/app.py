@@ -21,7 +21,7 @@ from llamaq.gateway.disabled_endpoints import enabled_routes
 from llamaq.gateway.http.cors import Cors, cors_options
 from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.json_body import json_response
-from llamaq.gateway.http.request_ids import RequestIds
+from llamaq.gateway.http.request_ids import RequestIds, with_request_id
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_file import KeyFile
@@ -126,11 +126,12 @@ def build_app(settings: ServeSettings) -> Starlette:
             await runner.aclose()
             await queues.aclose()
 
-    errors = (LlamaqError, RedisError, OSError, HTTPException, Exception)
+    errors = (LlamaqError, RedisError, OSError, HTTPException)
     return Starlette(
         routes=enabled_routes(ROUTES, settings.disabled_endpoints),
         middleware=_middleware(settings),
-        exception_handlers=dict.fromkeys(errors, respond_to_error),
+        # Starlette calls the handler of other exceptions outside of all middleware.
+        exception_handlers={**dict.fromkeys(errors, respond_to_error), Exception: with_request_id(respond_to_error)},
         lifespan=lifespan,
     )
 

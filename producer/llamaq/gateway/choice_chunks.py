@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
-from llamaq.gateway.http.event_stream import TextEvent, data
+from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
 from llamaq.producer import Chunk, Result
 from llamaq.producer.answer_parts.answer_format import AnswerSplitter
@@ -68,7 +68,7 @@ class ChoiceStream:
 
     def _encode_text(self, text: str) -> bytes:
         if self._text_event is None:
-            self._text_event = TextEvent(self._chunks.text(self._index, text), text)
+            self._text_event = TextEvent(self._chunks.text(self._index, PLACEHOLDER))
         return self._text_event.encode(text)
 
     async def _chunks_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:

@@ -162,6 +162,24 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "xml, no call": (XML, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
     "xml, in JSON": (XML, f"<tool_call>\n{OWN}\n</tool_call>", [CALL]),
     "json": (PLAIN, OWN, [CALL]),
+    **{
+        f"hermes, no name: {name!r}": (
+            QWEN,
+            answer := f'<tool_call>{{"name": "{name}", "arguments": {{"x": 1}}}}</tool_call>',
+            [("content", answer)],
+        )
+        for name in (r"a\q", "a\nb", r"\ud800")
+    },
+    "llama 3, no name": (
+        LLAMA3,
+        r'{"name": "\d", "parameters": {}}',
+        [("content", r'{"name": "\d", "parameters": {}}')],
+    ),
+    "xml, half a surrogate pair": (
+        XML,
+        r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>',
+        [("call", "f", r'{"a": "\"\\ud800\""}')],
+    ),
 }
 
 

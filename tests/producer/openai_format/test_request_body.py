@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+from llamaq.producer.openai_format.tools import delta_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 
@@ -51,11 +54,19 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
         ({"logprobs": False, "top_logprobs": 4}, {}),
         ({"tools": [{"type": "function"}], "tool_choice": "none"}, {}),
+        ({"tools": []}, {}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
     ],
 )
 def test_fields_become_job_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
     assert chat(**fields).jobs[0] == {"messages": HELLO, **options}
+
+
+def test_only_a_completion_echoes_its_prompt() -> None:
+    assert read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": True}).is_echoed
+    assert not chat(echo=True).is_echoed
+    with pytest.raises(InvalidRequest, match="json_schema"):
+        chat(structured_outputs={"json": "text"})
 
 
 def test_a_user_with_any_name_is_a_tenant() -> None:
@@ -77,6 +88,20 @@ def test_contents_in_parts_and_other_roles_become_plain_messages() -> None:
     ]  # fmt: skip
 
 
+def test_a_tool_call_that_was_joined_from_deltas_is_read_without_its_unknown_fields() -> None:
+    parts: list[Part] = [CallStarted(0, "weather"), CallArguments(0, '{"city": "Bern"}')]
+    started, more = (delta_of(part, "job")["tool_calls"][0] for part in parts)
+    function = {"name": "weather", "arguments": more["function"]["arguments"]}
+    joined = {**started, "extra": 1, "function": {**function, "parsed_arguments": None}}
+    call = {"id": started["id"], "type": "function", "function": function}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [joined]}, {"role": "tool", "content": ""}]
+    request = JobRequest.model_validate(job(messages=messages))
+    assert request.messages is not None
+    assert [each.model_dump() for each in request.messages[1].tool_calls or ()] == [call]
+    wrong = [*HELLO, {"role": "assistant", "tool_calls": ["x", {"function": 5}]}]
+    assert job(messages=wrong)["messages"][1]["tool_calls"] == ["x", {"function": 5}]
+
+
 def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
     begun = [*HELLO, {"role": "assistant", "content": "Well"}]
     assert job(messages=begun)["continue_final_message"] is True
@@ -91,6 +116,11 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
         {"n": 0}, {"n": 200}, {"functions": [{}]}, {"tools": [{}]}, {"tools": 5},
         {"response_format": {"type": "json_object"}, "grammar": "root ::= 1"}, {"structured_outputs": {"sql": "x"}},
         {"stream": "yes"}, {"store": 1}, {"priority": "high"}, {"top_logprobs": "many"}, {"logit_bias": {"word": 1}},
+        {"logit_bias": [[[1], 2]]}, {"logit_bias": [[True, 2]]}, {"t_max_predict_ms": 10**400}, {"user": "\ud800"},
+        {"chat_template_kwargs": {"x": 2**64}}, {"chat_template_kwargs": {"x": ["\ud800"]}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": -(2**64)}}}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": 2**64}}}]}]},
+        {"json_schema": -1}, {"json_schema": 1.5}, {"json_schema": True},
         {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ],
 )  # fmt: skip

@@ -36,17 +36,22 @@ def named(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
 
 
+PLACEHOLDER = "\x00"
+"""Stands for the text of a `TextEvent`. No key of an event equals it."""
+
+
 class TextEvent:
     """An event that is sent again and again with other texts. All but the text is encoded once.
 
+    The encoded event is split at a placeholder; `encode` writes a text in its place.
+
     Args:
-        value: The data of the event with any text that is not empty. In the encoded event, this text comes after all
+        value: The data of the event with `PLACEHOLDER` as its text. In the encoded event, this text comes after all
             other texts.
-        text: This text.
     """
 
-    def __init__(self, value: Any, text: str) -> None:
-        self._before, _, self._after = data(value).rpartition(to_json(text))
+    def __init__(self, value: Any) -> None:
+        self._before, _, self._after = data(value).rpartition(to_json(PLACEHOLDER))
 
     def __repr__(self) -> str:
         return f"<TextEvent {self._before!r} {self._after!r}>"

@@ -46,7 +46,7 @@ class KeyRecord(StrictModel):
         None,
         max_length=MAX_SALT_CHARS // 2,
         description="Only jobs with the same salt share KV cells. If not set: the name of the key. Empty: cells are "
-        "shared with all jobs without a salt.",
+        "shared with all jobs without a salt. The `cache_salt` of a request divides the jobs of a salt further.",
     )
     created_ms: int = Field(ge=0, description="Time when the key was added, in milliseconds since the epoch.")
 
@@ -57,13 +57,24 @@ class KeyRecord(StrictModel):
     def job_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a job of this key: the options of the request, and the options that the key sets."""
         own_salt = self.name if self.cache_salt is None else self.cache_salt
-        parts = [part for part in (own_salt, str(options.get("cache_salt") or "")) if part]
-        decided: dict[str, Any] = {"tenant": self.name, "cache_salt": "/".join(parts)}
+        salt = _joined_salt(own_salt, str(options.get("cache_salt") or ""))
+        decided: dict[str, Any] = {"tenant": self.name, "cache_salt": salt}
         if own_salt and "messages" in options:  # tenants may share the system prompts of their chats
             decided["cache_public"] = options.get("cache_public", "system")
         if self.priority is Priority.BULK:
             decided["priority"] = Priority.BULK
         return {**options, **decided}
+
+
+def _joined_salt(of_key: str, of_request: str) -> str:
+    """Return the salt of a job. No two pairs of salts have the same one, so that no request can choose the salt of
+    another key.
+
+    The first `/` separates the parts. In the salt of a key, `/` is written as `~1` and `~` as `~0`, as in a JSON
+    pointer (RFC 6901).
+    """
+    escaped = of_key.replace("~", "~0").replace("/", "~1")
+    return f"{escaped}/{of_request}" if of_request else escaped
 
 
 def new_key(**fields: Any) -> tuple[str, KeyRecord]:

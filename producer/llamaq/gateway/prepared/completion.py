@@ -87,7 +87,8 @@ class PreparedCompletion:
     async def answer(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the whole answer."""
         logprobs = [
-            await self.logprobs(result.tokens, result.logprobs) for result in results if result.logprobs is not None
+            None if result.logprobs is None else await self.logprobs(result.tokens, result.logprobs)
+            for result in results
         ]
         messages = [
             message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], result.job_id)

@@ -9,7 +9,7 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.responses.input_items import Messages, read_input, read_instructions
 from llamaq.gateway.responses.tool_fields import read_response_tools
-from llamaq.producer.openai_format.chat_messages import with_effort
+from llamaq.producer.openai_format.chat_messages import check_encodable, with_effort
 from llamaq.producer.openai_format.request_body import read_flag, read_options, refuse_unsupported
 from llamaq.producer.openai_format.tools import ToolChoice
 
@@ -78,6 +78,7 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
     if is_background and not is_stored:
         raise InvalidRequest("store: a background response is stored; leave store out")
     choice = read_response_tools(body)
+    check_encodable("tools", choice.tools)
     shown = {name: default if body.get(name) is None else body[name] for name, default in SHOWN.items()}
     return ResponseBody(
         model=model if isinstance(model, str) and model else None,

@@ -1,10 +1,15 @@
-"""Reads the JSON object of a tool call while it arrives, so that its arguments can be streamed."""
+"""Reads the JSON object of a tool call while it arrives, so that its arguments can be streamed.
+
+`from_json` refuses half a surrogate pair, which the standard library accepts: no answer can be encoded with it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from typing import Any
+
+from pydantic_core import from_json
 
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 
@@ -74,9 +79,12 @@ class JsonCall:
         head = _HEAD.match(self._buffer)
         if head is None:
             return [], rest
+        try:
+            name = from_json(head["name"])
+        except ValueError:  # no JSON text, so that the whole object is no call
+            return [], rest
         self._arguments = JsonValueReader()
-        started = CallStarted(self._index, json.loads(head["name"]))
-        return [started, *self._stream(self._arguments, self._buffer[head.end() :])], rest
+        return [CallStarted(self._index, name), *self._stream(self._arguments, self._buffer[head.end() :])], rest
 
     def finish(self) -> list[Part] | None:
         """Return the parts of a call that was not streamed, because its fields have another order.
@@ -87,8 +95,8 @@ class JsonCall:
         if self._arguments is not None:
             return []
         try:
-            value = json.loads(self._buffer)
-        except (ValueError, RecursionError):
+            value = from_json(self._buffer)
+        except ValueError:
             return None
         return parts_of_call(self._index, value)
 

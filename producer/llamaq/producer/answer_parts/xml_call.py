@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 
 CLOSE = "</function>"
@@ -76,8 +78,8 @@ def _value_of(text: str, *, is_text: bool) -> Any:
     if is_text:
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return from_json(text)
+    except ValueError:
         return text
 
 

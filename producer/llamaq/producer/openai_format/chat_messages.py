@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.chat import Message, TemplateParams
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
 
 TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
 """Options of a job that only its chat template reads."""
@@ -26,11 +27,12 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     messages = read_messages(body)
     chat: dict[str, Any] = {"messages": messages}
-    if body.get("tool_choice") == "none":
+    if body.get("tool_choice") == "none" or body.get("tools") == []:  # templates print a list even if it is empty
         body = {**body, "tools": None}
     chat |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
     if kwargs := with_effort(body.get("chat_template_kwargs"), body.get("reasoning_effort")):
         chat["chat_template_kwargs"] = kwargs
+    check_encodable("tools", chat.get("tools"))
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         if "continue_final_message" not in chat and [each["role"] for each in messages[-2:]] == ["assistant"] * 2:
             raise InvalidRequest("messages: the last two are the assistant's; join them, or set continue_final_message")
@@ -42,6 +44,18 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
+def check_encodable(name: str, value: Any) -> None:
+    """Check that a command to a worker can contain a value.
+
+    Raises:
+        InvalidRequest: The value has a number or a text that cannot be encoded. The message begins with `name`.
+    """
+    try:
+        codec.encode_values([value])
+    except (OverflowError, ValueError) as exc:
+        raise InvalidRequest(f"{name}: it has an integer of more than 64 bits, or invalid Unicode") from exc
+
+
 def with_effort(kwargs: Any, effort: Any) -> dict[str, Any]:
     """Return the variables of a chat template with the effort of the reasoning. Variables of the request take
     precedence.
@@ -51,10 +65,11 @@ def with_effort(kwargs: Any, effort: Any) -> dict[str, Any]:
         effort: The effort of OpenAI's API: `none`, `low`, `medium` or another. None: the model's default.
 
     Raises:
-        InvalidRequest: One of the arguments has another type.
+        InvalidRequest: One of the arguments has another type, or a value that cannot be encoded.
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidRequest("chat_template_kwargs: an object is required")
+    check_encodable("chat_template_kwargs", kwargs)
     if effort is None:
         return dict(kwargs or {})
     if not isinstance(effort, str):
@@ -94,6 +109,22 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
             raise InvalidRequest(f"{place}.content: a text is required")
         content = ""
     read["content"] = _read_content(f"{place}.content", content)
+    if isinstance(calls := read.get("tool_calls"), list):
+        read["tool_calls"] = [_read_call(call) for call in calls]
+        check_encodable(f"{place}.tool_calls", read["tool_calls"])
+    return read
+
+
+def _read_call(call: Any) -> Any:
+    """Return a tool call with only the fields that templates read. The job refuses values of a wrong type.
+
+    Clients that join the deltas of a stream repeat the field `index` of the deltas.
+    """
+    if not isinstance(call, Mapping):
+        return call
+    read = {name: value for name, value in call.items() if name in ToolCall.model_fields and value is not None}
+    if isinstance(function := read.get("function"), Mapping):
+        read["function"] = {name: value for name, value in function.items() if name in FunctionCall.model_fields}
     return read
 
 

@@ -28,7 +28,10 @@ def read_constraint(body: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(
             "response_format: give one of response_format, structured_outputs, json_schema and grammar, and no other"
         )
-    return given[0] if given else {}
+    constraint = given[0] if given else {}
+    if not isinstance(constraint.get("json_schema", {}), Mapping):
+        raise InvalidRequest("json_schema: an object is required")
+    return constraint
 
 
 def _read_response_format(value: Any) -> dict[str, Any]:

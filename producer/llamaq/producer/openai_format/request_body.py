@@ -114,7 +114,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         is_streamed=read_flag(body, "stream"),
         has_usage_chunk=isinstance(stream_options, Mapping) and stream_options.get("include_usage") is True,
         is_stored=read_flag(body, "store"),
-        is_echoed=read_flag(body, "echo"),
+        is_echoed=endpoint is Endpoint.COMPLETIONS and read_flag(body, "echo"),
     )
 
 
@@ -154,7 +154,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
         del options["stop"]
     limit_ms = body.get("t_max_predict_ms")
     if isinstance(limit_ms, int | float) and limit_ms > 0:
-        options.setdefault("timeout_s", limit_ms / 1000)
+        options.setdefault("timeout_s", _seconds_of("t_max_predict_ms", limit_ms))
     user = body.get("user")
     if isinstance(user, str) and user and "tenant" not in options:
         options["tenant"] = _tenant_of(user)
@@ -195,8 +195,22 @@ def _with_seed(values: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _tenant_of(user: str) -> str:
-    """Return the tenant of a user. A user may have any name, but the name of a tenant has a simple form."""
-    return user if re.fullmatch(TENANT_PATTERN, user) else hashlib.sha256(user.encode()).hexdigest()
+    """Return the tenant of a user. A user may have any name, but the name of a tenant has a simple form.
+
+    Raises:
+        InvalidRequest: The name is not valid Unicode.
+    """
+    try:
+        return user if re.fullmatch(TENANT_PATTERN, user) else hashlib.sha256(user.encode()).hexdigest()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest("user: the text is not valid Unicode") from exc
+
+
+def _seconds_of(name: str, milliseconds: float) -> float:
+    try:
+        return milliseconds / 1000
+    except OverflowError as exc:
+        raise InvalidRequest(f"{name}: the number is too large") from exc
 
 
 def _is_bulk(body: Mapping[str, Any]) -> bool:
@@ -239,6 +253,6 @@ def _read_logit_bias(value: Any) -> dict[str, Any]:
         raise InvalidRequest("logit_bias: a map from token ids to numbers is required")
     if not pairs:
         return {}
-    if any(isinstance(token, str) and not token.isdecimal() for token, _ in pairs):
+    if not all(type(token) is int or (isinstance(token, str) and token.isdecimal()) for token, _ in pairs):
         raise InvalidRequest("logit_bias: only token ids are supported, no texts: POST /tokenize returns the ids")
     return {"logit_bias": {token: BANNED if bias is False else bias for token, bias in pairs}}

@@ -25,7 +25,7 @@ def completion_object(
     created_s: int,
     n: int = 1,
     echoed: Sequence[str] = (),
-    logprobs: Sequence[dict[str, Any]] = (),
+    logprobs: Sequence[dict[str, Any] | None] = (),
     messages: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the object `chat.completion` or `text_completion` of finished jobs.
@@ -37,7 +37,7 @@ def completion_object(
         created_s: Time of the answer, in seconds since the epoch.
         n: Number of choices for each prompt.
         echoed: For each choice, the text before the generated text. Empty: there is none.
-        logprobs: For each choice, its object `logprobs`. Empty: the request did not ask for them.
+        logprobs: For each choice, its object `logprobs`, or None: its job has none. Empty: no choice has any.
         messages: For each choice, its message. Empty: messages have only content.
     """
     is_chat = endpoint is Endpoint.CHAT
