@@ -18,7 +18,7 @@ class Pieces:
     """The texts of tokens."""
 
     async def of(self, _: object, tokens: list[int]) -> dict[int, bytes]:
-        return {token: b"x" for token in tokens}
+        return dict.fromkeys(tokens, b"x")
 
 
 async def test_a_choice_without_probabilities_leaves_those_of_the_others_in_place() -> None:
