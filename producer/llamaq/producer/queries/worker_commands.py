@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from typing import Any, TypeVar
 
-from llamaq.common.errors import ResultTimeout, SlotCommandRefused
+from llamaq.common.errors import ResultTimeout, WorkerEnded
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
@@ -21,6 +21,8 @@ R = TypeVar("R", SlotReply, TextReply)
 
 REPLY_BLOCK_S = 1.0
 """Longest duration of one BLPOP for a reply. The worker's heartbeat is checked between two BLPOPs."""
+LATE_HEARTBEAT_MS = 3000
+"""A worker may have been killed if its last heartbeat is older than that of another worker by more than this time."""
 LIST_TTL_MARGIN_MS = 60_000
 """The worker's list of commands expires this long after the deadline of the newest command, if no worker reads it."""
 
@@ -34,6 +36,13 @@ async def worker_ids(connection: QueueConnection) -> list[str]:
     """Return the ids of the live workers of the client's queue."""
     workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
     return [worker.card.worker for worker in workers]
+
+
+async def responsive_worker_ids(connection: QueueConnection) -> list[str]:
+    """Return the ids of the live workers of the client's queue, without those that may have been killed lately."""
+    workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
+    newest_ms = max((worker.heartbeat_ms for worker in workers), default=0)
+    return [worker.card.worker for worker in workers if newest_ms - worker.heartbeat_ms <= LATE_HEARTBEAT_MS]
 
 
 async def exchange(
@@ -55,7 +64,7 @@ async def exchange(
         timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
     Raises:
-        SlotCommandRefused: The worker ended before it replied.
+        WorkerEnded: The worker ended before it replied.
         ResultTimeout: The reply did not arrive in time.
     """
     redis, timeout_s = connection.redis, connection.timeout_s(timeout)
@@ -79,5 +88,5 @@ async def _await_reply(connection: QueueConnection, worker: str, command_id: str
             reply: bytes = found[1]
             return reply
         if not await redis.exists(keys.worker(worker)):
-            raise SlotCommandRefused(f"worker {worker} ended, or its heartbeat stopped, before it replied")
+            raise WorkerEnded(f"worker {worker} ended, or its heartbeat stopped, before it replied")
     raise ResultTimeout(f"worker {worker} has not replied within {timeout_s:g} s")
