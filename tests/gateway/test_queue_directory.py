@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -155,7 +156,8 @@ async def store_partitions(directory: QueueDirectory, queue: str, partitions: in
     default = directory.default
     for partition in range(partitions):
         config = QueueConfig(partitions, max_queue=0, lease_ms=10_000, model="m", model_name="m")
-        await default.redis.hset(default.keys.config(queue, partition), mapping=config.fields())
+        fields: Any = config.fields()
+        await default.redis.hset(default.keys.config(queue, partition), mapping=fields)
 
 
 async def found_partitions(directory: QueueDirectory, queue: str) -> int:

@@ -181,13 +181,13 @@ async def test_a_row_with_an_unexpected_error_fails_alone(
 
 
 async def test_rows_with_values_that_python_cannot_use_fail_alone(redis_url: str, queue: str, tmp_path: Path) -> None:
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {"logit_bias": [[[1], 2]]},
         {"t_max_predict_ms": 10**400},
         {"user": "\ud800"},
         {"prompt": "\ud800"},
     ]
-    lines = [{"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "x", **body}} for body in bodies]
+    lines = [{"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "x"} | body} for body in bodies]
     rows = Rows(tmp_path, *lines, {"prompt": "\ud800"}, {"prompt": "good"})
     async with served_client(redis_url, queue) as (client, _):
         progress = await execute(rows.run, client)

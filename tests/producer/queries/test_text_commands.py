@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,10 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import WorkerEnded
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
+from llamaq.common.redis.connect import MAX_CONNECTIONS
 from llamaq.gateway.http.errors import code_of, status_of
 from llamaq.producer import AsyncClient
-from llamaq.producer.queries import text_commands
+from llamaq.producer.queries import text_commands, worker_commands
 from llamaq.producer.testing import FakeWorker
 
 
@@ -24,7 +26,7 @@ async def answering(worker: FakeWorker) -> AsyncIterator[None]:
 
     async def answer() -> None:
         while True:
-            found = await worker.redis.blpop([worker.keys.text_commands(worker.name)], timeout=0.1)
+            found: Any = await worker.redis.blpop([worker.keys.text_commands(worker.name)], timeout=0.1)
             if found is not None:
                 command = codec.decode_model(TextCommand, found[1])
                 await worker.redis.rpush(worker.keys.reply(command.id), codec.encode_model(TextReply(tokens=(7,))))
@@ -90,3 +92,18 @@ async def test_without_another_worker_the_error_is_a_503_and_not_a_bad_request(r
         with pytest.raises(WorkerEnded, match="before it replied") as ended:
             await asking
     assert (status_of(ended.value), code_of(ended.value)) == (503, "worker_ended")
+
+
+async def test_commands_that_wait_for_a_silent_worker_leave_connections_for_other_calls(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_commands, "REPLY_BLOCK_S", 4.0)
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        n_commands = 3 * MAX_CONNECTIONS
+        asking = [asyncio.create_task(client.tokenize("x")) for _ in range(n_commands)]
+        await until_asked(worker, n_commands)
+        # Without free connections, this call would wait for the end of a read of 4 s, behind other reads of 4 s.
+        await asyncio.wait_for(client.submit("x"), timeout=3)
+        async with answering(worker):
+            assert await asyncio.gather(*asking) == [[7]] * n_commands
