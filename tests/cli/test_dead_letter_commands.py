@@ -7,11 +7,13 @@ import json
 
 import pytest
 from tests.support.command_line import failing, llamaq
-from tests.support.dead_letters import add_dead_letters
+from tests.support.dead_letters import add_dead_job, add_dead_letters
 from typer.testing import CliRunner
 
+from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.cli.main import build_app
-from llamaq.producer import Client, DeadLetter, DeadLetterDetails
+from llamaq.producer import AsyncClient, Client, DeadLetter, DeadLetterDetails
+from llamaq.producer.testing import FakeWorker
 
 
 @pytest.fixture
@@ -76,3 +78,25 @@ def test_retry_and_purge_require_one_id_or_all(args: list[str]) -> None:
     result = CliRunner().invoke(build_app("dead"), ["dead", *args])
     assert result.exit_code == 2
     assert "--all" in result.stderr
+
+
+def test_retry_of_all_letters_goes_on_after_a_damaged_one_and_reports_it(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMAQ_QUEUE", queue)
+
+    async def add_two() -> list[str]:
+        async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+            damaged = await add_dead_job(client, worker, "one")
+            await add_dead_job(client, worker, "two")
+            await client.redis.hset(client.keys.of_job(damaged).job, "request", b"\xc1")
+            return [letter.id for letter in reversed(await client.dead_letters())]
+
+    damaged, whole = asyncio.run(add_two())
+    retried = CliRunner().invoke(build_app(), ["dead", "retry", "--all", "--json"])
+    assert retried.exit_code == EXIT_FAILED
+    assert f"llamaq: {damaged} is not retried: " in retried.stderr
+    assert json.loads(retried.stdout)["id"] == whole
+    with Client(redis_url, queue) as client:
+        assert [letter.id for letter in client.dead_letters()] == [damaged]

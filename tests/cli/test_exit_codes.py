@@ -10,7 +10,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from tests.support.command_line import failing
 
-from llamaq.cli import exit_codes
+from llamaq.cli import exit_codes, serve_command
 from llamaq.cli.error_report import exit_code_of
 from llamaq.common.errors import (
     EmbeddedRedisError,
@@ -89,3 +89,34 @@ def test_every_command_says_in_one_line_how_to_start_a_redis_that_does_not_answe
     assert "Redis does not answer: Error 111 connecting to 127.0.0.1:1" in error
     assert "Start one: llamaq up" in error
     assert "--redis-url (LLAMAQ_REDIS_URL)" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("generate", "x", "--server", "http://localhost:abc"), "--server: 'http://localhost:abc' is not a URL"),
+        (("generate", "x", "--server", "http://localhost:99999"), "--server: 'http://localhost:99999' is not a URL"),
+        (("generate", "x", "--server", "http://"), "--server: 'http://' is not a URL"),
+        (("generate", "x", "--server", "http://localhost:1", "--api-key", "schlüssel"), "--api-key"),
+        (("keys", "add", "me", "--file", "missing/keys.json"), "--file: missing/keys.json cannot be written: No such"),
+        (
+            ("serve", "--http-port", "0", "--tls-cert", "missing.pem", "--tls-key", "missing.pem"),
+            "tls_cert: there is no file missing.pem",
+        ),
+        (
+            ("serve", "--http-port", "0", "--tls-cert", "no.pem", "--tls-key", "no.pem"),
+            "tls_cert, tls_key: the files cannot be used",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_reported_in_one_line(
+    arguments: tuple[str, ...],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("no.pem").write_text("no certificate")
+    monkeypatch.setattr(serve_command, "configure_logging", lambda *_: None)
+    assert complaint in failing(monkeypatch, capsys, *arguments, code=exit_codes.EXIT_USAGE)

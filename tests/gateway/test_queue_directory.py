@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.gateway.test_disconnects import until
 
+from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.gateway import queue_directory
+from llamaq.gateway.generation import Generation
 from llamaq.gateway.queue_directory import QueueDirectory, Served
 from llamaq.gateway.settings import serve_settings
 from llamaq.producer.testing import FakeWorker
@@ -146,3 +149,58 @@ async def test_a_read_in_flight_ends_with_the_directory(redis_url: str, queue: s
     await directory.aclose()
     await asyncio.wait([asking], timeout=10)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def store_partitions(directory: QueueDirectory, queue: str, partitions: int) -> None:
+    """Store the settings of a queue, as workers with this number of partitions do."""
+    default = directory.default
+    for partition in range(partitions):
+        config = QueueConfig(partitions, max_queue=0, lease_ms=10_000, model="m", model_name="m")
+        fields: Any = config.fields()
+        await default.redis.hset(default.keys.config(queue, partition), mapping=fields)
+
+
+async def found_partitions(directory: QueueDirectory, queue: str) -> int:
+    return (await directory.find(queue, waits=True)).settings.partitions
+
+
+async def test_a_client_that_was_created_before_the_first_worker_gets_its_number_of_partitions(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_directory, "REFRESH_S", 3600.0)
+    monkeypatch.setattr(queue_directory, "FRESH_S", 3600.0)
+    async with directory_of(redis_url, queue) as directory:
+        assert await found_partitions(directory, queue) == 1
+        assert await directory.find(queue, waits=True) is await directory.find(queue, waits=True)
+        await store_partitions(directory, queue, 4)
+        assert await found_partitions(directory, queue) == 4
+
+
+async def test_a_read_of_the_workers_replaces_a_client_with_another_number_of_partitions(
+    redis_url: str, queue: str
+) -> None:
+    async with directory_of(redis_url, queue) as directory:
+        await store_partitions(directory, queue, 1)
+        assert await found_partitions(directory, queue) == 1
+        await store_partitions(directory, queue, 4)
+        await directory.served(is_fresh=True)
+        assert await found_partitions(directory, queue) == 4
+
+
+async def test_a_submit_with_a_wrong_number_of_partitions_is_repeated_with_a_new_client(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_directory, "REFRESH_S", 3600.0)
+    monkeypatch.setattr(queue_directory, "FRESH_S", 3600.0)
+    async with directory_of(redis_url, queue) as directory:
+        await store_partitions(directory, queue, 1)
+        stale = await directory.find(queue, waits=True)
+        await store_partitions(directory, queue, 4)
+        jobs = [{"prompt": "x"}, {"prompt": "y"}]
+        generation = Generation(stale, jobs, renew_client=directory.renewed)
+        await generation.start()
+        assert generation.client.settings.partitions == 4
+        assert generation.client is await directory.find(queue, waits=True)
+        assert (await directory.depth(queue)).waiting == 2
+        await generation.aclose()
+        assert await directory.renewed(stale) is generation.client, "a replaced client has one successor"

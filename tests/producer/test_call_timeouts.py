@@ -13,7 +13,21 @@ import pytest
 from redis.exceptions import BusyLoadingError, NoPermissionError
 from tests.support.tcp_proxy import Proxy
 
-from llamaq.producer import AsyncClient, JobFailed, JobState, NoWorker, QueueDepth, ResultTimeout, auto_cancelled_jobs
+from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer import (
+    AsyncClient,
+    FinishReason,
+    JobFailed,
+    JobState,
+    NoWorker,
+    QueueDepth,
+    Result,
+    ResultTimeout,
+    auto_cancelled_jobs,
+    embed_and_rerank,
+)
+from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
 from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.queries.job_records import read_result
 from llamaq.producer.testing import FakeWorker
@@ -212,3 +226,28 @@ async def test_a_timeout_within_a_bounded_call_is_not_the_end_of_the_call() -> N
         await limit.bound(fail(), "job", "has not finished")
     with pytest.raises(ResultTimeout, match="has not finished within 0 s"):
         await CallTimeout(0.0).bound(asyncio.sleep(60), "job", "has not finished")
+
+
+async def test_one_timeout_bounds_all_jobs_of_an_embed_call(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each job would otherwise get the whole timeout when it begins, after the end of the jobs before it."""
+    monkeypatch.setattr(embed_and_rerank, "MAX_JOBS_IN_FLIGHT", 1)
+    monkeypatch.setattr(embed_and_rerank, "INPUTS_PER_JOB", 1)
+    limits: list[CallTimeout] = []
+
+    class LateJobs(AutoCancelledJobs):
+        async def generate_within(self, request: JobRequest, limit: CallTimeout) -> Result:
+            limits.append(limit)
+            if len(limits) == 2:
+                limit.end_s = 0.0  # the time is over now
+            return Result(
+                job_id="x", text="", tokens=(), seed=1, finish_reason=FinishReason.STOP, stats=JobStats(), embeddings=()
+            )
+
+    async with AsyncClient(redis_url, queue) as client:
+        client.auto_cancelled = LateJobs(client.connection)
+        with pytest.raises(ResultTimeout, match="4 jobs have not ended within 60 s"):
+            await client.embed(["a", "b", "c", "d"], timeout=60)
+    assert len(limits) == 2
+    assert limits[0] is limits[1]

@@ -25,6 +25,7 @@ from llamaq.common.errors import (
     RedisFull,
     ResultTimeout,
     SlotCommandRefused,
+    WorkerEnded,
 )
 from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_events import Event, Failed, Finished, PromptProgress, Retried, Started, Tokens
@@ -99,5 +100,6 @@ __all__ = [
     "Tokens",
     "Worker",
     "WorkerCard",
+    "WorkerEnded",
     "WorkerSlots",
 ]

@@ -19,6 +19,7 @@ LlamaqError
 ├── JobNotFound           the job does not exist, or its result has expired (also a KeyError)
 ├── DeadLetterNotFound    the dead letter does not exist (also a KeyError)
 ├── SlotCommandRefused    a worker did not execute a slot command
+│   └── WorkerEnded       the worker ended before it replied to a command
 ├── JobFailed             the job ended with an error
 ├── JobCancelled          only in `llamaq serve`: an operator or another client cancelled the job of a request
 ├── JobRejected           only inside a worker: this job cannot run, and fails with the given code
@@ -344,6 +345,12 @@ class DeadLetterNotFound(LlamaqError, KeyError):
 
 class SlotCommandRefused(LlamaqError):
     """A worker did not execute a slot command. The message gives the reason."""
+
+
+class WorkerEnded(SlotCommandRefused):
+    """A worker ended, or its heartbeat stopped, before it replied to a command."""
+
+    http_status = HTTPStatus.SERVICE_UNAVAILABLE
 
 
 _CODES_OF_REQUESTS = frozenset(

@@ -8,7 +8,13 @@ import typer
 
 from llamaq.cli import views
 from llamaq.cli.common_options import AsJson, Queue, RedisUrl
+from llamaq.cli.error_report import explain
+from llamaq.cli.exit_codes import EXIT_FAILED
+from llamaq.common.errors import DeadLetterNotFound, InvalidRequest, JobNotFound, ProtocolError
 from llamaq.producer import Client
+
+ERRORS_OF_ONE_LETTER = (DeadLetterNotFound, InvalidRequest, JobNotFound, ProtocolError)
+"""Errors for which `retry --all` goes on with the next letter."""
 
 LetterArgument = Annotated[
     str, typer.Argument(metavar="ID", help="The id of a dead letter, as shown by `llamaq dead list`.")
@@ -48,13 +54,23 @@ def retry(
     as_json: AsJson = False,
 ) -> None:
     """Submit a dead job again as a new job, remove the dead letter, print the new id. With --all, retry every job."""
+    n_failed = 0
     with Client(redis_url, queue) as client:
         for selected in _select(client, letter_id, all_letters=all_letters, only_jobs=True):
-            new_id = client.retry_dead_letter(selected).id
+            try:
+                new_id = client.retry_dead_letter(selected).id
+            except ERRORS_OF_ONE_LETTER as exc:
+                if not all_letters:
+                    raise
+                n_failed += 1
+                typer.echo(f"llamaq: {selected} is not retried: {explain(exc)}", err=True)
+                continue
             if as_json:
                 views.show_json_fields(id=selected, job_id=new_id)
             else:
                 typer.echo(new_id)
+    if n_failed:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def purge(

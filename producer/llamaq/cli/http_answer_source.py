@@ -28,6 +28,14 @@ _WAYS_OUT = {
 """For each code of an error: what the user of the command can do."""
 
 
+def _is_http_url(url: str) -> bool:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    return parsed.scheme in {"http", "https"} and bool(parsed.host) and (parsed.port or 1) < 2**16
+
+
 class ServerAnswers:
     """The answers of a server."""
 
@@ -41,10 +49,12 @@ class ServerAnswers:
             timeout_s: Longest wait for an answer, or for its next piece.
 
         Raises:
-            InvalidRequest: `url` is not an HTTP URL.
+            InvalidRequest: `url` is not an HTTP URL, or no header can have this key.
         """
-        if not url.startswith(("http://", "https://")):
+        if not _is_http_url(url):
             raise InvalidRequest(f"--server: {url[:100]!r} is not a URL such as http://localhost:8080")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidRequest("--api-key (LLAMAQ_API_KEY): a key has only ASCII characters")
         self._model = {} if model is None else {"model": model}
         self._timeout_s = timeout_s
         self._http = httpx.Client(

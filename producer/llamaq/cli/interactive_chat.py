@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import typer
+from redis.exceptions import RedisError
 
 from llamaq.cli import views
 from llamaq.cli.answer_sources import Answers, Messages, Options
+from llamaq.cli.error_report import explain
 from llamaq.producer import ErrorCode, FinishReason, JobFailed, LlamaqError
 
 PROMPT = "> "
@@ -62,8 +64,8 @@ class Conversation:
                     continue
                 views.notice(str(failed))
                 return
-            except LlamaqError as error:
-                views.notice(str(error))
+            except (LlamaqError, RedisError) as error:
+                views.notice(explain(error))
                 return
         if answer:
             self._messages = [*sent, {"role": "assistant", "content": answer}]

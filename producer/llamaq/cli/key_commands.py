@@ -13,7 +13,7 @@ import typer
 from llamaq.cli import views
 from llamaq.cli.columns import show_rows
 from llamaq.cli.common_options import AsJson, RedisUrl
-from llamaq.common.errors import InvalidRequest
+from llamaq.common.errors import InvalidRequest, InvalidSettings
 from llamaq.gateway.keys.key_file import add_key
 from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.keys.key_store import KeyStore
@@ -48,7 +48,13 @@ def add(
         "max_open": max_open,
         "cache_salt": cache_salt,
     }
-    typer.echo(_with_store(redis_url, lambda store: store.add(**fields)) if file is None else add_key(file, **fields))
+    if file is None:
+        typer.echo(_with_store(redis_url, lambda store: store.add(**fields)))
+        return
+    try:
+        typer.echo(add_key(file, **fields))
+    except OSError as exc:
+        raise InvalidSettings(f"--file: {file} cannot be written: {exc.strerror or exc}") from exc
 
 
 def list_keys(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:

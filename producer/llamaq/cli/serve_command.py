@@ -43,8 +43,9 @@ def serve(*, settings_options: dict[str, Any]) -> None:
         place = f"{settings.http_host} port {settings.http_port}"
         raise InvalidSettings(f"--http-host, --http-port: cannot listen at {place}: {exc.strerror}") from exc
     with bound:
+        server = uvicorn_server.build_server(settings)
         log.info("http.ready url=%s", uvicorn_server.url_of(settings, bound))
-        uvicorn_server.build_server(settings).run([bound])
+        server.run([bound])
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:

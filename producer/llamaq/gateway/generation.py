@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.errors import JobCancelled
+from llamaq.common.errors import InvalidSettings, JobCancelled
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Chunk, FinishReason, JobOptions, Result
 from llamaq.producer.submission import build_request
 
 T = TypeVar("T")
+
+RenewClient = Callable[[AsyncClient], Awaitable[AsyncClient]]
 
 Piece = tuple[int, Chunk | Result]
 """The number of a job among the jobs of the request, and its next chunk. The last piece has the result instead."""
@@ -29,6 +31,7 @@ class Generation:
         idempotency_key: str | None = None,
         *,
         max_tokens: int | None = None,
+        renew_client: RenewClient | None = None,
     ) -> None:
         """Prepare the jobs.
 
@@ -39,10 +42,13 @@ class Generation:
                 None: the jobs belong to this request alone. They are cancelled when it ends, and by their worker when
                 this server is killed.
             max_tokens: The `max_tokens` of jobs that have none. None: they end at the end of the context.
+            renew_client: Returns the client with the right number of partitions, if that of `client` is wrong. None:
+                the submit then fails.
         """
         self.client = client
         self._jobs = [{**job, **_ownership(idempotency_key, number)} for number, job in enumerate(jobs)]
         self._max_tokens = max_tokens
+        self._renew_client = renew_client
         self.requests: list[JobRequest] = []
         """The requests of the jobs, after `results` or `start`."""
         self.streams: list[AsyncStream] = []
@@ -58,7 +64,7 @@ class Generation:
         return await all_of([self._result(request) for request in self.requests])
 
     async def _result(self, request: JobRequest) -> Result:
-        return _not_cancelled(await self.client.auto_cancelled.generate(request, None))
+        return _not_cancelled(await self._submit(lambda client: client.auto_cancelled.generate(request, None)))
 
     async def _build_requests(self, *, stream: bool) -> None:
         options = [cast("JobOptions", {**values, "stream": stream}) for values in self._jobs]
@@ -78,7 +84,18 @@ class Generation:
             raise
 
     async def _stream(self, request: JobRequest) -> AsyncStream:
-        return await self.client.auto_cancelled.stream(request, None)
+        return await self._submit(lambda client: client.auto_cancelled.stream(request, None))
+
+    async def _submit(self, call: Callable[[AsyncClient], Awaitable[T]]) -> T:
+        """Make a call that submits a job. If the number of partitions is wrong, make it again with a new client."""
+        client = self.client
+        try:
+            return await call(client)
+        except InvalidSettings:  # no job was submitted
+            if self._renew_client is None:
+                raise
+            self.client = await self._renew_client(client)
+            return await call(self.client)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield the chunks of the started jobs in the order in which they arrive, and the result of each job at its

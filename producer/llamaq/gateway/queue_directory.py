@@ -45,6 +45,10 @@ class QueueDirectory:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
         self._clients: dict[tuple[str, bool], AsyncClient] = {}
+        self._guessed: set[AsyncClient] = set()
+        """Clients that were created before a worker of their queue has stored its number of partitions."""
+        self._replaced: dict[AsyncClient, tuple[str, bool]] = {}
+        """Clients with another number of partitions than the workers have now. Jobs in flight may still use them."""
         self._default = self._new_client(settings.queue, settings.partitions)
         self._served: Served = {}
         """The known queues and their live workers."""
@@ -70,7 +74,7 @@ class QueueDirectory:
         await self._refreshing.cancel()
         if self._reading is not None:  # its callers are shielded from it; it would connect again after the close
             await cancel_tasks(self._reading)
-        await asyncio.gather(*(client.aclose() for client in {self._default, *self._clients.values()}))
+        await asyncio.gather(*(client.aclose() for client in {self._default, *self._clients.values(), *self._replaced}))
 
     async def served(self, *, is_fresh: bool = False) -> Served:
         """Return the known queues with their live workers. A queue may have none.
@@ -113,6 +117,7 @@ class QueueDirectory:
         members: Any = await redis.zrangebyscore(keys.queues(), earliest_ms, "+inf")
         names = sorted({member.decode() for member in members})
         found = await asyncio.gather(*(read_workers(redis, keys, name) for name in names))
+        await asyncio.gather(*(self._check_partitions(*used) for used in list(self._clients)))
         self._served, self._read_s = dict(zip(names, found, strict=True)), time.monotonic()
 
     async def find(self, model: str | None, *, is_kept: bool = False, waits: bool = False) -> AsyncClient:
@@ -170,17 +175,43 @@ class QueueDirectory:
             self._last_cards[queue] = card
         return self._last_cards.get(queue)
 
+    async def renewed(self, client: AsyncClient) -> AsyncClient:
+        """Return the client that replaces a client whose number of partitions is wrong, see `InvalidSettings`.
+
+        It is the same client if the workers have not stored another number.
+        """
+        used = self._replaced.get(client) or next(
+            (used for used, each in self._clients.items() if each is client), None
+        )
+        if used is None:
+            return client
+        await self._check_partitions(*used)
+        queue, is_kept = used
+        return await self._client(queue, is_kept=is_kept)
+
     async def _client(self, queue: str, *, is_kept: bool) -> AsyncClient:
         """Return the client of a queue, with as many partitions as its workers have."""
         client = self._clients.get((queue, is_kept))
-        if client is None:
-            config = await QueueConfig.read(self._default.redis, self._default.keys, queue, 0)
-            partitions = self.settings.partitions if config is None else config.partitions
-            ttl_s = self.settings.response_ttl_s if is_kept else self.settings.result_ttl_s
-            client = self._clients.get((queue, is_kept))  # another request may have been faster
-            if client is None:
-                client = self._clients[queue, is_kept] = self._new_client(queue, partitions, result_ttl_s=ttl_s)
-        return client
+        if client is None or client in self._guessed:
+            await self._check_partitions(queue, is_kept)
+        return self._clients[queue, is_kept]
+
+    async def _check_partitions(self, queue: str, is_kept: bool) -> None:
+        """Create the client of a queue, or replace it if the workers have another number of partitions by now."""
+        config = await QueueConfig.read(self._default.redis, self._default.keys, queue, 0)
+        client = self._clients.get((queue, is_kept))
+        if client is not None and (config is None or config.partitions == client.settings.partitions):
+            if config is not None:
+                self._guessed.discard(client)
+            return
+        if client is not None:
+            self._guessed.discard(client)
+            self._replaced[client] = (queue, is_kept)
+        partitions = self.settings.partitions if config is None else config.partitions
+        ttl_s = self.settings.response_ttl_s if is_kept else self.settings.result_ttl_s
+        client = self._clients[queue, is_kept] = self._new_client(queue, partitions, result_ttl_s=ttl_s)
+        if config is None:
+            self._guessed.add(client)
 
     def _new_client(self, queue: str, partitions: int, **changed: float) -> AsyncClient:
         own = {name: getattr(self.settings, name) for name in ClientSettings.model_fields if name != "redis_url"}

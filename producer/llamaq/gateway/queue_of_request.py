@@ -106,7 +106,14 @@ def generation_for(
     key, trace = api_key_of(request), _trace_of(request)
     allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
     own_key = _idempotency_key(request, key, is_kept=is_kept)
-    return Generation(client, allowed, own_key, max_tokens=context_of(request).settings.default_max_tokens)
+    context = context_of(request)
+    return Generation(
+        client,
+        allowed,
+        own_key,
+        max_tokens=context.settings.default_max_tokens,
+        renew_client=context.queues.renewed,
+    )
 
 
 def _refuse_delays(jobs: Sequence[dict[str, Any]]) -> None:

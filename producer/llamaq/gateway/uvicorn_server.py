@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llamaq.common.errors import InvalidSettings
 from llamaq.gateway.app import build_app
 from llamaq.gateway.settings import ServeSettings
 
@@ -58,7 +60,12 @@ class BoundedHeaders(H11Protocol):
 
 
 def build_server(settings: ServeSettings) -> uvicorn.Server:
-    """Return the server. `serve` of it listens until SIGTERM or SIGINT."""
+    """Return the server. `serve` of it listens until SIGTERM or SIGINT.
+
+    Raises:
+        InvalidSettings: The certificate or its key cannot be used.
+    """
+    _check_tls(settings)
     return uvicorn.Server(
         uvicorn.Config(
             build_app(settings),
@@ -77,6 +84,18 @@ def build_server(settings: ServeSettings) -> uvicorn.Server:
             ssl_keyfile=settings.tls_key,
         )
     )
+
+
+def _check_tls(settings: ServeSettings) -> None:
+    if settings.tls_cert is None:
+        return
+    for name, path in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):
+        if path is not None and not path.is_file():
+            raise InvalidSettings(f"{name}: there is no file {path}")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as exc:  # an SSLError is one too
+        raise InvalidSettings(f"tls_cert, tls_key: the files cannot be used: {exc.strerror or exc}") from exc
 
 
 def bind(settings: ServeSettings) -> socket.socket:

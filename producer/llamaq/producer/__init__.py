@@ -23,6 +23,7 @@ from llamaq.common.errors import (
     RequestFailed,
     ResultTimeout,
     SlotCommandRefused,
+    WorkerEnded,
 )
 from llamaq.common.protocol.chat import Message, ToolCall
 from llamaq.common.protocol.embedding_task import Embedding, JobKind, Normalization, Pooling
@@ -129,5 +130,6 @@ __all__ = [
     "ToolCall",
     "Worker",
     "WorkerCard",
+    "WorkerEnded",
     "WorkerSlots",
 ]

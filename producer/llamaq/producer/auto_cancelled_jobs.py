@@ -44,7 +44,14 @@ class AutoCancelledJobs:
     async def generate(self, request: JobRequest, timeout: float | None) -> Result:
         """Submit a job and wait for its result. See `AsyncClient.generate`."""
         self._connection.check_loop()
-        limit = CallTimeout(self._connection.timeout_s(timeout))
+        return await self.generate_within(request, self.new_limit(timeout))
+
+    def new_limit(self, timeout: float | None) -> CallTimeout:
+        """Return the limit of a call that begins now. None: the client's `timeout_s`."""
+        return CallTimeout(self._connection.timeout_s(timeout))
+
+    async def generate_within(self, request: JobRequest, limit: CallTimeout) -> Result:
+        """Submit a job and wait for its result, as a part of a call with a limit."""
         job = await self._submit(request, limit, new_job_id(self._connection, request))
         try:
             return await job.result_within(limit)

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import wait
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.producer.client import AsyncClient
@@ -19,6 +19,10 @@ STOP_TIMEOUT_S = 10.0
 """Longest wait for the thread in `stop`."""
 CANCEL_TIMEOUT_S = 5.0
 """Longest time that an interrupted call waits until the cancellation of its job is sent."""
+
+
+class PortalStopped(RuntimeError):
+    """The portal was stopped before or during a call."""
 
 
 class Closable(Protocol):
@@ -38,6 +42,13 @@ class BlockingPortal:
         self._running: set[asyncio.Task[Any]] = set()
         self._iterated: set[Closable] = set()
         """What `closing` has not closed yet."""
+        # Other threads use these two without a lock: the garbage collector may call `close_iterator` in any line, also
+        # in one that holds a lock. `run` adds its call before it reads `_is_stopped`. The loop's thread writes
+        # `_is_stopped` before it reads the calls. So at least one of the two sees that a call cannot run any more.
+        self._open_calls: set[_Call[Any]] = set()
+        """The calls that other threads wait for."""
+        self._is_stopped = False
+        """Whether the loop has ended: it starts no call, and ends none."""
         self.client = make_client()
         self._thread = threading.Thread(target=self._run_loop, name="llamaq-client", daemon=True)
         self._thread.start()
@@ -58,19 +69,23 @@ class BlockingPortal:
         coroutine. It is raised after the coroutine has ended and the cancellation of its job is sent.
 
         Raises:
-            RuntimeError: The portal is stopped, or another thread stopped it during the call.
+            PortalStopped: The portal is stopped, or another thread stopped it during the call.
         """
         call = _Call(work)
         try:
-            self._loop.call_soon_threadsafe(self._start, call)
+            self._pass_to_loop(call)
             call.unfinished.acquire()
             return call.result()
+        except PortalStopped:
+            raise
         except asyncio.CancelledError:
-            raise RuntimeError("this client was closed during the call") from None
+            raise PortalStopped("this client was closed during the call") from None
         except BaseException:
             if not call.has_finished:
                 self._abandon(call)
             raise
+        finally:
+            self._open_calls.discard(call)
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """Yield the items of an async generator. Closing this generator early closes the async generator too."""
@@ -88,11 +103,24 @@ class BlockingPortal:
         try:
             yield
         finally:
-            self._iterated.discard(items)
-            self.close_iterator(items)
+            with contextlib.suppress(PortalStopped):
+                self._close(items)
+                self._iterated.discard(items)
 
     def close_iterator(self, items: Closable) -> None:
-        """Close an object of the loop. The garbage collector calls this in any thread, also after the loop closed."""
+        """Close an object of the loop. The garbage collector calls this in any thread, also after the loop closed.
+
+        While the portal stops, this does nothing: the portal closes its client, which ends all streams.
+        """
+        with contextlib.suppress(PortalStopped):
+            self._close(items)
+
+    def _close(self, items: Closable) -> None:
+        """Close an object of the loop.
+
+        Raises:
+            PortalStopped: The portal is stopping: it closes the objects of `_iterated` itself.
+        """
         if not self.is_of_this_process or self._loop.is_closed():
             return
         if threading.current_thread() is self._thread:
@@ -112,7 +140,24 @@ class BlockingPortal:
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_TIMEOUT_S)
 
+    def _pass_to_loop(self, call: _Call[Any]) -> None:
+        """Let the loop start a call.
+
+        Raises:
+            PortalStopped: The loop has ended.
+        """
+        self._open_calls.add(call)
+        if self._is_stopped:
+            raise PortalStopped("this client is closed")
+        try:
+            self._loop.call_soon_threadsafe(self._start, call)
+        except RuntimeError:
+            raise PortalStopped("this client is closed") from None
+
     def _start(self, call: _Call[Any]) -> None:
+        if self._stopping.is_set():  # `_run_until_stopped` does not see tasks that start from now on
+            call.fail()
+            return
         call.task = task = self._loop.create_task(call.perform())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -140,6 +185,9 @@ class BlockingPortal:
         try:
             self._loop.run_until_complete(self._run_until_stopped())
         finally:
+            self._is_stopped = True
+            for call in list(self._open_calls):
+                call.fail()
             self._loop.close()
 
     async def _run_until_stopped(self) -> None:
@@ -184,8 +232,21 @@ class _Call(Generic[T]):
         if not task.cancelled():
             task.exception()  # if the waiting thread was interrupted, it does not ask for the error
         self.result = task.result
+        self._wake()
+
+    def fail(self) -> None:
+        """Wake the waiting thread with a `PortalStopped`, because the loop does not end the coroutine any more."""
+        if not self.has_finished:
+            self.result = _raise_stopped
+            self._wake()
+
+    def _wake(self) -> None:
         self.has_finished = True
         self.unfinished.release()
+
+
+def _raise_stopped() -> NoReturn:
+    raise PortalStopped("this client was closed during the call")
 
 
 async def next_or_none(items: AsyncIterator[T]) -> T | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from llamaq.common.errors import InvalidRequest, JobFailed
+from llamaq.common.errors import InvalidRequest, JobFailed, ResultTimeout
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions, Priority
@@ -114,7 +114,11 @@ async def compute(
         tasks: The arguments of `submit` for each job.
         options: The job options of the call. An idempotency key is extended by the number of the job.
         timeout: Longest wait for all results in seconds. None: the client's `timeout_s`.
+
+    Raises:
+        ResultTimeout: The timeout was reached before all jobs had ended.
     """
+    limit = jobs.new_limit(timeout)
     free = asyncio.Semaphore(MAX_JOBS_IN_FLIGHT)
     key = options.get("idempotency_key")
 
@@ -122,7 +126,9 @@ async def compute(
         own: Any = {**options} if key is None else {**options, "idempotency_key": f"{key}:{number}"}
         chosen: JobOptions = own
         async with free:
-            return await jobs.generate(await build_request(chosen, stream=False, **task), timeout)
+            if not limit.remaining_s:
+                raise ResultTimeout(f"{len(tasks)} jobs have not ended within {limit.timeout_s:g} s")
+            return await jobs.generate_within(await build_request(chosen, stream=False, **task), limit)
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -15,6 +15,9 @@ from llamaq.common.settings import ClientSettings
 from llamaq.producer.streaming.subscriber import Subscriber
 from llamaq.producer.worker_watch import WorkerWatch
 
+MAX_BLOCKING_READS = 8
+"""Connections that may wait in Redis for replies of workers. The others of the pool are free for submits."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoopConnections:
@@ -24,6 +27,8 @@ class LoopConnections:
     scripts: JobScripts
     subscriber: Subscriber
     workers: WorkerWatch
+    blocking_reads: asyncio.Semaphore
+    """Bounds the connections of the pool that wait in Redis for replies of workers."""
 
     @classmethod
     def of(cls, settings: ClientSettings, keys: Keys) -> LoopConnections:
@@ -31,7 +36,8 @@ class LoopConnections:
         redis = connect(settings.redis_url, name="llamaq-client")
         workers = WorkerWatch(redis, keys, require_worker=settings.require_worker)
         scripts = JobScripts(redis, keys)
-        return cls(redis, scripts, Subscriber(redis, scripts.expire), workers)
+        blocking_reads = asyncio.Semaphore(MAX_BLOCKING_READS)
+        return cls(redis, scripts, Subscriber(redis, scripts.expire), workers, blocking_reads)
 
 
 class QueueConnection:
@@ -79,6 +85,11 @@ class QueueConnection:
     def workers(self) -> WorkerWatch:
         """The watch for queues without a worker."""
         return self._of_running_loop().workers
+
+    @property
+    def blocking_reads(self) -> asyncio.Semaphore:
+        """Held during a command that keeps its connection to Redis until a worker replies."""
+        return self._of_running_loop().blocking_reads
 
     def check_loop(self) -> None:
         """Check that the running event loop may use the connections, before tasks are started in it.

@@ -534,7 +534,7 @@ class Client(BlockingClient):
         Raises:
             NoWorker: No worker serves the queue.
             InvalidRequest: `worker` does not serve the queue.
-            SlotCommandRefused: A worker ended before it replied.
+            WorkerEnded: A worker ended before it replied.
             ResultTimeout: A reply did not arrive in time.
         """
         return self._call(lambda client: client.slots(worker=worker, timeout=timeout))
@@ -554,7 +554,8 @@ class Client(BlockingClient):
             The name and size of the saved state.
 
         Raises:
-            SlotCommandRefused: The worker refused the command, or ended before it replied.
+            SlotCommandRefused: The worker refused the command.
+            WorkerEnded: The worker ended before it replied.
             InvalidRequest: An argument is not valid, or `worker` is None and several workers serve the queue.
             NoWorker: No worker serves the queue.
             ResultTimeout: The reply did not arrive in time.
@@ -661,7 +662,7 @@ class Client(BlockingClient):
         Raises:
             InvalidRequest: The text is larger than `max_request_bytes`, or llama.cpp cannot tokenize it.
             NoWorker: No worker serves the queue.
-            SlotCommandRefused: The worker ended before it replied.
+            WorkerEnded: The worker ended before it replied, and the queue has no other worker.
             ResultTimeout: The reply did not arrive in time.
         """
         return self._call(lambda client: client.tokenize(text, timeout=timeout))

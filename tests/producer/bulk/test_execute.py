@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,10 +15,15 @@ import pytest
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import BulkRunBusy, BulkRunRefused
+from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute, execution
+from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute, execution, input_row
+from llamaq.producer.bulk.input_row import Row
+from llamaq.producer.bulk.output_lines import answer_line
+from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.streaming import poll_schedule
+from llamaq.producer.submission import build_request
 from llamaq.producer.testing import FakeWorker
 
 
@@ -126,6 +131,68 @@ async def test_a_bad_row_is_an_error_with_its_line_number(redis_url: str, queue:
     assert (batch["custom_id"], batch["response"]["status_code"], batch["error"]["line"]) == ("c", 400, 4)
     assert batch["response"]["body"]["error"]["param"] == "messages"
     assert number["error"]["message"] == "line 6: a JSON object is required"
+
+
+async def test_a_row_with_an_unexpected_error_fails_alone(
+    redis_url: str,
+    queue: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def read_body(_endpoint: str, _body: object) -> None:
+        raise TypeError("secret prompt")
+
+    async def build(options: Any) -> JobRequest:
+        if options["prompt"] == "not a request":
+            raise OverflowError("secret prompt")
+        return await build_request(options)
+
+    async def write(run: RunParameters, row: Row, results: Sequence[Result], **values: Any) -> bytes:
+        if row.number == 3:
+            raise UnicodeEncodeError("utf-8", "secret prompt", 0, 1, "not Unicode")
+        return await answer_line(run, row, results, **values)
+
+    monkeypatch.setattr(input_row, "read_body", read_body)
+    monkeypatch.setattr(execution, "build_request", build)
+    monkeypatch.setattr(execution, "answer_line", write)
+    rows = Rows(
+        tmp_path,
+        {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "not read"}},
+        {"id": 2, "prompt": "not a request"},
+        {"id": 3, "prompt": "not written"},
+        {"id": 4, "prompt": "good"},
+    )
+    async with served_client(redis_url, queue) as (client, _):
+        progress = await execute(rows.run, client)
+    assert (progress.state, progress.rows_done, progress.rows_failed) == (BulkState.COMPLETED, 4, 3)
+    assert texts(rows.answers()) == [(4, "re: good")]
+    unread, unbuilt, unwritten = sorted(rows.errors(), key=lambda line: line.get("line", 1))
+    assert (unread["custom_id"], unread["error"]["line"]) == ("c", 1)
+    assert "TypeError" in unread["error"]["message"]
+    assert "OverflowError" in unbuilt["error"]["message"]
+    assert unwritten["error"]["code"] == "internal"
+    assert sorted(record.getMessage().split()[2] for record in caplog.records if "bulk." in record.getMessage()) == [
+        "row=1",
+        "row=2",
+        "row=3",
+    ]
+    assert "secret" not in caplog.text
+
+
+async def test_rows_with_values_that_python_cannot_use_fail_alone(redis_url: str, queue: str, tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"logit_bias": [[[1], 2]]},
+        {"t_max_predict_ms": 10**400},
+        {"user": "\ud800"},
+        {"prompt": "\ud800"},
+    ]
+    lines = [{"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "x"} | body} for body in bodies]
+    rows = Rows(tmp_path, *lines, {"prompt": "\ud800"}, {"prompt": "good"})
+    async with served_client(redis_url, queue) as (client, _):
+        progress = await execute(rows.run, client)
+    assert (progress.state, progress.rows_failed) == (BulkState.COMPLETED, 5)
+    assert texts(rows.answers()) == [(6, "re: good")]
 
 
 async def test_a_stopped_run_continues_and_computes_no_row_twice(redis_url: str, queue: str, rows: Rows) -> None:

@@ -24,6 +24,7 @@ from llamaq.common.errors import (
     QueueFull,
     RedisFull,
     SlotCommandRefused,
+    WorkerEnded,
 )
 from llamaq.common.redis.write_refusals import is_full
 
@@ -101,7 +102,7 @@ def status_of(exc: Exception) -> HTTPStatus:
     """Return the status of the response to an error."""
     if isinstance(exc, QueueFull):
         return HTTPStatus.TOO_MANY_REQUESTS
-    if isinstance(exc, SlotCommandRefused):
+    if isinstance(exc, SlotCommandRefused) and not isinstance(exc, WorkerEnded):
         return HTTPStatus.BAD_REQUEST
     if isinstance(exc, LlamaqError):
         return exc.http_status
@@ -129,6 +130,7 @@ def code_of(exc: Exception) -> str | None:
         QueueFull: "queue_full",
         QueueDraining: "queue_draining",
         NoWorker: "no_worker",
+        WorkerEnded: "worker_ended",
         RedisFull: "redis_full",
         IdempotencyConflict: "idempotency_conflict",
         JobCancelled: "cancelled",

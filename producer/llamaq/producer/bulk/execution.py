@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -19,6 +20,7 @@ from llamaq.common.backoff import Backoff
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import (
     BulkRunRefused,
+    ErrorCode,
     IdempotencyConflict,
     InvalidRequest,
     JobFailed,
@@ -29,7 +31,7 @@ from llamaq.common.errors import (
 )
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.bulk.input_row import Row, read_row, row_key
+from llamaq.producer.bulk.input_row import Row, read_row, row_key, unread_row
 from llamaq.producer.bulk.meter import Meter
 from llamaq.producer.bulk.output_lines import answer_line, error_line, error_of
 from llamaq.producer.bulk.result_deletion import delete_results
@@ -65,6 +67,11 @@ def passes(error: Exception) -> bool:
     if isinstance(error, NoWorker | ResultTimeout | SlotCommandRefused):
         return True
     return isinstance(error, RedisError | OSError) and may_pass(error)
+
+
+def _reason(exc: Exception) -> str:
+    """Return why a row is not a request. An error that llamaq does not raise on purpose is named with its class."""
+    return str(exc) if isinstance(exc, LlamaqError) else f"the row cannot be read: {type(exc).__name__}: {exc}"
 
 
 @dataclass(slots=True, eq=False)
@@ -269,6 +276,12 @@ class Execution:
             if passes(exc):
                 raise
             self._rows.add_error(row.number, error_line(self._run, row, exc))
+        except (RedisError, OSError):
+            raise
+        except Exception as exc:  # noqa: BLE001  # a bad row fails alone
+            self._log_defect("answer", row.number, exc)
+            failed = JobFailed(ErrorCode.INTERNAL, f"the answer cannot be written: {type(exc).__name__}: {exc}")
+            self._rows.add_error(row.number, error_line(self._run, row, failed))
         else:
             stats = [result.stats for result in results]
             self._rows.add_answer(row.number, line, usage_object(*stats, n=row.n_choices))
@@ -281,9 +294,13 @@ class Execution:
             row = await self._row_of(number, record)
             try:
                 requests = await self._build_requests(row)
-            except LlamaqError as exc:
+            except (RedisError, OSError):
+                raise
+            except Exception as exc:  # noqa: BLE001  # a bad row fails alone
+                if not isinstance(exc, LlamaqError):
+                    self._log_defect("request", row.number, exc)
                 await window.wait_for_room()
-                window.add_outcome((OpenRow(row, 1), 0), InvalidRequest(f"line {row.number}: {exc}"))
+                window.add_outcome((OpenRow(row, 1), 0), InvalidRequest(f"line {row.number}: {_reason(exc)}"))
             else:
                 open_row = OpenRow(row, len(requests))
                 for index, request in enumerate(requests):
@@ -305,12 +322,21 @@ class Execution:
                     raise
                 log.info("bulk.row_delayed run=%s row=%d error=%s", self._run.run_id, number, exc)
                 await asyncio.sleep(pauses.next_delay_s())
+            except Exception as exc:  # noqa: BLE001  # a bad row fails alone
+                self._log_defect("row", number, exc)
+                return unread_row(self._run, number, record, InvalidRequest(_reason(exc)))
+
+    def _log_defect(self, part: str, number: int, exc: Exception) -> None:
+        """Log an unexpected error of one row. The text of the error is left out, because it may contain the prompt."""
+        place = traceback.extract_tb(exc.__traceback__)[-1]
+        where, kind = f"{place.filename}:{place.lineno}", type(exc).__name__
+        log.warning("bulk.%s_failed run=%s row=%d error=%s at=%s", part, self._run.run_id, number, kind, where)
 
     async def _build_requests(self, row: Row) -> list[JobRequest]:
         """Return the requests of the jobs of a row.
 
         Raises:
-            LlamaqError: The row is not a request.
+            Exception: The row is not a request.
         """
         if row.error is not None:
             raise row.error

@@ -63,6 +63,24 @@ async def read_row(run: RunParameters, number: int, record: object) -> Row:
     return row
 
 
+def unread_row(run: RunParameters, number: int, record: object, error: LlamaqError) -> Row:
+    """Return the row of a record that could not be read. It has the form and the id that the record asks for.
+
+    Args:
+        run: The run.
+        number: The number of the row.
+        record: The decoded JSON of a line, or a record of a table.
+        error: Why the record could not be read.
+    """
+    row = Row(number, form=run.form_of("plain"), model=run.model, error=error)
+    if isinstance(record, Mapping):
+        is_batch_line = "body" in record or "custom_id" in record
+        row_id = record.get("custom_id" if is_batch_line else "id")
+        row.form = run.form_of("openai" if is_batch_line else "plain")
+        row.row_id = row_id if isinstance(row_id, str | int) else None
+    return row
+
+
 def _read_batch_line(run: RunParameters, row: Row, record: Mapping[str, Any]) -> None:
     """Read a line in the form of the OpenAI Batch API."""
     row.form, row.row_id = run.form_of("openai"), record.get("custom_id")

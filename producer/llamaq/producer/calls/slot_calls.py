@@ -23,7 +23,7 @@ class SlotCalls(ClientCalls):
         Raises:
             NoWorker: No worker serves the queue.
             InvalidRequest: `worker` does not serve the queue.
-            SlotCommandRefused: A worker ended before it replied.
+            WorkerEnded: A worker ended before it replied.
             ResultTimeout: A reply did not arrive in time.
         """
         return await slot_commands.list_slots(self.connection, worker, timeout)
@@ -45,7 +45,8 @@ class SlotCalls(ClientCalls):
             The name and size of the saved state.
 
         Raises:
-            SlotCommandRefused: The worker refused the command, or ended before it replied.
+            SlotCommandRefused: The worker refused the command.
+            WorkerEnded: The worker ended before it replied.
             InvalidRequest: An argument is not valid, or `worker` is None and several workers serve the queue.
             NoWorker: No worker serves the queue.
             ResultTimeout: The reply did not arrive in time.

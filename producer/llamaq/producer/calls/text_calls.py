@@ -71,7 +71,7 @@ class TextCalls(QueueCalls):
         Raises:
             InvalidRequest: The text is larger than `max_request_bytes`, or llama.cpp cannot tokenize it.
             NoWorker: No worker serves the queue.
-            SlotCommandRefused: The worker ended before it replied.
+            WorkerEnded: The worker ended before it replied, and the queue has no other worker.
             ResultTimeout: The reply did not arrive in time.
         """
         return list((await text_commands.ask(self.connection, TextAction.TOKENIZE, timeout, text=text)).tokens)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
 from pydantic import ValidationError
 
-from llamaq.common.errors import InvalidRequest, NoWorker
+from llamaq.common.errors import InvalidRequest, NoWorker, WorkerEnded
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.text_commands import TextAction, TextCommand, TextReply
 from llamaq.producer.option_synonyms import translate
-from llamaq.producer.queries.worker_commands import exchange, new_command_id, worker_ids
+from llamaq.producer.queries.worker_commands import exchange, new_command_id, responsive_worker_ids
 from llamaq.producer.queue_connection import QueueConnection
 
 
 async def ask(connection: QueueConnection, action: TextAction, timeout: float | None, **values: Any) -> TextReply:
-    """Send a text command to a random worker of the queue and return the reply.
+    """Send a text command to a random worker of the queue and return the reply. If it ends, another worker is asked.
 
     Args:
         connection: The client's connection.
@@ -27,7 +28,7 @@ async def ask(connection: QueueConnection, action: TextAction, timeout: float | 
     Raises:
         InvalidRequest: The input is not valid, is too large, or the worker refused it.
         NoWorker: No worker serves the queue.
-        SlotCommandRefused: The worker ended before it replied.
+        WorkerEnded: The worker ended before it replied, and the queue has no other worker.
         ResultTimeout: The reply did not arrive in time.
     """
     if "messages" in values:
@@ -39,11 +40,28 @@ async def ask(connection: QueueConnection, action: TextAction, timeout: float | 
     limit, n_bytes = connection.settings.max_request_bytes, len(codec.encode_model(command))
     if n_bytes > limit:
         raise InvalidRequest(f"the input has {n_bytes} bytes, more than max_request_bytes={limit}")
-    workers = await worker_ids(connection)
-    if not workers:
-        raise NoWorker(connection.settings.queue)
-    worker = random.choice(workers)
-    reply = await exchange(connection, worker, connection.keys.text_commands(worker), command, TextReply, timeout)
+    reply = await _exchange_with_any(connection, command, connection.timeout_s(timeout))
     if reply.error is not None:
         raise InvalidRequest(reply.error)
     return reply
+
+
+async def _exchange_with_any(connection: QueueConnection, command: TextCommand, timeout_s: float) -> TextReply:
+    """Send a command to one worker after the other until one replies.
+
+    Raises:
+        NoWorker: No worker serves the queue.
+        WorkerEnded: The worker ended before it replied, and the queue has no other worker.
+        ResultTimeout: The reply did not arrive in time.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline_s = clock() + timeout_s
+    ended: WorkerEnded | None = None
+    while workers := await responsive_worker_ids(connection):
+        worker = random.choice(workers)
+        left_s = max(0.0, deadline_s - clock())
+        try:
+            return await exchange(connection, worker, connection.keys.text_commands(worker), command, TextReply, left_s)
+        except WorkerEnded as exc:
+            ended = exc
+    raise ended or NoWorker(connection.settings.queue)

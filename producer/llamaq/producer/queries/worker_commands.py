@@ -9,7 +9,10 @@ import asyncio
 import secrets
 from typing import Any, TypeVar
 
-from llamaq.common.errors import ResultTimeout, SlotCommandRefused
+from redis.asyncio import Redis
+
+from llamaq.common.backoff import Backoff
+from llamaq.common.errors import ResultTimeout, WorkerEnded
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
@@ -21,6 +24,10 @@ R = TypeVar("R", SlotReply, TextReply)
 
 REPLY_BLOCK_S = 1.0
 """Longest duration of one BLPOP for a reply. The worker's heartbeat is checked between two BLPOPs."""
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.2
+"""Pauses between two reads of a reply that is read without BLPOP."""
+LATE_HEARTBEAT_MS = 3000
+"""A worker may have been killed if its last heartbeat is older than that of another worker by more than this time."""
 LIST_TTL_MARGIN_MS = 60_000
 """The worker's list of commands expires this long after the deadline of the newest command, if no worker reads it."""
 
@@ -34,6 +41,13 @@ async def worker_ids(connection: QueueConnection) -> list[str]:
     """Return the ids of the live workers of the client's queue."""
     workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
     return [worker.card.worker for worker in workers]
+
+
+async def responsive_worker_ids(connection: QueueConnection) -> list[str]:
+    """Return the ids of the live workers of the client's queue, without those that may have been killed lately."""
+    workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
+    newest_ms = max((worker.heartbeat_ms for worker in workers), default=0)
+    return [worker.card.worker for worker in workers if newest_ms - worker.heartbeat_ms <= LATE_HEARTBEAT_MS]
 
 
 async def exchange(
@@ -55,7 +69,7 @@ async def exchange(
         timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
     Raises:
-        SlotCommandRefused: The worker ended before it replied.
+        WorkerEnded: The worker ended before it replied.
         ResultTimeout: The reply did not arrive in time.
     """
     redis, timeout_s = connection.redis, connection.timeout_s(timeout)
@@ -74,10 +88,34 @@ async def _await_reply(connection: QueueConnection, worker: str, command_id: str
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + timeout_s
     while (left_s := deadline_s - clock()) > 0:
-        found: Any = await redis.blpop([keys.reply(command_id)], timeout=max(0.01, min(REPLY_BLOCK_S, left_s)))
-        if found is not None:
-            reply: bytes = found[1]
+        reply = await _pop_reply(connection, keys.reply(command_id), max(0.01, min(REPLY_BLOCK_S, left_s)))
+        if reply is not None:
             return reply
         if not await redis.exists(keys.worker(worker)):
-            raise SlotCommandRefused(f"worker {worker} ended, or its heartbeat stopped, before it replied")
+            raise WorkerEnded(f"worker {worker} ended, or its heartbeat stopped, before it replied")
     raise ResultTimeout(f"worker {worker} has not replied within {timeout_s:g} s")
+
+
+async def _pop_reply(connection: QueueConnection, key: str, timeout_s: float) -> bytes | None:
+    """Wait for a reply. None: there is none within the timeout.
+
+    A BLPOP keeps a connection of the pool. If many calls wait, the others of them read at intervals instead.
+    """
+    redis, blocking = connection.redis, connection.blocking_reads
+    found: Any
+    reply: bytes | None
+    if not blocking.locked():
+        async with blocking:
+            found = await redis.blpop([key], timeout=timeout_s)
+        reply = None if found is None else found[1]
+        return reply
+    clock, pauses = asyncio.get_running_loop().time, Backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
+    deadline_s = clock() + timeout_s
+    while (reply := await _lpop(redis, key)) is None and (left_s := deadline_s - clock()) > 0:  # noqa: ASYNC110  # in Redis
+        await asyncio.sleep(min(left_s, pauses.next_delay_s()))
+    return reply
+
+
+async def _lpop(redis: Redis, key: str) -> bytes | None:
+    reply: Any = await redis.lpop(key)
+    return None if reply is None else bytes(reply)
