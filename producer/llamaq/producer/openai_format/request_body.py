@@ -145,13 +145,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     known = (JobRequest.model_fields.keys() | SYNONYMS.keys()) - RESERVED - TEMPLATE_FIELDS
     options = {name: value for name, value in body.items() if name in known and value is not None}
     options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias"))
-    if options.get("top_p") == 0:  # OpenAI's API allows it. Ours keeps the smallest set that reaches the probability.
-        options["top_p"] = 1e-9
-    base = options.get("dry_base")
-    if isinstance(base, int | float) and base < 1:  # llama-server takes its default for such a base
-        del options["dry_base"]
-    if "stop" in options and not options["stop"]:
-        del options["stop"]
+    _translate_values(options)
     limit_ms = body.get("t_max_predict_ms")
     if isinstance(limit_ms, int | float) and limit_ms > 0:
         options.setdefault("timeout_s", _seconds_of("t_max_predict_ms", limit_ms))
@@ -164,6 +158,24 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     if any(asks_for_progress) and read_flag(body, "stream"):
         options["prompt_progress"] = True
     return options
+
+
+def _translate_values(options: dict[str, Any]) -> None:
+    """Replace values that other servers accept by those that mean the same here."""
+    if options.get("top_p") == 0:  # OpenAI's API allows it. Ours keeps the smallest set that reaches the probability.
+        options["top_p"] = 1e-9
+    if _is_below(options.get("top_k"), 0):  # vLLM and llama-server: all tokens
+        options["top_k"] = 0
+    if _is_below(options.get("dry_base"), 1):  # llama-server takes its default
+        del options["dry_base"]
+    if isinstance(options.get("stop"), list):  # an empty text stops nothing
+        options["stop"] = [text for text in options["stop"] if text != ""]
+    if "stop" in options and not options["stop"]:
+        del options["stop"]
+
+
+def _is_below(value: Any, bound: int) -> bool:
+    return isinstance(value, int | float) and value < bound
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
