@@ -1,4 +1,4 @@
-"""The conversation of `llamaq chat` goes on after an error."""
+"""An error does not end the conversation of `llamaq chat`."""
 
 from __future__ import annotations
 

@@ -153,10 +153,11 @@ async def test_a_defect_of_the_server_at_one_line_is_the_error_of_this_line(
         (error,) = await lines_of(http, done["error_file_id"])
     assert (done["status"], done["request_counts"]) == ("completed", {"total": 3, "completed": 2, "failed": 1})
     assert (error["custom_id"], error["error"]["line"]) == ("b", 2)
-    assert "a defect of the server" in error["error"]["message"]
-    (logged,) = [each.getMessage() for each in caplog.records if "line_failed" in each.getMessage()]
-    assert "line=2 error=KeyError" in logged
-    assert "secret" not in logged
+    assert error["response"]["status_code"] == 502
+    assert "a defect of llamaq (KeyError)" in error["error"]["message"]
+    (logged,) = [each.getMessage() for each in caplog.records if "row_failed" in each.getMessage()]
+    assert "row=2 error=KeyError" in logged
+    assert "secret" not in logged + error["error"]["message"]
 
 
 async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, queue: str) -> None:

@@ -19,6 +19,15 @@ URL = "redis://fakeredis:6379/0"
 """The URL of the fake server. Its host name is never resolved, because the connection class is replaced."""
 
 
+@pytest.fixture(params=["redis-server", "fakeredis"])
+def url_of_each_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a real server, and then of a fake one. A module that assigns it to `redis_url` tests with both."""
+    if request.param == "fakeredis":
+        return replace_redis(monkeypatch)
+    url: str = request.getfixturevalue("redis_server").url
+    return url
+
+
 def replace_redis(monkeypatch: pytest.MonkeyPatch) -> str:
     """Let `connect` use a new, empty fake server until the test ends, and return its URL."""
     server = fakeredis.FakeServer(version=(7,), server_type="redis")

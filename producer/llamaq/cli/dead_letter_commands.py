@@ -14,7 +14,7 @@ from llamaq.common.errors import DeadLetterNotFound, InvalidRequest, JobNotFound
 from llamaq.producer import Client
 
 ERRORS_OF_ONE_LETTER = (DeadLetterNotFound, InvalidRequest, JobNotFound, ProtocolError)
-"""Errors for which `retry --all` goes on with the next letter."""
+"""Errors after which `retry --all` retries the next letter."""
 
 LetterArgument = Annotated[
     str, typer.Argument(metavar="ID", help="The id of a dead letter, as shown by `llamaq dead list`.")

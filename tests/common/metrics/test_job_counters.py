@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from tests.support.fake_redis import replace_redis
+from tests.support.fake_redis import url_of_each_server
 
 import llamaq.common.protocol
 from llamaq.common.errors import ErrorCode
@@ -31,12 +31,7 @@ FINISHED = TerminalWrite(
 )
 
 
-@pytest.fixture(params=["redis-server", "fakeredis"])
-def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "fakeredis":
-        return replace_redis(monkeypatch)
-    url: str = request.getfixturevalue("redis_server").url
-    return url
+redis_url = url_of_each_server
 
 
 async def samples_of(worker: FakeWorker) -> Samples:

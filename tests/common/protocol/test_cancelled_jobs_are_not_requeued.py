@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.support.fake_redis import replace_redis
+from tests.support.fake_redis import url_of_each_server
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_request import Priority
@@ -15,13 +15,7 @@ from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
 
-
-@pytest.fixture(params=["redis-server", "fakeredis"])
-def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "fakeredis":
-        return replace_redis(monkeypatch)
-    url: str = request.getfixturevalue("redis_server").url
-    return url
+redis_url = url_of_each_server
 
 
 async def start_and_cancel(

@@ -7,20 +7,14 @@ from dataclasses import replace
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from tests.support.fake_redis import replace_redis
+from tests.support.fake_redis import url_of_each_server
 
 from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, JobState
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
-
-@pytest.fixture(params=["redis-server", "fakeredis"])
-def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "fakeredis":
-        return replace_redis(monkeypatch)
-    url: str = request.getfixturevalue("redis_server").url
-    return url
+redis_url = url_of_each_server
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ResponseError
-from tests.support.fake_redis import replace_redis
+from tests.support.fake_redis import url_of_each_server
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
@@ -33,13 +33,7 @@ from llamaq.common.protocol.script_types import (
 from llamaq.producer import AsyncClient, AsyncJob, IdempotencyConflict
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
-
-@pytest.fixture(params=["redis-server", "fakeredis"])
-def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "fakeredis":
-        return replace_redis(monkeypatch)
-    url: str = request.getfixturevalue("redis_server").url
-    return url
+redis_url = url_of_each_server
 
 
 async def stored_events(worker: FakeWorker, job_id: str) -> list[Any]:

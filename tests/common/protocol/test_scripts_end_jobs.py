@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from redis.crc import key_slot
-from tests.support.fake_redis import replace_redis
+from tests.support.fake_redis import url_of_each_server
 from tests.support.ports import HOST
 from tests.support.redis_servers import ClusterServers
 
@@ -22,13 +22,7 @@ from llamaq.common.protocol.script_types import FinishReply, TerminalWrite
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 
-
-@pytest.fixture(params=["redis-server", "fakeredis"])
-def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "fakeredis":
-        return replace_redis(monkeypatch)
-    url: str = request.getfixturevalue("redis_server").url
-    return url
+redis_url = url_of_each_server
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.fake_redis import replace_redis
+from tests.support.fake_redis import url_of_each_server
 
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_request import Priority
@@ -27,12 +27,7 @@ from llamaq.worker.local.embedded_redis import EmbeddedRedis
 TENANT_KEYS = ("turns:*", "shares:*")
 
 
-@pytest.fixture(params=["redis-server", "fakeredis"])
-def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "fakeredis":
-        return replace_redis(monkeypatch)
-    url: str = request.getfixturevalue("redis_server").url
-    return url
+redis_url = url_of_each_server
 
 
 async def submit(client: AsyncClient, *tenants: str, **options: Any) -> list[AsyncJob]:

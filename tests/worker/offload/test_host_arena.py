@@ -125,8 +125,7 @@ def test_slabs_that_are_not_used_any_more_are_freed(monkeypatch: pytest.MonkeyPa
     buffers: list[memoryview | None] = []
     while arena.n_bytes < 3 * N_BUFFERS * BUFFER_BYTES:
         buffers.append(allocate(arena))
-        time.sleep(0.001)
-    wait_until(lambda: not arena._is_growing)
+        wait_until(lambda: not arena._is_growing)
     kept = next(buffer for buffer in buffers if buffer is not None)
     kept[:] = b"k" * len(kept)
     buffers.clear()

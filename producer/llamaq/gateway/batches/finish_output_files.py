@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from llamaq.gateway.batches.line_requests import unread_row
 from llamaq.gateway.batches.record import Batch
 from llamaq.gateway.batches.redis_row_store import StoredRows
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.files.record import OUTPUT_PURPOSE, FileRecord
 from llamaq.gateway.files.store import FileStore
+from llamaq.producer.bulk.input_row import unread_row
 from llamaq.producer.bulk.output_lines import unfinished_line
 from llamaq.producer.bulk.run_description import RunParameters
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import traceback
 from collections.abc import Mapping
 from dataclasses import replace
-from http import HTTPStatus
 from typing import Any
 
-from redis.exceptions import RedisError
-
-from llamaq.common.errors import InvalidRequest, LlamaqError
+from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.batches.record import BatchEndpoint
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.model_knowledge import ModelKnowledge
@@ -22,11 +17,9 @@ from llamaq.gateway.prepared.response import PreparedResponse, read_history
 from llamaq.gateway.responses.record import ResponseStore
 from llamaq.gateway.responses.request_body import read_response_body
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk.input_row import Row
+from llamaq.producer.bulk.input_row import Row, unread_row
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.openai_format.endpoints import Endpoint
-
-log = logging.getLogger(__name__)
 
 
 class LineRequests:
@@ -59,8 +52,7 @@ class LineRequests:
         return f"<LineRequests {self._endpoint} queue={self._client.queue}>"
 
     async def read(self, run: RunParameters, number: int, record: object) -> Row:
-        """Return the row of a line. If the line is not a request, or a defect of the server prevents its reading, the
-        row has the error.
+        """Return the row of a line. If the line is not a request, the row has the error.
 
         Args:
             run: The run of the batch.
@@ -69,18 +61,12 @@ class LineRequests:
 
         Raises:
             LlamaqError: The line needs a worker, and none has replied.
-            RedisError: Redis refuses a command.
         """
         row = unread_row(run, number, record)
         try:
             asked = await self._prepare(record)
         except (InvalidRequest, RequestRefused) as exc:
             row.error = exc
-            return row
-        except (LlamaqError, RedisError, OSError):
-            raise
-        except Exception as exc:  # noqa: BLE001  # the other lines of the batch are not affected
-            row.error = _defect(run, number, exc)
             return row
         row.jobs, row.n_choices, row.body_of = asked.jobs, asked.n_choices, asked.answer
         return row
@@ -103,26 +89,3 @@ class LineRequests:
         body = replace(asked, is_stored=False, is_background=False, shown=asked.shown | {"store": False})
         history = await read_history(self._responses, self._models.queues, body.previous_id, self._owner)
         return await PreparedResponse.read(self._models, self._client, body, history, self._owner)
-
-
-def _defect(run: RunParameters, number: int, exc: Exception) -> RequestRefused:
-    """Log an unexpected error of a line and return the error of its row.
-
-    The log has no message of the error: it could contain the prompt.
-    """
-    place = traceback.extract_tb(exc.__traceback__)[-1]
-    log.error(
-        "batch.line_failed run=%s line=%d error=%s at=%s:%s",
-        run.run_id,
-        number,
-        type(exc).__name__,
-        place.filename,
-        place.lineno,
-    )
-    return RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, "a defect of the server: its log has the details")
-
-
-def unread_row(run: RunParameters, number: int, record: object) -> Row:
-    """Return a row without a request, which has only the id of the line."""
-    row_id = record.get("custom_id") if isinstance(record, Mapping) else None
-    return Row(number, form=run.form_of("openai"), row_id=row_id)

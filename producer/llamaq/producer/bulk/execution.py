@@ -69,11 +69,6 @@ def passes(error: Exception) -> bool:
     return isinstance(error, RedisError | OSError) and may_pass(error)
 
 
-def _reason(exc: Exception) -> str:
-    """Return why a row is not a request. An error that llamaq does not raise on purpose is named with its class."""
-    return str(exc) if isinstance(exc, LlamaqError) else f"the row cannot be read: {type(exc).__name__}: {exc}"
-
-
 @dataclass(slots=True, eq=False)
 class OpenRow:
     """A row whose line is not written yet."""
@@ -279,9 +274,7 @@ class Execution:
         except (RedisError, OSError):
             raise
         except Exception as exc:  # noqa: BLE001  # a bad row fails alone
-            self._log_defect("answer", row.number, exc)
-            failed = JobFailed(ErrorCode.INTERNAL, f"the answer cannot be written: {type(exc).__name__}: {exc}")
-            self._rows.add_error(row.number, error_line(self._run, row, failed))
+            self._rows.add_error(row.number, error_line(self._run, row, self._error_of_row(row.number, exc)))
         else:
             stats = [result.stats for result in results]
             self._rows.add_answer(row.number, line, usage_object(*stats, n=row.n_choices))
@@ -297,10 +290,9 @@ class Execution:
             except (RedisError, OSError):
                 raise
             except Exception as exc:  # noqa: BLE001  # a bad row fails alone
-                if not isinstance(exc, LlamaqError):
-                    self._log_defect("request", row.number, exc)
+                error = self._error_of_row(row.number, exc)
                 await window.wait_for_room()
-                window.add_outcome((OpenRow(row, 1), 0), InvalidRequest(f"line {row.number}: {_reason(exc)}"))
+                window.add_outcome((OpenRow(row, 1), 0), error)
             else:
                 open_row = OpenRow(row, len(requests))
                 for index, request in enumerate(requests):
@@ -323,14 +315,21 @@ class Execution:
                 log.info("bulk.row_delayed run=%s row=%d error=%s", self._run.run_id, number, exc)
                 await asyncio.sleep(pauses.next_delay_s())
             except Exception as exc:  # noqa: BLE001  # a bad row fails alone
-                self._log_defect("row", number, exc)
-                return unread_row(self._run, number, record, InvalidRequest(_reason(exc)))
+                return unread_row(self._run, number, record, self._error_of_row(number, exc))
 
-    def _log_defect(self, part: str, number: int, exc: Exception) -> None:
-        """Log an unexpected error of one row. The text of the error is left out, because it may contain the prompt."""
+    def _error_of_row(self, number: int, exc: Exception) -> LlamaqError:
+        """Return the error of a row that is not a request, or whose answer cannot be written.
+
+        An unexpected error is a defect of llamaq. Its text may contain the prompt, so the log has only its place.
+        """
+        if isinstance(exc, JobFailed):  # a defect, found when the row was read
+            return exc
+        if isinstance(exc, LlamaqError):
+            return InvalidRequest(f"line {number}: {exc}")
         place = traceback.extract_tb(exc.__traceback__)[-1]
         where, kind = f"{place.filename}:{place.lineno}", type(exc).__name__
-        log.warning("bulk.%s_failed run=%s row=%d error=%s at=%s", part, self._run.run_id, number, kind, where)
+        log.error("bulk.row_failed run=%s row=%d error=%s at=%s", self._run.run_id, number, kind, where)
+        return JobFailed(ErrorCode.INTERNAL, f"line {number}: a defect of llamaq ({kind}); the log names the place")
 
     async def _build_requests(self, row: Row) -> list[JobRequest]:
         """Return the requests of the jobs of a row.

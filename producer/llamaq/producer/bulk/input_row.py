@@ -63,14 +63,14 @@ async def read_row(run: RunParameters, number: int, record: object) -> Row:
     return row
 
 
-def unread_row(run: RunParameters, number: int, record: object, error: LlamaqError) -> Row:
-    """Return the row of a record that could not be read. It has the form and the id that the record asks for.
+def unread_row(run: RunParameters, number: int, record: object, error: LlamaqError | None = None) -> Row:
+    """Return a row without a request. It has the form and the id that the record asks for.
 
     Args:
         run: The run.
         number: The number of the row.
         record: The decoded JSON of a line, or a record of a table.
-        error: Why the record could not be read.
+        error: Why the row has no request. None: the request is not read yet, or is not needed.
     """
     row = Row(number, form=run.form_of("plain"), model=run.model, error=error)
     if isinstance(record, Mapping):

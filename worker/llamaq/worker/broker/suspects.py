@@ -69,7 +69,7 @@ class Suspects:
         if not await self._wait_until_alone(lease):
             return
         claimed = await self._starts.start_alone(suspect, lease.attempt)
-        if claimed is None:
+        if claimed is None:  # each flush would renew the lease of `held`, and no worker would run the job
             self._outbox.requeue(lease)
         while claimed is not None and self._outbox.n_stored_tokens(suspect.job_id) == claimed.attempt.generated:
             await self._starts.wait_for_room(POLL_S)
