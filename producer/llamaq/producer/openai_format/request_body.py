@@ -168,8 +168,6 @@ def _translate_values(options: dict[str, Any]) -> None:
         options["top_k"] = 0
     if _is_below(options.get("dry_base"), 1):  # llama-server takes its default
         del options["dry_base"]
-    if isinstance(options.get("stop"), list):  # an empty text stops nothing
-        options["stop"] = [text for text in options["stop"] if text != ""]
     if "stop" in options and not options["stop"]:
         del options["stop"]
 
