@@ -65,6 +65,7 @@ async def test_a_batch_from_the_upload_to_its_answers(demo: ServedQueue, client:
         (error,) = [json.loads(line) for line in (await api.files.content(batch.error_file_id)).text.splitlines()]
         output = await api.files.retrieve(batch.output_file_id)
         listed = [each.id async for each in api.batches.list(limit=1)]
+        oldest_first = [each.id async for each in api.batches.list(limit=1, extra_query={"order": "asc"})]
         files = [each.id async for each in api.files.list(purpose="batch")]
         assert (await api.files.delete(file.id)).deleted
         with pytest.raises(openai.NotFoundError):
@@ -88,6 +89,7 @@ async def test_a_batch_from_the_upload_to_its_answers(demo: ServedQueue, client:
     assert output.expires_at is not None
     assert output.expires_at - output.created_at == 7200
     assert batch.id in listed
+    assert oldest_first == list(reversed(listed))
     assert file.id in files
 
 

@@ -247,9 +247,11 @@ async def test_the_models_are_the_queues_with_their_context(demo: ServedQueue) -
         models = {model.id: model.model_dump() async for model in api.models.list()}
         shown = await api.models.retrieve(demo.queue)
         (card,) = [worker.card for worker in demo.client().workers()]
+        by_alias = await api.models.retrieve(card.model)
         by_model = await api.completions.create(model=card.model, prompt="x", max_tokens=1)
     assert models[demo.queue]["meta"]["n_ctx_train"] == card.n_ctx_train
     assert models[demo.queue]["capabilities"] == ["completion", "chat"]
     assert shown.model_dump()["meta"] == models[demo.queue]["meta"]
+    assert by_alias.id in models
     assert json.dumps(models[demo.queue]["aliases"]) == json.dumps([card.model])
     assert by_model.model == card.model

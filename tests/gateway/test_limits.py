@@ -128,7 +128,7 @@ async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(
     assert missing.json()["error"]["type"] == "not_found_error"
 
 
-async def test_the_response_to_a_defect_of_the_server_has_the_id_of_its_request(
+async def test_the_response_to_a_defect_of_the_server_has_the_headers_of_every_response(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: object) -> None:
@@ -137,12 +137,14 @@ async def test_the_response_to_a_defect_of_the_server_has_the_id_of_its_request(
     monkeypatch.setattr(PreparedCompletion, "read", broken)
     async with (
         FakeWorker(redis_url, queue) as worker,
-        serving_http(redis_url, queue) as url,
+        serving_http(redis_url, queue, cors_origins=("*",)) as url,
         httpx.AsyncClient(base_url=url) as http,
     ):
         await worker.announce()
-        answer = await http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "my-id"})
+        headers = {"X-Request-Id": "my-id", "Origin": "https://chat.example"}
+        answer = await http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "my-id")
+    assert answer.headers["access-control-allow-origin"]
     assert answer.json()["error"]["type"] == "server_error"
 
 

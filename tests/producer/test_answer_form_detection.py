@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import NoWorker
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.text_commands import TextReply
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
@@ -65,4 +66,5 @@ async def test_what_the_request_constrains_is_no_reasoning(directory: QueueDirec
     called = await forms.of(CONNECTION, {"messages": HELLO, "lark": "start: A", "tools": [{}]})
     assert (called.format, called.has_tools, called.reasoning_open) == (AnswerFormat.HERMES, True, "")
     begun = [*HELLO, {"role": "assistant", "content": "<think>Well"}]
-    assert (await forms.of(CONNECTION, {"messages": begun, "continue_final_message": True})).starts_in_reasoning
+    for messages in (begun, [Message(role="user", content="Hi"), Message(role="assistant", content="<think>Well")]):
+        assert (await forms.of(CONNECTION, {"messages": messages, "continue_final_message": True})).starts_in_reasoning

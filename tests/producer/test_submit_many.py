@@ -49,6 +49,12 @@ def numbered(count: int) -> list[JobArguments]:
     return [{"prompt": f"job {number}", "priority": "bulk"} for number in range(count)]
 
 
+async def test_a_job_that_is_no_dict_is_refused_by_its_index(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        with pytest.raises(InvalidRequest, match=r"jobs\[1\]: a dict"):
+            await client.submit_many([{"prompt": "x"}, "a prompt"])  # type: ignore[list-item]
+
+
 async def test_a_thousand_jobs_take_one_round_trip_and_their_handles_are_in_order(
     redis_url: str, queue: str, round_trips: list[bytes]
 ) -> None:

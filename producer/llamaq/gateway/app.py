@@ -19,9 +19,10 @@ from llamaq.gateway.chat_page import chat_page
 from llamaq.gateway.context import Context
 from llamaq.gateway.disabled_endpoints import enabled_routes
 from llamaq.gateway.http.cors import Cors, cors_options
+from llamaq.gateway.http.defects import Defects
 from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.json_body import json_response
-from llamaq.gateway.http.request_ids import RequestIds, with_request_id
+from llamaq.gateway.http.request_ids import RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_file import KeyFile
@@ -130,8 +131,7 @@ def build_app(settings: ServeSettings) -> Starlette:
     return Starlette(
         routes=enabled_routes(ROUTES, settings.disabled_endpoints),
         middleware=_middleware(settings),
-        # Starlette calls the handler of other exceptions outside of all middleware.
-        exception_handlers={**dict.fromkeys(errors, respond_to_error), Exception: with_request_id(respond_to_error)},
+        exception_handlers=dict.fromkeys(errors, respond_to_error),
         lifespan=lifespan,
     )
 
@@ -142,6 +142,7 @@ def _middleware(settings: ServeSettings) -> list[Middleware]:
     return [
         Middleware(RequestIds),
         *([cors] if settings.cors_origins else []),
+        Middleware(Defects),
         *([Middleware(KeyCheck)] if settings.require_key else []),
         Middleware(RequestLifetime, max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s),
     ]

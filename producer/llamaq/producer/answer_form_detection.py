@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from llamaq.common.errors import LlamaqError
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, form_of
@@ -55,7 +56,8 @@ class AnswerForms:
         if not form.reasoning_open:
             return form
         if job.get("continue_final_message"):
-            return form.after(job["messages"][-1]["content"])
+            last = job["messages"][-1]
+            return form.after((last.content if isinstance(last, Message) else last["content"]) or "")
         return form.after(await self._beginning(connection, template or "", job.get("chat_template_kwargs") or {}))
 
     async def _beginning(self, connection: QueueConnection, template: str, kwargs: Mapping[str, Any]) -> str:

@@ -152,7 +152,9 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
         )
     except ResponseError as exc:
         outcome = exc
-    wait_s = await estimate_queue_wait_s(connection, outcome.depth) if isinstance(outcome, SubmitRefused) else None
+    wait_s = None
+    if isinstance(outcome, SubmitRefused):
+        wait_s = await estimate_queue_wait_s(connection, job_id.queue, outcome.depth)
     return job_of(connection, submission, outcome, wait_s)
 
 
@@ -237,9 +239,9 @@ async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> Asyn
     return job
 
 
-async def estimate_queue_wait_s(connection: QueueConnection, depth: int) -> float | None:
+async def estimate_queue_wait_s(connection: QueueConnection, queue: str, depth: int) -> float | None:
     """Estimate how long a job waits behind `depth` jobs of its partition, if all partitions have the same depth."""
     n_ahead = depth * connection.settings.partitions
     with suppress(RedisError, OSError):  # the caller gets QueueFull without an estimate
-        return await estimate_wait_s(connection.redis, connection.keys, connection.settings.queue, n_ahead)
+        return await estimate_wait_s(connection.redis, connection.keys, queue, n_ahead)
     return None

@@ -68,6 +68,8 @@ async def _validate(connection: QueueConnection, jobs: Sequence[Mapping[str, Any
     """
     submissions = []
     for place, job in enumerate(jobs):
+        if not isinstance(job, Mapping):
+            raise InvalidRequest(f"jobs[{place}]: a dict with the arguments of submit is required, such as prompt")
         try:
             request = with_default_tenant(connection, await build_request({}, **job))
             payload = await encode(connection, request)
@@ -112,7 +114,7 @@ async def _read_outcomes(
 ) -> tuple[list[AsyncJob | None], list[Exception | None]]:
     """Return for each job its handle or None, and the error with which it was refused or None."""
     depths = [outcome.depth for outcome in outcomes if isinstance(outcome, SubmitRefused)]
-    wait_s = await estimate_queue_wait_s(connection, max(depths)) if depths else None
+    wait_s = await estimate_queue_wait_s(connection, connection.settings.queue, max(depths)) if depths else None
     handles: list[AsyncJob | None] = []
     errors: list[Exception | None] = []
     for submission, outcome in zip(submissions, outcomes, strict=True):

@@ -104,6 +104,7 @@ def tag_places(answer: str) -> list[int]:
     return [found.start() for found in re.finditer("|".join(map(re.escape, ANSWER_TAGS)), hidden)]
 
 
+QUOTED_TAG = '{"name": "f", "arguments": {"x": "</tool_call>"}}'
 ULM = '{"city": "Ulm } <tool_call> \\" </tool_call>", "days": [1, {"a": 2}]}'
 OWN = f'{{"name": "weather", "arguments": {ULM}}}'
 OTHER_ORDER = f'{{"arguments": {ULM}, "name": "weather"}}'
@@ -159,6 +160,8 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         "<tool_call><function=weather><parameter=city>Ulm</parameter><parameter=da",
         [("call", "weather", '{"city": "Ulm"}')],
     ),
+    "hermes, a brace is missing": (QWEN, f"<tool_call>{OWN[:-1]}</tool_call> Done.", [CALL, ("content", "Done.")]),
+    "hermes, quoted tag": (QWEN, f"<tool_call>{QUOTED_TAG}</tool_call>", [("call", "f", '{"x": "</tool_call>"}')]),
     "xml, no call": (XML, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
     "xml, in JSON": (XML, f"<tool_call>\n{OWN}\n</tool_call>", [CALL]),
     "json": (PLAIN, OWN, [CALL]),

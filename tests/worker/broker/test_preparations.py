@@ -21,7 +21,7 @@ from llamaq.common.protocol.script_types import Attempt, Claim
 from llamaq.producer import AsyncClient, JobFailed
 from llamaq.worker.broker import preparations as preparations_module
 from llamaq.worker.broker.job_claims import NO_OUTPUT, ClaimedJob
-from llamaq.worker.broker.preparations import N_THREADS, Preparation, PreparationPanic, Preparations
+from llamaq.worker.broker.preparations import N_THREADS, N_THREADS_OF_KIND, Preparation, PreparationPanic, Preparations
 from llamaq.worker.broker.read_order import ReadOrder
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -42,8 +42,11 @@ class NamedPreparer:
     def is_quick(self, payload: bytes) -> bool:
         return payload.startswith(b"quick")
 
+    def may_have_grammar(self, payload: bytes) -> bool:
+        return payload.startswith(b"grammar")
+
     def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
-        if payload == b"slow":
+        if payload in (b"slow", b"grammar slow"):
             assert self.may_end.wait(timeout=60)
         if payload == b"wrong":
             raise JobRejected(ErrorCode.INVALID_GRAMMAR, "no root")
@@ -83,6 +86,26 @@ async def test_jobs_are_handed_over_in_groups_while_one_of_them_is_slow() -> Non
         assert repr(preparations) == "<Preparations waiting=0 ready=0>"
         preparer.may_end.set()
         await until(lambda: list(chain.from_iterable(groups)) == [*names, "slow"])
+
+
+async def test_slow_grammars_delay_only_other_grammars() -> None:
+    ready: list[Preparation] = []
+
+    def names() -> list[str]:
+        return [one.lease.job_id for one in ready]
+
+    preparer = NamedPreparer()
+    with ThreadPoolExecutor(N_THREADS) as executor:
+        preparations = Preparations(preparer, executor, ready.extend)
+        preparations.add(preparations_of(*["grammar slow"] * N_THREADS, "grammar", "plain 1"))
+        await until(lambda: names() == ["plain 1"])
+        preparations.add(preparations_of("plain 2"))
+        await until(lambda: names() == ["plain 1", "plain 2"])
+        assert preparations._n_grammar_threads == N_THREADS_OF_KIND
+        assert repr(preparations) == "<Preparations waiting=2 ready=0>"
+        preparer.may_end.set()
+        await until(lambda: len(ready) == N_THREADS + 3)
+        await until(lambda: (preparations._n_threads, preparations._n_grammar_threads) == (0, 0))
 
 
 async def test_quick_jobs_are_handed_over_at_once_and_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

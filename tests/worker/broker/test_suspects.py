@@ -45,6 +45,9 @@ class BytePreparer:
     def is_quick(self, payload: bytes) -> bool:
         return False
 
+    def may_have_grammar(self, payload: bytes) -> bool:
+        return False
+
     def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         request = codec.decode_request(payload, codec.MAX_EVENT_BYTES)
         job = make_job(request.prompt or "", job_id=lease.job_id, resumed=published.tokens)

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from llamaq.common.errors import InvalidRequest, LlamaqError
 from llamaq.common.protocol.keys import Keys
 from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, missing_batch
+from llamaq.gateway.http.pages import Page
 
 KEPT_S = 30 * 24 * 3600
 """How long an ended batch can be read."""
@@ -84,29 +85,29 @@ class BatchStore:
             raise missing_batch(batch_id)
         return batch
 
-    async def listed(self, owner: str | None, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """Return batches of an API key, the newest first, and whether there are more.
+    async def listed(self, owner: str | None, page: Page) -> tuple[list[Batch], bool]:
+        """Return batches of an API key, and whether there are more.
 
         Args:
             owner: Name of the API key. None: the server requires none.
-            after: The id of the last batch of the previous page. None: the first page.
-            limit: Largest number of batches.
+            page: Which part of the list is wanted.
 
         Raises:
             RequestRefused: The key has no batch `after`.
         """
         mine, start = self.keys.http_batches(owner or ""), 0
-        if after is not None:
-            rank: Any = await self.redis.zrevrank(mine, after)
+        if page.after is not None:
+            rank_of = self.redis.zrank if page.is_ascending else self.redis.zrevrank
+            rank: Any = await rank_of(mine, page.after)
             if rank is None:
-                raise missing_batch(after)
+                raise missing_batch(page.after)
             start = rank + 1
-        ids: Any = await self.redis.zrevrange(mine, start, start + limit)
+        ids: Any = await self.redis.zrange(mine, start, start + page.limit, desc=not page.is_ascending)
         async with self.redis.pipeline(transaction=False) as pipe:
-            for batch_id in ids[:limit]:
+            for batch_id in ids[: page.limit]:
                 pipe.hgetall(self.keys.http_batch(batch_id.decode()))
             found: Any = await pipe.execute() if ids else []
-        return [_batch_of(stored) for stored in found if stored], len(ids) > limit
+        return [_batch_of(stored) for stored in found if stored], len(ids) > page.limit
 
     async def cancel(self, batch_id: str) -> None:
         """Let the runner of a batch cancel it. A batch that has ended stays as it is."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "X-Request-Id"
-ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 _GIVEN = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 
 
@@ -40,14 +36,3 @@ class RequestIds:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
-
-
-def with_request_id(handler: ErrorHandler) -> ErrorHandler:
-    """Return an error handler whose responses have the header, although they do not pass through the middleware."""
-
-    async def respond(request: Request, exc: Exception) -> Response:
-        response = await handler(request, exc)
-        response.headers[HEADER] = request.state.request_id
-        return response
-
-    return respond

@@ -43,10 +43,10 @@ async def retrieve(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """Return the batches of the API key, the newest first."""
+    """Return the batches of the API key, the newest first unless `order=asc`."""
     page = read_page(request, most=MAX_LISTED, default=LISTED)
     store = context_of(request).batches.store
-    batches, has_more = await store.listed(_owner_of(request), after=page.after, limit=page.limit)
+    batches, has_more = await store.listed(_owner_of(request), page)
     shown = [batch_object(batch) for batch in batches]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return json_response({"object": "list", "data": shown, **ends, "has_more": has_more})

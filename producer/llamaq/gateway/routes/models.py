@@ -14,6 +14,7 @@ from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.json_body import json_response
+from llamaq.gateway.queue_directory import queue_of
 from llamaq.gateway.queue_of_request import api_key_of
 
 
@@ -35,15 +36,18 @@ async def list_models(request: Request) -> Response:
 
 
 async def show_model(request: Request) -> Response:
-    """Return one queue with a live worker."""
+    """Return one queue with a live worker, named like the `model` of a request."""
     name = request.path_params["model"]
-    workers = (await context_of(request).queues.served()).get(name)
+    queues = context_of(request).queues
+    served = await queues.served()
+    queue = queue_of(name, queues.settings.queue, served)
+    workers = served.get(queue) if queue else None
     key = api_key_of(request)
-    if not workers or (key is not None and not key.allows(name)):
+    if queue is None or not workers or (key is not None and not key.allows(queue)):
         raise RequestRefused(
             HTTPStatus.NOT_FOUND, f"no live worker serves a queue {name[:100]!r}", code="model_not_found", param="model"
         )
-    return json_response(model_object(name, workers))
+    return json_response(model_object(queue, workers))
 
 
 def model_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class JsonValueReader:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = False
+        self.in_string = False
         self._is_escaped = False
         self.has_ended = False
 
@@ -35,15 +35,15 @@ class JsonValueReader:
         return len(text)
 
     def _step(self, character: str) -> None:
-        if self._in_string:
+        if self.in_string:
             if self._is_escaped:
                 self._is_escaped = False
             elif character == "\\":
                 self._is_escaped = True
             elif character == '"':
-                self._in_string = False
+                self.in_string = False
         elif character == '"':
-            self._in_string = True
+            self.in_string = True
         elif character in "{[":
             self._depth += 1
         elif character in "}]":
@@ -68,6 +68,11 @@ class JsonCall:
     def has_ended(self) -> bool:
         """Whether the object is complete."""
         return self._whole.has_ended
+
+    @property
+    def can_contain_tag(self) -> bool:
+        """Whether a tag that comes next is text of the call. In arguments, it can only be part of a string."""
+        return not self.has_ended if self._arguments is None else self._whole.in_string
 
     def feed(self, text: str) -> tuple[list[Part], str]:
         """Return the parts that the text completed, and the text after the object."""

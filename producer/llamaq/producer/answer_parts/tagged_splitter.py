@@ -98,8 +98,8 @@ class TaggedSplitter:
     def _switch(self, tag: str) -> list[Part]:
         """Act on a tag."""
         tags = self._tags
-        if self._call is not None and not self._call.has_ended:
-            return self._take(tag)  # the text of an argument
+        if self._call is not None and self._call.can_contain_tag:
+            return self._take(tag)
         if tag == tags.reasoning_open:
             self._state, self._space = "reasoning", ""
         elif tag == tags.reasoning_close:

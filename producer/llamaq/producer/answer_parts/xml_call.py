@@ -40,6 +40,11 @@ class XmlCall:
         self.has_ended = False
 
     @property
+    def can_contain_tag(self) -> bool:
+        """Whether a tag that comes next is text of the call: the value of a parameter may contain it."""
+        return not self.has_ended
+
+    @property
     def text(self) -> str:
         """The text of the call so far."""
         return self._buffer

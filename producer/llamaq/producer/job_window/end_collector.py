@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from redis.exceptions import RedisError
 
-from llamaq.common.errors import LlamaqError
+from llamaq.common.errors import LlamaqError, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Retried
 from llamaq.common.protocol.job_outcome import Result
@@ -50,8 +50,18 @@ class EndListener(JobListener):
         return f"<EndListener {self.job_id}>"
 
     def deliver(self, payload: bytes) -> None:
-        """Report the job after a terminal event, and when it will be retried, because its times have changed."""
-        if not codec.is_tokens_event(payload) and isinstance(codec.decode_event(payload), Finished | Failed | Retried):
+        """Report the job after a terminal event, and when it will be retried, because its times have changed.
+
+        A message that cannot be decoded is reported too: it may be a terminal event of a newer version.
+        """
+        if codec.is_tokens_event(payload):
+            return
+        try:
+            event = codec.decode_event(payload)
+        except ProtocolError:
+            self.reread()
+            return
+        if isinstance(event, Finished | Failed | Retried):
             self.reread()
 
     def reread(self) -> None:

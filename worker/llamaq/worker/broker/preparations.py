@@ -17,13 +17,16 @@ from llamaq.worker.broker.read_order import Place
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 
-N_THREADS = 2
-"""Number of threads that tokenize and compile grammars. While one compiles a slow grammar, the other prepares jobs."""
+N_THREADS = 3
+"""Number of threads that tokenize and compile grammars."""
+N_THREADS_OF_KIND = 2
+"""Number of them that prepare jobs with a grammar at the same time, and number that are started for other jobs. A
+grammar may take seconds, and other jobs do not wait for it."""
 QUICK_S = 0.002
 """How long the I/O thread prepares quick jobs before it leaves the rest to other threads. A quick job takes a tenth of
 this time; to wake another thread for it, and then the I/O thread, would take longer."""
 HELP_AFTER_S = 0.002
-"""How long jobs wait for one thread before another one takes some of them. Most jobs take a tenth of this time, and two
+"""How long jobs wait for a thread before one more takes some of them. Most jobs take a tenth of this time, and several
 threads would only take the GIL from each other."""
 
 
@@ -32,6 +35,9 @@ class Preparer(Protocol):
 
     def is_quick(self, payload: bytes) -> bool:
         """Return whether the job of an encoded request is prepared in less than a millisecond, without a grammar."""
+
+    def may_have_grammar(self, payload: bytes) -> bool:
+        """Return False only if the job of an encoded request has no grammar that must be compiled."""
 
     def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         """Return the job of an encoded request, with the output that earlier attempts have published.
@@ -53,12 +59,16 @@ class Preparation:
     lease: Lease
     place: Place
     """The place of the job in the order of its priority."""
+    may_have_grammar: bool = True
+    """Whether the preparation may take seconds, because it compiles a grammar."""
     outcome: PreparedJob | Exception | None = None
     """The prepared job, or the error with which its preparation ended. None: it has not ended."""
 
 
 class Preparations:
-    """Prepares quick jobs at once, and the others as soon as a thread is free, in the order in which they were added.
+    """Prepares quick jobs at once, and the others as soon as a thread is free.
+
+    Jobs with a grammar and jobs without one wait in separate lines, each in the order in which its jobs were added.
 
     There is no task and no callback for each job: a thread prepares one job after the other. When the I/O thread wakes
     up, it gets all jobs that are ready.
@@ -83,8 +93,12 @@ class Preparations:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._waiting: deque[Preparation] = deque()
+        """The jobs without a grammar. The lock protects this and the next three attributes."""
+        self._waiting_grammars: deque[Preparation] = deque()
         self._n_threads = 0
-        """Number of threads that take jobs. The lock protects it and `_waiting`."""
+        """Number of threads that take jobs."""
+        self._n_grammar_threads = 0
+        """Number of threads that prepare a job with a grammar."""
         self._ready: deque[Preparation] = deque()
         self._is_announced = False
         """Whether a call of `_deliver` is on its way to the I/O thread."""
@@ -104,6 +118,7 @@ class Preparations:
                 self._prepare(one)
                 quick.append(one)
             else:
+                one.may_have_grammar = self._preparer.may_have_grammar(attempt.request)
                 slow.append(one)
         if slow:
             self._add_slow(slow)
@@ -112,7 +127,8 @@ class Preparations:
 
     def _add_slow(self, preparations: Sequence[Preparation]) -> None:
         with self._lock:
-            self._waiting += preparations
+            for one in preparations:
+                (self._waiting_grammars if one.may_have_grammar else self._waiting).append(one)
             is_busy = self._n_threads > 0
         if not is_busy:
             self._start_thread()
@@ -121,23 +137,28 @@ class Preparations:
             self._loop.call_later(HELP_AFTER_S, self._help)
 
     def _help(self) -> None:
-        """Let another thread take jobs, if some still wait."""
-        self._is_helped_soon = False
-        self._start_thread()
+        """Let another thread take jobs, if some still wait, and look again later."""
+        self._is_helped_soon = self._start_thread()
+        if self._is_helped_soon:
+            self._loop.call_later(HELP_AFTER_S, self._help)
 
-    def _start_thread(self) -> None:
-        """Let one more thread take jobs, if there is one and a job waits."""
+    def _start_thread(self) -> bool:
+        """Let one more thread take jobs, if there is one and a job waits for it. Return whether it does."""
         with self._lock:
-            is_useful = bool(self._waiting) and self._n_threads < N_THREADS
+            n_others = self._n_threads - self._n_grammar_threads
+            is_useful = self._has_next_grammar() or (bool(self._waiting) and n_others < N_THREADS_OF_KIND)
+            is_useful = is_useful and self._n_threads < N_THREADS
             self._n_threads += is_useful
         if is_useful:
             self._executor.submit(self._work)
+        return is_useful
 
     def close(self) -> None:
         """Drop all jobs. `on_ready` is not called any more."""
         self._is_closed = True
         with self._lock:
             self._waiting.clear()
+            self._waiting_grammars.clear()
 
     def _prepare(self, one: Preparation) -> None:
         try:
@@ -159,17 +180,28 @@ class Preparations:
         while (one := self._take()) is not None:
             self._prepare(one)
             self._ready.append(one)
+            if one.may_have_grammar:
+                with self._lock:
+                    self._n_grammar_threads -= 1
             if not self._is_announced:
                 self._is_announced = True
                 with suppress(RuntimeError):  # the event loop is closed: the process is about to exit
                     self._loop.call_soon_threadsafe(self._deliver)
 
     def _take(self) -> Preparation | None:
+        """Return the next job for this thread. None: there is none, and the thread takes no more jobs."""
         with self._lock:
+            if self._has_next_grammar():
+                self._n_grammar_threads += 1
+                return self._waiting_grammars.popleft()
             if self._waiting:
                 return self._waiting.popleft()
             self._n_threads -= 1
             return None
+
+    def _has_next_grammar(self) -> bool:
+        """Return whether one more thread may compile a grammar, and one waits. The caller holds the lock."""
+        return bool(self._waiting_grammars) and self._n_grammar_threads < N_THREADS_OF_KIND
 
     # ---- the I/O thread
 
@@ -184,4 +216,5 @@ class Preparations:
                 one.outcome.job.close()
 
     def __repr__(self) -> str:
-        return f"<Preparations waiting={len(self._waiting)} ready={len(self._ready)}>"
+        n_waiting = len(self._waiting) + len(self._waiting_grammars)
+        return f"<Preparations waiting={n_waiting} ready={len(self._ready)}>"

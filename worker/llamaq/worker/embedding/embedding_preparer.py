@@ -46,6 +46,10 @@ class EmbeddingPreparer:
         """Return whether the job of an encoded request is prepared in less than a millisecond."""
         return len(payload) <= QUICK_BYTES
 
+    def may_have_grammar(self, payload: bytes) -> bool:  # noqa: ARG002 - the interface has it
+        """Return False: an embedding has no grammar."""
+        return False
+
     def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         """Return the job of an encoded request.
 

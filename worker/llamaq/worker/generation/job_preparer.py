@@ -30,7 +30,8 @@ SYSTEM_PREFIX_CACHE_SIZE = 32
 """Number of system messages whose tokens are cached."""
 QUICK_BYTES = 1024
 """Largest size of a request that is quick to prepare. The tokenizer needs about half a microsecond for each byte."""
-SLOW_FIELDS = tuple(name.encode() for name in (*CONSTRAINTS, "dry_multiplier", "chat_template_kwargs"))
+GRAMMAR_FIELDS = tuple(name.encode() for name in CONSTRAINTS)
+SLOW_FIELDS = (*GRAMMAR_FIELDS, b"dry_multiplier", b"chat_template_kwargs")
 """Fields with which a job is not quick to prepare: a grammar is compiled, the vocabulary is searched for sequence
 breakers, or the work of the chat template depends on its variables."""
 TAG_MARK = b"\xff"
@@ -83,6 +84,10 @@ class JobPreparer:
         if self._has_slow_defaults or len(payload) > QUICK_BYTES:
             return False
         return not any(name in payload for name in SLOW_FIELDS)
+
+    def may_have_grammar(self, payload: bytes) -> bool:
+        """Return False only if the job of an encoded request has no grammar that must be compiled."""
+        return bool(self._defaults.grammar) or any(name in payload for name in GRAMMAR_FIELDS)
 
     def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         """Return the job of an encoded request.

@@ -1,0 +1,37 @@
+"""Answers requests that a defect of this server has ended."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llamaq.gateway.http.errors import error_response
+
+
+class Defects:
+    """Middleware that answers a request when its endpoint raises an exception that it should not raise.
+
+    Starlette also answers it, but outside of all other middleware: without the id of the request, and without the
+    headers that let a web page of another origin read the answer. The exception is raised again, so it is logged.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception as exc:
+            if not has_begun:
+                await error_response(exc, scope["path"])(scope, receive, send)
+            raise
