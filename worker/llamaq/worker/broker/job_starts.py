@@ -89,16 +89,16 @@ class JobStarts:
         have recorded a claim without this worker's knowledge.
         """
         self._n_reads += 1
-        return await asyncio.shield(self._tasks.start(self._begin_read(read)))
+        return await asyncio.shield(self._tasks.start(self._await_read(read)))
 
-    async def _begin_read(self, read: Coroutine[Any, Any, list[ClaimReply]]) -> bool:
+    async def _await_read(self, read: Coroutine[Any, Any, list[ClaimReply]]) -> bool:
         try:
             replies = await read
         finally:
             self._n_reads -= 1
         if replies:
             starting = self._enter([(reply.claim, None) for reply in replies])
-            self._begin_all(list(zip(starting, replies, strict=True)))
+            self._prepare_claimed(list(zip(starting, replies, strict=True)))
         return bool(replies)
 
     def start_soon(self, claims: Sequence[tuple[Claim, int | None]]) -> None:
@@ -107,13 +107,13 @@ class JobStarts:
         for starting in self._enter(claims):
             partitions.setdefault(starting.claim.partition, []).append(starting)
         for group in partitions.values():
-            self._tasks.start(self._start(group))
+            self._tasks.start(self._claim_group(group))
 
     def _enter(self, claims: Sequence[tuple[Claim, int | None]]) -> list[_Starting]:
         self.n_starting += len(claims)
         return [_Starting(claim, attempt, self._order.enter(claim.priority)) for claim, attempt in claims]
 
-    async def _start(self, group: list[_Starting]) -> None:
+    async def _claim_group(self, group: list[_Starting]) -> None:
         """Claim jobs of one partition, and begin to prepare them."""
         n_done = 0
         try:
@@ -121,7 +121,7 @@ class JobStarts:
                 rest = group[n_done:]
                 replies = await self._job_claims.claim_jobs([(one.claim, one.from_attempt) for one in rest])
                 n_done += len(replies)
-                self._begin_all(list(zip(rest, replies, strict=False)))
+                self._prepare_claimed(list(zip(rest, replies, strict=False)))
         except RedisError as exc:
             # The entries stay pending. A worker takes them when their leases have expired.
             for starting in group[n_done:]:
@@ -130,7 +130,7 @@ class JobStarts:
             for starting in group[n_done:]:
                 self._leave(starting)
 
-    def _begin_all(self, replies: Sequence[tuple[_Starting, ClaimReply]]) -> None:
+    def _prepare_claimed(self, replies: Sequence[tuple[_Starting, ClaimReply]]) -> None:
         """Begin to prepare the claimed jobs. Replies that need more calls of Redis are completed in the background."""
         claimed = []
         for starting, reply in replies:
@@ -138,7 +138,7 @@ class JobStarts:
                 claimed.append((starting, reply.claimed))
             else:
                 self._tasks.start(self._complete(starting, reply))
-        self._begin(claimed)
+        self._prepare(claimed)
 
     async def _complete(self, starting: _Starting, reply: ClaimReply) -> ClaimedJob | None:
         """Begin to prepare a job that earlier attempts have begun, or handle an entry whose job was not claimed."""
@@ -151,15 +151,15 @@ class JobStarts:
             if claimed is None:
                 self._leave(starting)
         if claimed is not None:
-            self._begin([(starting, claimed)])
+            self._prepare([(starting, claimed)])
         return claimed
 
     async def start_alone(self, claim: Claim, from_attempt: int) -> ClaimedJob | None:
         """Claim one job and begin to prepare it, also if the caller is cancelled. None: it was not claimed."""
         (starting,) = self._enter([(claim, from_attempt)])
-        return await asyncio.shield(self._tasks.start(self._start_one(starting)))
+        return await asyncio.shield(self._tasks.start(self._claim_alone(starting)))
 
-    async def _start_one(self, starting: _Starting) -> ClaimedJob | None:
+    async def _claim_alone(self, starting: _Starting) -> ClaimedJob | None:
         """Claim one job and begin to prepare it. Returns None if it was not claimed."""
         try:
             (reply,) = await self._job_claims.claim_jobs([(starting.claim, starting.from_attempt)])
@@ -171,7 +171,7 @@ class JobStarts:
             return None
         return await self._complete(starting, reply)
 
-    def _begin(self, claimed: Sequence[tuple[_Starting, ClaimedJob]]) -> None:
+    def _prepare(self, claimed: Sequence[tuple[_Starting, ClaimedJob]]) -> None:
         """Register claimed jobs, and prepare them."""
         preparations = [Preparation(one, self.register(one), starting.place) for starting, one in claimed]
         self.n_starting -= len(claimed)

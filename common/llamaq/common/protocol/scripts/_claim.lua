@@ -40,9 +40,9 @@ end
 
 -- Returns whether a job has reached a deadline or its timeout. The arguments after `now` are fields of its hash.
 local function is_too_late(now, started_ms, queue_deadline_ms, deadline_ms, timeout_ms, slot_ms)
-  local due = due_ms('queued', started_ms, queue_deadline_ms, deadline_ms)
+  local deadline = next_deadline_ms('queued', started_ms, queue_deadline_ms, deadline_ms)
   local timeout, slot_time = tonumber(timeout_ms or '0'), tonumber(slot_ms or '0')
-  return (due and now >= due) or (timeout > 0 and slot_time >= timeout)
+  return (deadline and now >= deadline) or (timeout > 0 and slot_time >= timeout)
 end
 
 -- Fails a job of which another model has stored `generated` tokens. Clients may have read these tokens.

@@ -191,9 +191,9 @@ local function has_run_in_worker(status, attempt, started_attempt)
   return status == 'running' or (attempt and attempt == started_attempt)
 end
 
--- Returns the time at which a job that has not ended is due, in ms since the epoch. Returns nil if it has no deadline.
+-- Returns the time at which a job that has not ended must end, in ms since the epoch. Returns nil if it has no deadline.
 -- The arguments are fields of its hash. The status of a preempted job counts as 'running' here.
-local function due_ms(status, started_ms, queue_deadline_ms, deadline_ms)
+local function next_deadline_ms(status, started_ms, queue_deadline_ms, deadline_ms)
   local deadline, queue_deadline = tonumber(deadline_ms or '0') or 0, tonumber(queue_deadline_ms or '0') or 0
   if status == 'running' then
     return deadline > 0 and deadline + RUNNING_GRACE_MS or nil
@@ -209,11 +209,11 @@ local function parts_of_job(job)
   return string.match(job, '^(.*:)job:([^:]+)$')
 end
 
--- Records when a job is due; `nil` or false: never. The sorted set has the hash tag of the job.
-local function set_due(job, due)
+-- Records the deadline of a job; `nil` or false: it has none. The sorted set has the hash tag of the job.
+local function set_next_deadline(job, deadline)
   local partition, id = parts_of_job(job)
-  if due then
-    redis.call('ZADD', partition .. 'deadlines', due, id)
+  if deadline then
+    redis.call('ZADD', partition .. 'deadlines', deadline, id)
   else
     redis.call('ZREM', partition .. 'deadlines', id)
   end
@@ -360,7 +360,7 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   pcall(drop_entry, stream, group, entry)
   pcall(leave_turns, stream, state.tenant, entry)
   if state.queue_deadline_ms ~= '0' or state.deadline_ms ~= '0' then
-    pcall(set_due, job, nil)
+    pcall(set_next_deadline, job, nil)
   end
   if state.run_at_ms then
     pcall(leave_later, job)

@@ -11,23 +11,23 @@
 --
 -- Returns 'ended'  the job has ended here
 --         'given'  the job has its entry now
---         'none'   nothing is due, or the job has ended or does not exist
+--         'none'   neither time has come, or the job has ended or does not exist
 
 local job, events, interactive, bulk = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local group, channel = ARGV[1], ARGV[2]
 local status, priority, entry, started_ms, queue_deadline_ms, deadline_ms, attempt, started_attempt =
   fields_if_hash(job,
     'status', 'priority', 'entry', 'started_ms', 'queue_deadline_ms', 'deadline_ms', 'attempt', 'started_attempt')
-local due = nil
+local deadline = nil
 if is_open(status) then
   local is_in_worker = has_run_in_worker(status, attempt, started_attempt)
-  due = due_ms(is_in_worker and 'running' or 'queued', started_ms, queue_deadline_ms, deadline_ms)
+  deadline = next_deadline_ms(is_in_worker and 'running' or 'queued', started_ms, queue_deadline_ms, deadline_ms)
 end
-if due then
+if deadline then
   allow_writes_when_full(job) -- the end of a job frees memory
 end
-set_due(job, due)
-if not due or now_ms() < due then
+set_next_deadline(job, deadline)
+if not deadline or now_ms() < deadline then
   local partition, id = parts_of_job(job)
   local is_given = is_open(status) and not entry and give_entry(partition, id, now_ms())
   return is_given and 'given' or 'none'

@@ -73,7 +73,7 @@ local function start(job, events, attempt, channel)
   end
   redis.call('HSETNX', job, 'started_ms', now_ms())
   -- An error here must not stop the flush: another client may have overwritten the sorted set of the deadlines.
-  pcall(set_due, job, due_ms('running', true, 0, redis.call('HGET', job, 'deadline_ms')))
+  pcall(set_next_deadline, job, next_deadline_ms('running', true, 0, redis.call('HGET', job, 'deadline_ms')))
   local started = cmsgpack.pack({type = 'started', attempt = attempt, worker = worker})
   local refusal = append(job, events, started)
   if refusal == 'overwritten' then

@@ -46,7 +46,7 @@ leave_turns(stream, tenant, entry)
 drop_entry(stream, group, entry)
 local run_at = now_ms() + delay
 set_later(job, run_at)
-set_due(job, due_ms('queued', started_ms, queue_deadline_ms, deadline_ms))
+set_next_deadline(job, next_deadline_ms('queued', started_ms, queue_deadline_ms, deadline_ms))
 local event = cmsgpack.unpack(failed)
 redis.call('PUBLISH', channel, cmsgpack.pack(
   {type = 'retried', run_at_ms = run_at, code = event.code, message = event.message}))

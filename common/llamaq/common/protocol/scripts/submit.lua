@@ -101,7 +101,7 @@ if retries ~= '0' then
   redis.call('HSET', job, 'retries_left', retries)
 end
 if wait > 0 or life > 0 then
-  set_due(job, due_ms('queued', nil, queue_deadline, deadline))
+  set_next_deadline(job, next_deadline_ms('queued', nil, queue_deadline, deadline))
 end
 if digest ~= '' then
   redis.call('HSET', job, 'idempotency', idempotency, 'digest', digest)
