@@ -63,7 +63,8 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
             client.submit(PROMPT)
         n_stalled = reader.job.status().generated_tokens
         wait_until(lambda: reader.n_tokens == n_stalled, "the reader has received all stored tokens")
-        time.sleep(3 * LEASE_S)  # longer than the leases, which must be renewed meanwhile
+        time.sleep(3 * LEASE_S)  # longer than the leases and the cards of workers, which must be renewed meanwhile
+        assert {one.card.worker for one in client.workers()} == {worker.worker_id, other.worker_id}
         assert reader.n_tokens == n_stalled
         redis.delete("ballast")
         environment.let_jobs_finish()

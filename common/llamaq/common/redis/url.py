@@ -7,9 +7,9 @@
 | `redis+sentinel://[user:password@]host[:26379],host,.../name[/db]` | the master that these Sentinels call `name` |
 | `redis+cluster://[user:password@]host[:6379],host,...`             | a Redis Cluster, given by some of its nodes |
 
-`rediss` in place of `redis` turns on TLS. The query may contain options of redis-py's connections
-(`?ssl_ca_certs=/path`). User and password are for the data servers; `sentinel_username` and `sentinel_password` in the
-query are for the Sentinels. Special characters are written as %XX.
+`rediss` in place of `redis` turns on TLS. The query may contain the options of redis-py's connections in `OPTIONS` and
+`TLS_OPTIONS` (`?ssl_ca_certs=/path`). User and password are for the data servers; `sentinel_username` and
+`sentinel_password` in the query are for the Sentinels. Special characters are written as %XX.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ from redis.asyncio.connection import parse_url
 
 from llamaq.common.errors import InvalidSettings
 
+OPTIONS = (
+    "username", "password", "client_name", "socket_timeout", "socket_connect_timeout", "socket_keepalive",
+    "socket_read_size", "health_check_interval",
+)  # fmt: skip
+TLS_OPTIONS = (
+    "ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile", "ssl_password",
+    "ssl_check_hostname", "ssl_ciphers", "ssl_min_version", "ssl_include_verify_flags", "ssl_exclude_verify_flags",
+)  # fmt: skip
+SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 SENTINEL_PORT = 26379
 CLUSTER_PORT = 6379
 
@@ -62,13 +71,46 @@ def read_url(url: str) -> RedisUrl:
     """
     try:
         scheme, plus, topology = url.partition("://")[0].partition("+")
+        _check_options(url, scheme, topology)
         if not plus:
-            return RedisUrl(Topology.SERVER, dict(parse_url(url)))
+            return _read_server(url, scheme)
         if scheme not in ("redis", "rediss") or topology not in ("sentinel", "cluster"):
             raise ValueError(f"{scheme}+{topology}:// is not known, only redis+sentinel:// and redis+cluster://")
         return _read_sentinel(url, scheme) if topology == "sentinel" else _read_cluster(url, scheme)
     except ValueError as exc:
         raise InvalidSettings(f"--redis-url (LLAMAQ_REDIS_URL): {exc}") from exc
+
+
+def _check_options(url: str, scheme: str, topology: str) -> None:
+    """Check the names in the query. redis-py would raise a `TypeError` for an unknown one when it connects."""
+    known: tuple[str, ...] = OPTIONS
+    if scheme == "rediss":
+        known += TLS_OPTIONS
+    if topology == "sentinel":
+        known += SENTINEL_OPTIONS
+    if not topology:
+        known += ("db",)
+    for name, _ in parse_qsl(_split(url)[2]):
+        if name not in known:
+            only_tls = " without TLS (rediss://)" if name in TLS_OPTIONS else ""
+            raise ValueError(f"{name!r} is not an option of this URL{only_tls}; the options are {', '.join(known)}")
+
+
+def _read_server(url: str, scheme: str) -> RedisUrl:
+    if scheme not in ("redis", "rediss", "unix"):
+        raise ValueError(
+            "the schemes of URLs are redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, "
+            "redis+cluster:// and rediss+cluster://"
+        )
+    if scheme != "unix":
+        _check_database(_split(url)[1])
+    return RedisUrl(Topology.SERVER, dict(parse_url(url)))
+
+
+def _check_database(db: str) -> None:
+    """Check the number of a database. redis-py would use database 0 for any other text."""
+    if db and not db.isdecimal():
+        raise ValueError(f"{db!r} is not the number of a database")
 
 
 def _split(url: str) -> tuple[str, str, str]:
@@ -85,8 +127,7 @@ def _split(url: str) -> tuple[str, str, str]:
 def _read_sentinel(url: str, scheme: str) -> RedisUrl:
     netloc, path, text = _split(url)
     service, _, db = path.partition("/")
-    if db and not db.isdecimal():
-        raise ValueError(f"{db!r} is not the number of a database")
+    _check_database(db)
     if not service:
         raise ValueError("the name that the Sentinels give the master is missing: redis+sentinel://host:26379/NAME")
     query = dict(parse_qsl(text))

@@ -76,6 +76,7 @@ class Heartbeat:
         self._keys = keys
         self._scripts = AttemptScripts(redis, keys)
         self._store_card = redis.register_script(source("store_card"))
+        self._store_beat = redis.register_script(source("store_beat"))
         self._card = card
         self._vocab_blob = vocab_blob
         self._ticks = ticks
@@ -115,8 +116,8 @@ class Heartbeat:
         ttl_ms = max(MIN_TTL_MS, int(self._every_s * 1000 * MAX_MISSED_BEATS))
         async with self._redis.pipeline(transaction=False) as pipe:
             await self._store_card(keys=[key], args=[state, ttl_ms], client=pipe)
-            pipe.zadd(self._keys.workers(card.queue), {card.worker: now_ms})
-            pipe.zadd(self._keys.queues(), {card.queue: now_ms})
+            await self._store_beat(keys=[self._keys.workers(card.queue)], args=[card.worker, now_ms], client=pipe)
+            await self._store_beat(keys=[self._keys.queues()], args=[card.queue, now_ms], client=pipe)
             pipe.expire(self._keys.vocab(card.vocab_hash), VOCAB_TTL_S)
             has_vocab = (await pipe.execute())[-1]
         if not has_vocab:

@@ -166,9 +166,10 @@ local function drop_entry(stream, group, entry)
 end
 
 -- Lets the later writes of a script succeed although Redis has reached `maxmemory`. Redis checks the limit only at the
--- first write of a script, and never refuses PERSIST. A job that has not ended has no expiry that PERSIST could remove.
-local function allow_writes_when_full(job)
-  redis.call('PERSIST', job)
+-- first write of a script, and never refuses PERSIST. The key must have no expiry, as a job that has not ended, or get a
+-- new one later in the script.
+local function allow_writes_when_full(key)
+  redis.call('PERSIST', key)
 end
 
 -- Emits one of the last events of a job. An event stream that another client has overwritten is deleted, because it

@@ -7,5 +7,6 @@
 --
 -- Returns 1.
 
+allow_writes_when_full(KEYS[1]) -- a worker that runs jobs stays listed
 redis.call('HSET', KEYS[1], 'worker', ARGV[1])
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
