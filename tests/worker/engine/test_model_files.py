@@ -82,6 +82,12 @@ def test_a_file_of_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert hub.downloads == [("own-er/re.po", "folder/file-Q8_0.gguf")]
 
 
+def test_all_files_of_a_split_model_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = install(monkeypatch, tmp_path / "cached.gguf")
+    resolve_model_file("hf:owner/repo/q8/big-00001-of-00003.gguf")
+    assert [name for _, name in hub.downloads] == [f"q8/big-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+
+
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [

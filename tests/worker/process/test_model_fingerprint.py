@@ -11,3 +11,13 @@ def test_models_with_other_weights_have_other_fingerprints(tmp_path: Path) -> No
     first, same, other, _ = map(fingerprint_model, paths)
     assert first == same
     assert first != other
+
+
+def test_all_files_of_a_split_model_count(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"model-{number:05}-of-00002.gguf" for number in (1, 2))
+    first.write_bytes(b"metadata")
+    found = []
+    for weights in (b"weights", b"Weights", b"weights"):
+        second.write_bytes(weights)
+        found.append(fingerprint_model(first))
+    assert found[0] == found[2] != found[1]

@@ -110,7 +110,10 @@ class CacheSettings(BaseModel):
         "worker writes neither.",
     )
     cache_disk_mb: int = Field(
-        8192, ge=0, description="Maximum size of the prefixes in `cache_dir`, in MiB. Saved slots do not count."
+        8192,
+        ge=0,
+        description="Maximum size of the prefixes of a worker in `cache_dir`, in MiB. Prefixes of other models and "
+        "settings, which no worker uses, take at most the same size. Saved slots do not count.",
     )
     cache_salt: str = Field(
         "", max_length=MAX_SALT_CHARS, description="Workers share files in `cache_dir` only if they have the same salt."

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llamaq.common.errors import MissingExtra, ModelError
 
+_SPLIT_NAME = re.compile(r"(?P<beginning>.+)-00001-of-(?P<count>\d{5})\.gguf")
 _HUB_NAME = re.compile(r"^hf:(?P<repo>[\w.\-]+/[\w.\-]+)/(?P<file>[\w.\-/]+\.gguf)$")
 
 
@@ -37,6 +38,21 @@ def resolve_model_file(spec: str | None, setting: str = "--model") -> Path:
     return path
 
 
+def names_of_files(first: str) -> list[str]:
+    """Return the names of all files of a model, which llama.cpp finds by the name of the first one."""
+    split = _SPLIT_NAME.fullmatch(first)
+    if split is None:
+        return [first]
+    count = int(split["count"])
+    return [f"{split['beginning']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def files_of_model(first: Path) -> list[Path]:
+    """Return all files of a model that exist, the given one first. A model may be split into several files."""
+    others = (first.with_name(name) for name in names_of_files(first.name)[1:])
+    return [first, *(path for path in others if path.is_file())]
+
+
 def _download(spec: str, setting: str) -> Path:
     match = _HUB_NAME.fullmatch(spec)
     if match is None:
@@ -47,7 +63,8 @@ def _download(spec: str, setting: str) -> Path:
     except ImportError as exc:
         raise MissingExtra(f"{setting} hf:…", "hub") from exc
     try:
-        return Path(hf_hub_download(match["repo"], match["file"]))
+        paths = [Path(hf_hub_download(match["repo"], name)) for name in names_of_files(match["file"])]
+        return paths[0]
     except LocalEntryNotFoundError as exc:
         raise ModelError(
             f"{setting}: {spec} is not in the local cache and the hub cannot be reached; "

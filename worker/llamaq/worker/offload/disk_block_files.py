@@ -219,7 +219,8 @@ class DiskBlockFiles:
             for entry in entries:
                 path = Path(entry.path)
                 if path.name.endswith(TEMPORARY):
-                    path.unlink(missing_ok=True)
+                    with suppress(OSError):  # a folder of another program, for example
+                        path.unlink()
                 elif path.name != LOCK:
                     header = self._read_header(path)
                     if isinstance(header, BlockHeader):

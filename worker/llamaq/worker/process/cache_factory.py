@@ -12,6 +12,7 @@ from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
+from llamaq.worker.offload.old_cache_folders import erase_old_blocks
 from llamaq.worker.process.cache_fingerprint import fingerprint
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.saved_slot_store import SavedSlotFiles
@@ -110,6 +111,7 @@ def make_offload(settings: WorkerSettings, engine: Engine, model: Path) -> Offlo
     if settings.cache_dir is not None:
         files = DiskBlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
         files.rebuild(store)
+        erase_old_blocks(settings.cache_dir, disk_bytes)
     return BlockTransfers(store, sequences, files, arena)
 
 

@@ -1,4 +1,4 @@
-"""The fingerprint of saved KV state: identifies the model file, the memory kind, the settings and llama.cpp's version.
+"""The fingerprint of saved KV state. It identifies the model's files, the memory kind, the settings and llama.cpp.
 
 llama.cpp loads any state whose shape fits. The fingerprint prevents it from loading the state of another model.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import LLAMA_CPP_PYTHON_VERSION, has_gpu
+from llamaq.worker.engine.model_files import files_of_model
 from llamaq.worker.model_settings import RopeSettings
 from llamaq.worker.offload.atomic_files import make_private_folder
 from llamaq.worker.settings import WorkerSettings
@@ -29,7 +30,7 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
     """Return the fingerprint as text. Workers may exchange saved state only if their fingerprints are equal."""
     parts = {
         "format": FORMAT,
-        "model": _file_hash(path, settings.cache_dir),
+        "model": "+".join(_file_hash(each, settings.cache_dir) for each in files_of_model(path)),
         "llama.cpp": LLAMA_CPP_PYTHON_VERSION,
         "memory": [engine.sequences.can_save_parts, engine.sequences.can_cut, engine.context.kv_unified],
         "gpu_layers": settings.n_gpu_layers != 0 and has_gpu(),
@@ -39,7 +40,19 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "rope": [getattr(settings, name) for name in RopeSettings.model_fields],
         "salt": settings.cache_salt,
     }
+    if _has_long_context(engine):
+        parts["rope_factors"] = "long"
     return json.dumps(parts, sort_keys=True)
+
+
+def _has_long_context(engine: Engine) -> bool:
+    """Return whether the context is longer than the one that the model was first trained with.
+
+    For such a context, llama.cpp takes the other one of the two sets of RoPE factors that some models have.
+    """
+    architecture = engine.model.metadata("general.architecture")
+    original = engine.model.metadata(f"{architecture}.rope.scaling.original_context_length")
+    return original is not None and engine.context.cells_per_sequence > int(original)
 
 
 def _file_hash(path: Path, cache_dir: Path | None) -> str:

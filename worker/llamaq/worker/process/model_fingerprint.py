@@ -1,25 +1,32 @@
-"""The fingerprint of a model file. A job that one model has begun is not continued by another model."""
+"""The fingerprint of a model. A job that one model has begun is not continued by another model."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
+from llamaq.worker.engine.model_files import files_of_model
+
 N_SAMPLES = 256
 SAMPLE_BYTES = 16 * 1024
 
 
 def fingerprint_model(path: Path) -> str:
-    """Return a hash of the file's size and of samples of its content, as 32 hexadecimal digits.
+    """Return a hash of the sizes of a model's files and of samples of their contents, as 32 hexadecimal digits.
 
-    Hashing a whole large model would take most of a minute at each start. The samples contain the beginning of the file
-    with the metadata, and parts of the weights at equal distances. So the hash differs for other weights and for
-    another quantization. If a model is split into several files, only the first file is read.
+    Hashing a whole large model would take most of a minute at each start. The samples contain the beginning of each
+    file, with the metadata, and parts of the weights at equal distances. So the hash differs for other weights and for
+    another quantization.
+
+    Args:
+        path: The model's file. If the model is split into several files, the first of them.
     """
-    size = path.stat().st_size
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as file:
-        for number in range(N_SAMPLES):
-            file.seek(max(0, size - SAMPLE_BYTES) * number // (N_SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
+    digest = hashlib.blake2b(digest_size=16)
+    for each in files_of_model(path):
+        size = each.stat().st_size
+        digest.update(str(size).encode())
+        with each.open("rb") as file:
+            for number in range(N_SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * number // (N_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()

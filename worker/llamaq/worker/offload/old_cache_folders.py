@@ -1,0 +1,110 @@
+"""Erases prefixes of other models and settings, which no worker uses now, when they take too much of the disk."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamaq.worker.offload.atomic_files import LOCK
+
+log = logging.getLogger(__name__)
+
+_FOLDER_NAME = re.compile(r"[0-9a-f]{32}(\.\d+)?")
+_FILE_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+
+
+@dataclass(frozen=True, slots=True)
+class _OldFolder:
+    """A folder of blocks that no running worker uses."""
+
+    path: Path
+    files: tuple[Path, ...]
+    n_bytes: int
+    used_s: float
+    """When its last block was written or read, as Unix time in seconds."""
+
+
+def erase_old_blocks(cache_dir: Path, max_bytes: int) -> None:
+    """Erase the blocks in folders that no worker has locked, those unused for the longest time first.
+
+    A worker with another model, other settings or another version of llama.cpp uses another folder. Without this call,
+    the folders of earlier versions would stay for ever.
+
+    Args:
+        cache_dir: The cache folder, shared by all models and workers.
+        max_bytes: Upper bound on the size of the blocks that remain in these folders.
+    """
+    try:
+        folders = sorted(_old_folders(cache_dir), key=lambda folder: folder.used_s)
+    except OSError as exc:
+        log.warning("disk_cache.old_blocks_unknown folder=%s error=%s", cache_dir, exc)
+        return
+    n_bytes = sum(folder.n_bytes for folder in folders)
+    for folder in folders:
+        if n_bytes <= max_bytes:
+            return
+        with _locked(folder.path) as is_locked:
+            if is_locked:
+                _erase(folder)
+                n_bytes -= folder.n_bytes
+
+
+def _old_folders(cache_dir: Path) -> Iterator[_OldFolder]:
+    with os.scandir(cache_dir) as entries:
+        paths = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for path in paths:
+        if _FOLDER_NAME.fullmatch(path.name):
+            with _locked(path) as is_locked:
+                if is_locked:
+                    yield _read(path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder, unless a worker has locked it. Yields whether it is locked here."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _try_lock(lock)
+    finally:
+        os.close(lock)
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: Path) -> _OldFolder:
+    files, n_bytes, used_s = [], 0, 0.0
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if _FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                status = entry.stat(follow_symlinks=False)
+                files.append(Path(entry.path))
+                n_bytes += status.st_size
+                used_s = max(used_s, status.st_mtime)
+    return _OldFolder(path, tuple(files), n_bytes, used_s)
+
+
+def _erase(folder: _OldFolder) -> None:
+    """Erase the blocks. The folder and its lock stay, because another process may be about to lock it."""
+    try:
+        for file in folder.files:
+            file.unlink(missing_ok=True)
+    except OSError as exc:
+        log.warning("disk_cache.not_erased folder=%s error=%s", folder.path, exc)
+    else:
+        log.info("disk_cache.old_blocks_erased bytes=%d folder=%s", folder.n_bytes, folder.path)
