@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from llamaq.worker.process.cache_fingerprint import _file_hash
+from llamaq.worker.process.cache_fingerprint import _file_hash, _has_long_context
 
 
 @pytest.fixture
@@ -44,3 +46,12 @@ def test_a_hash_that_cannot_be_stored_is_returned_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert _file_hash(model, tmp_path / "cache") == _file_hash(model, None)
     assert "cache.hash_not_saved" in caplog.text
+
+
+@pytest.mark.parametrize(("original", "expected"), [(None, False), ("4096", False), ("4095", True)])
+def test_a_context_longer_than_the_original_one_uses_other_rope_factors(original: str | None, expected: bool) -> None:
+    values = {"general.architecture": "phi3", "phi3.rope.scaling.original_context_length": original}
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(metadata=values.get), context=SimpleNamespace(cells_per_sequence=4096)
+    )
+    assert _has_long_context(engine) is expected
