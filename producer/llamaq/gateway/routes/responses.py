@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from functools import partial
@@ -10,12 +11,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import JobFailed, JobNotFound
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation, describe_wait
 from llamaq.gateway.http.errors import error_fields, invalid
-from llamaq.gateway.http.event_stream import Events, EventStream, named
+from llamaq.gateway.http.event_stream import FIRST_PING_S, Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
@@ -27,6 +29,9 @@ from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseS
 from llamaq.gateway.responses.request_body import read_response_body
 from llamaq.gateway.responses.response_object import failed_response, open_response
 from llamaq.producer import AsyncJob, Chunk
+
+Pieces = AsyncGenerator[Chunk | Result, None]
+"""The chunks of a job, and at last its result."""
 
 
 async def create(request: Request) -> Response:
@@ -44,7 +49,10 @@ async def create(request: Request) -> Response:
         if body.is_stored:
             await _store_of(request).save(job.id, asked.record)
         if body.is_streamed:
-            return await _stream(request, job, asked.record, _pieces_of(generation), progress=progress)
+            # A client of a background response wants its id at once.
+            wait_s = 0.0 if body.is_background else FIRST_PING_S
+            pieces = _pieces_of(generation)
+            return await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
         if body.is_background:
             await generation.aclose()
             return json_response(await _current(request, job.id, asked.record, job))
@@ -139,7 +147,7 @@ def _starting_after(request: Request) -> int:
     return int(value)
 
 
-async def _pieces_of(generation: Generation) -> AsyncGenerator[Chunk | Result, None]:
+async def _pieces_of(generation: Generation) -> Pieces:
     """Yield the pieces of the only job of a request. If the response is not stored, the job ends with this
     generator.
     """
@@ -151,7 +159,7 @@ async def _pieces_of(generation: Generation) -> AsyncGenerator[Chunk | Result, N
         await pieces.aclose()
 
 
-async def _pieces_from(job: AsyncJob) -> AsyncGenerator[Chunk | Result, None]:
+async def _pieces_from(job: AsyncJob) -> Pieces:
     """Yield the pieces of a stored job from its first one on."""
     chunks = job.stream()
     try:
@@ -166,55 +174,87 @@ async def _stream(
     request: Request,
     job: AsyncJob,
     record: ResponseRecord,
-    pieces: AsyncGenerator[Chunk | Result, None],
+    pieces: Pieces,
     starting_after: int = -1,
     progress: ProgressOptions = NO_PROGRESS,
+    first_wait_s: float = 0.0,
 ) -> Response:
+    """Return the events of a response.
+
+    Args:
+        request: The request.
+        job: The job of the response.
+        record: What is stored about the response.
+        pieces: The output of the job.
+        starting_after: The number of the last event that the client has. -1: it has none.
+        progress: Which fields about the progress of the job the events have.
+        first_wait_s: How long the first events wait for the first piece. An error in this time sets the status.
+
+    Raises:
+        JobFailed: The job has failed before the first events.
+    """
     sequence = EventSequence(job.id, record, starting_after)
+    ping_s = context_of(request).settings.ping_s
 
     def format_error(exc: Exception) -> bytes:
         return _encode({**error_fields(exc), "type": "error", "sequence_number": sequence.last_number + 1})
 
     reader = AnswerReader(context_of(request).models, job.id, record)
     return await EventStream.open(
-        _events(sequence, reader, pieces, ProgressFields(progress)),
+        _events(sequence, reader, pieces, ProgressFields(progress), min(first_wait_s, ping_s)),
         comment=partial(describe_wait, job),
-        ping_s=context_of(request).settings.ping_s,
+        ping_s=ping_s,
         format_error=format_error,
     )
 
 
 async def _events(
-    sequence: EventSequence,
-    reader: AnswerReader,
-    pieces: AsyncGenerator[Chunk | Result, None],
-    progress: ProgressFields,
+    sequence: EventSequence, reader: AnswerReader, pieces: Pieces, progress: ProgressFields, first_wait_s: float
 ) -> Events:
+    begun = _begun(pieces, first_wait_s)
     try:
-        for event in sequence.first():
-            yield _encode(event)
-        async for piece in pieces:
-            fields = progress.of(piece) if isinstance(piece, Chunk) else {}
-            if fields is not None:
-                for event in await _events_of(sequence, reader, piece, fields):
-                    yield _encode(event)
-            if isinstance(piece, Result):
-                for event in sequence.end(piece):
-                    yield _encode(event)
+        async for piece in begun:
+            for event in await _events_of(sequence, reader, piece, progress):
+                yield _encode(event)
     except JobFailed as exc:
+        if sequence.last_number < 0:  # there was no event, so the error still has a status
+            raise
         for event in sequence.failure(exc):
             yield _encode(event)
     finally:
+        await begun.aclose()
+
+
+async def _begun(pieces: Pieces, wait_s: float) -> AsyncGenerator[Chunk | Result | None, None]:
+    """Yield None when the first piece has arrived, or after `wait_s` seconds. Then yield the pieces."""
+    first = asyncio.ensure_future(anext(pieces))
+    try:
+        if wait_s:
+            await asyncio.wait([first], timeout=wait_s)
+        if first.done():
+            first.result()
+        yield None
+        yield await first
+        async for piece in pieces:
+            yield piece
+    finally:
+        await cancel_tasks(first)
         await pieces.aclose()
 
 
 async def _events_of(
-    sequence: EventSequence, reader: AnswerReader, piece: Chunk | Result, fields: dict[str, Any]
+    sequence: EventSequence, reader: AnswerReader, piece: Chunk | Result | None, progress: ProgressFields
 ) -> list[dict[str, Any]]:
-    """Return the events for the progress of the prompt, or for new text. They have these further fields."""
+    """Return the events for the next piece. None: the events before the first piece."""
+    if piece is None:
+        return list(sequence.first())
+    fields = progress.of(piece) if isinstance(piece, Chunk) else {}
+    if fields is None:
+        return []
     if "prompt_progress" in fields:
         return [sequence.progress(fields)]
-    return [event for each in await reader.read(piece) for event in sequence.text(*each, fields)]
+    events = [event for each in await reader.read(piece) for event in sequence.text(*each, fields)]
+    return [*events, *sequence.end(piece)] if isinstance(piece, Result) else events
 
 
 def _encode(event: dict[str, Any]) -> bytes:
