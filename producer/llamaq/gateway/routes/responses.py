@@ -51,12 +51,12 @@ async def create(request: Request) -> Response:
         if body.is_streamed:
             # A client of a background response wants its id at once.
             wait_s = 0.0 if body.is_background else FIRST_PING_S
-            pieces = _pieces_of(generation)
+            pieces = _pieces_of(generation, is_background=body.is_background)
             return await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
         if body.is_background:
             await generation.aclose()
             return json_response(await _current(request, job.id, asked.record, job))
-        async for _, piece in generation.all_pieces():
+        async for _, piece in generation.pieces():
             if isinstance(piece, Result):
                 return json_response(await asked.answer([piece]))
         raise JobNotFound(job.id)
@@ -147,11 +147,18 @@ def _starting_after(request: Request) -> int:
     return int(value)
 
 
-async def _pieces_of(generation: Generation) -> Pieces:
+async def _pieces_of(generation: Generation, *, is_background: bool) -> Pieces:
     """Yield the pieces of the only job of a request. If the response is not stored, the job ends with this
     generator.
+
+    Args:
+        generation: The job of the request.
+        is_background: Whether the request is in the background. Such a response shows that it was cancelled.
+
+    Raises:
+        JobCancelled: The job of a request that waits for its answer was cancelled.
     """
-    pieces = generation.all_pieces()
+    pieces = generation.all_pieces() if is_background else generation.pieces()
     try:
         async for _, piece in pieces:
             yield piece
