@@ -1,4 +1,4 @@
-"""`/v1/responses` with a fake worker: what a client gets when its job fails, or is cancelled."""
+"""`/v1/responses` with a fake worker: errors of jobs, pages of items, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -45,3 +45,22 @@ async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
             rest = [line async for line in lines]
     assert (waited_s < FIRST_PING_S) == is_background
     assert any("response.failed" in line for line in rest)
+
+
+async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queue: str) -> None:
+    turns = [{"role": "user", "content": str(number)} for number in range(25)]
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+        created = (await http.post(RESPONSES, json={"input": turns, "background": True})).json()
+        path = f"{RESPONSES}/{created['id']}/input_items"
+        whole = (await http.get(path)).json()
+        pages = [(await http.get(path, params={"limit": 10, "order": "asc"})).json()]
+        for _ in range(3):
+            after = {"limit": 10, "order": "asc", "after": pages[-1]["last_id"]}
+            pages.append((await http.get(path, params=after)).json())
+        refused = [await http.get(path, params=each) for each in ({"limit": 0}, {"after": "x"}, {"order": "up"})]
+    assert [len(page["data"]) for page in pages] == [10, 10, 5, 0]
+    assert [page["has_more"] for page in pages] == [True, True, False, False]
+    texts = [item["content"][0]["text"] for page in pages for item in page["data"]]
+    assert texts == [turn["content"] for turn in turns]
+    assert [item["content"][0]["text"] for item in whole["data"]] == texts[:-21:-1], "the newest 20 first"
+    assert [answer.status_code for answer in refused] == [400, 400, 400]

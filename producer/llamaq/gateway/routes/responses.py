@@ -19,6 +19,7 @@ from llamaq.gateway.generation import Generation, describe_wait
 from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import FIRST_PING_S, Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.http.pages import page_of, read_page
 from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
@@ -29,6 +30,9 @@ from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseS
 from llamaq.gateway.responses.request_body import read_response_body
 from llamaq.gateway.responses.response_object import failed_response, open_response
 from llamaq.producer import AsyncJob, Chunk
+
+MAX_LISTED, LISTED = 100, 20
+"""Number of items in a page of the input: the largest, and that of a request without `limit`."""
 
 Pieces = AsyncGenerator[Chunk | Result, None]
 """The chunks of a job, and at last its result."""
@@ -92,13 +96,10 @@ async def delete(request: Request) -> Response:
 
 
 async def list_input_items(request: Request) -> Response:
-    """Return the messages that came with the request of a response, the newest first unless `order=asc`."""
+    """Return a page of the messages that came with the request of a response."""
+    page = read_page(request, most=MAX_LISTED, default=LISTED)
     job_id, record, _ = await _find(request)
-    items = input_items(job_id, record.new_messages)
-    if request.query_params.get("order") != "asc":
-        items.reverse()
-    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
-    return json_response({"object": "list", "data": items, **ends, "has_more": False})
+    return json_response(page_of(input_items(job_id, record.new_messages), page))
 
 
 async def count_input_tokens(request: Request) -> Response:
