@@ -6,10 +6,13 @@ import asyncio
 
 import httpx
 import pytest
-from tests.gateway.test_disconnects import gateway
+from tests.gateway.test_disconnects import gateway, until
+from tests.support.http_server import post_of, sending
 
 from llamaq.common.errors import ErrorCode
 from llamaq.gateway.http.event_stream import FIRST_PING_S
+from llamaq.gateway.responses.record import ID_PREFIX
+from llamaq.producer import FinishReason
 
 RESPONSES = "/v1/responses"
 
@@ -64,3 +67,48 @@ async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queu
     assert texts == [turn["content"] for turn in turns]
     assert [item["content"][0]["text"] for item in whole["data"]] == texts[:-21:-1], "the newest 20 first"
     assert [answer.status_code for answer in refused] == [400, 400, 400]
+
+
+async def test_a_response_whose_id_no_client_knows_is_cancelled_when_its_client_disconnects(
+    redis_url: str, queue: str
+) -> None:
+    async with (
+        gateway(redis_url, queue) as (url, worker, client),
+        sending(url, post_of(RESPONSES, {"input": "hi"})) as (_, writer),
+    ):
+        attempt = await worker.start_next()
+        writer.transport.abort()
+
+        async def is_cancelled() -> bool:
+            return (await client.job(attempt.claim.job_id).status()).cancel_requested
+
+        await until(is_cancelled)
+        await attempt.finish(FinishReason.CANCELLED)
+
+
+@pytest.mark.parametrize("kept", [{"stream": True}, {"Idempotency_Key": "k"}])
+async def test_a_response_that_a_client_can_find_again_outlives_its_client(
+    redis_url: str, queue: str, kept: dict[str, str]
+) -> None:
+    headers = kept if "Idempotency_Key" in kept else {}
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+        async with sending(url, post_of(RESPONSES, {"input": "hi", **kept}, **headers)) as (_, writer):
+            attempt = await worker.start_next()
+            writer.transport.abort()
+        assert (await http.get("/health")).status_code == 200  # the server handles the disconnect before
+        assert not (await client.job(attempt.claim.job_id).status()).cancel_requested
+        await attempt.finish(text="end", tokens=[2])
+        stored = await http.get(f"{RESPONSES}/{ID_PREFIX}{attempt.claim.job_id}")
+    assert stored.json()["output"][0]["content"][0]["text"] == "end"
+
+
+async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
+        attempt = await worker.start_next()
+        await attempt.finish(text="end", tokens=[2])
+        answer = (await asking).json()
+        stored = await http.get(f"{RESPONSES}/{answer['id']}")
+        ttl_s = await client.redis.ttl(client.keys.of_job(attempt.claim.job_id).job)
+    assert stored.json() == answer
+    assert ttl_s > client.connection.settings.result_ttl_s

@@ -46,7 +46,9 @@ async def create(request: Request) -> Response:
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
     client = await queue_for(request, body.model, is_kept=body.is_stored)
     asked = await PreparedResponse.read(models, client, body, history, owner)
-    generation = generation_for(request, client, asked.jobs, is_kept=body.is_stored, is_background=body.is_background)
+    # Nobody can read the answer of a client that has gone without the id of its response.
+    is_kept = body.is_stored and (body.is_streamed or body.is_background)
+    generation = generation_for(request, client, asked.jobs, is_kept=is_kept, is_background=body.is_background)
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
@@ -149,8 +151,8 @@ def _starting_after(request: Request) -> int:
 
 
 async def _pieces_of(generation: Generation, *, is_background: bool) -> Pieces:
-    """Yield the pieces of the only job of a request. If the response is not stored, the job ends with this
-    generator.
+    """Yield the pieces of the only job of a request. If the job belongs to the request alone, it ends with
+    this generator.
 
     Args:
         generation: The job of the request.
