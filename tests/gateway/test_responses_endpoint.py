@@ -10,8 +10,10 @@ from tests.gateway.test_disconnects import gateway, until
 from tests.support.http_server import post_of, sending
 
 from llamaq.common.errors import ErrorCode
+from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.event_stream import FIRST_PING_S
-from llamaq.gateway.responses.record import ID_PREFIX
+from llamaq.gateway.responses.item_references import with_referenced_items
+from llamaq.gateway.responses.record import ID_PREFIX, ResponseStore
 from llamaq.producer import FinishReason
 
 RESPONSES = "/v1/responses"
@@ -112,3 +114,31 @@ async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: st
         ttl_s = await client.redis.ttl(client.keys.of_job(attempt.claim.job_id).job)
     assert stored.json() == answer
     assert ttl_s > client.connection.settings.result_ttl_s
+
+
+async def test_references_mean_the_items_of_stored_responses(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
+        await (await worker.start_next()).finish(text="Hello", tokens=[2])
+        first = (await asking).json()
+        (asked,) = (await http.get(f"{RESPONSES}/{first['id']}/input_items")).json()["data"]
+        items = [{"type": "item_reference", "id": item["id"]} for item in (asked, *first["output"])]
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": [*items, {"role": "user", "content": "Bye"}]}))
+        attempt = await worker.start_next()
+        await attempt.finish(text="Bye", tokens=[2])
+        answer = await asking
+        store = ResponseStore(client.redis, client.keys, 60)
+        with pytest.raises(RequestRefused, match=r"input\.0"):
+            await with_referenced_items({"input": items}, None, store, "another key")  # type: ignore[arg-type]
+    assert answer.status_code == 200, answer.text
+    turns = [(message.role, message.content) for message in attempt.request.messages or ()]
+    assert turns == [("user", "hi"), ("assistant", "Hello"), ("user", "Bye")]
+
+
+@pytest.mark.parametrize("item_id", ["", "msg", "msg_x_1", "msg_default.0." + "0" * 32 + "_0", "rs_../../x_0"])
+async def test_a_reference_to_no_stored_item_is_404_and_names_it(redis_url: str, queue: str, item_id: str) -> None:
+    body = {"input": [{"type": "item_reference", "id": item_id}]}
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post(RESPONSES, json=body)
+    assert answer.status_code == 404
+    assert f"input.0: there is no stored item {item_id!r}" in answer.json()["error"]["message"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,8 +26,9 @@ from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_fo
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
 from llamaq.gateway.responses.input_items import input_items
+from llamaq.gateway.responses.item_references import with_referenced_items
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseStore
-from llamaq.gateway.responses.request_body import read_response_body
+from llamaq.gateway.responses.request_body import ResponseBody, read_response_body
 from llamaq.gateway.responses.response_object import failed_response, open_response
 from llamaq.producer import AsyncJob, Chunk
 
@@ -41,7 +42,7 @@ Pieces = AsyncGenerator[Chunk | Result, None]
 async def create(request: Request) -> Response:
     """Answer a request, or begin to."""
     fields = await read_object(request)
-    body, progress = read_response_body(fields), ProgressOptions.read(fields)
+    body, progress = await _read_body(request, fields), ProgressOptions.read(fields)
     models, owner = context_of(request).models, _owner_of(request)
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
     client = await queue_for(request, body.model, is_kept=body.is_stored)
@@ -106,12 +107,18 @@ async def list_input_items(request: Request) -> Response:
 
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a response would have."""
-    body = read_response_body(await read_object(request))
+    body = await _read_body(request, await read_object(request))
     queues = context_of(request).queues
     history = await read_history(_store_of(request), queues, body.previous_id, _owner_of(request))
     client = await queue_for(request, body.model)
     n_tokens = await count_tokens(client, body, [*history, *body.messages])
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+async def _read_body(request: Request, fields: Mapping[str, Any]) -> ResponseBody:
+    """Return what the body of a request asks for, with the stored items that it refers to."""
+    models, owner = context_of(request).models, _owner_of(request)
+    return read_response_body(await with_referenced_items(fields, models, _store_of(request), owner))
 
 
 def _store_of(request: Request) -> ResponseStore:
