@@ -9,6 +9,7 @@ import httpx
 import pytest
 from tests.gateway.test_disconnects import MESSAGES, gateway, until
 
+from llamaq.gateway.responses.record import ID_PREFIX
 from llamaq.producer import AsyncClient, FinishReason
 
 ENDPOINTS: dict[str, dict[str, Any]] = {
@@ -16,14 +17,19 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
     "/completion": {"prompt": "hi"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/responses": {"input": "hi"},
 }
 
 
-async def purge_when_waiting(client: AsyncClient) -> None:
+async def until_one_waits(client: AsyncClient) -> None:
     async def waits() -> bool:
         return (await client.queue_depth()).waiting == 1
 
     await until(waits)
+
+
+async def purge_when_waiting(client: AsyncClient) -> None:
+    await until_one_waits(client)
     await client.purge()
 
 
@@ -53,11 +59,21 @@ async def test_a_stream_whose_job_is_cancelled_ends_with_an_error(redis_url: str
     assert "was cancelled" in answer.text
     assert "[DONE]" not in answer.text
     assert '"finish_reason":"stop"' not in answer.text
+    assert "response.incomplete" not in answer.text
 
 
-async def test_a_response_shows_that_it_was_cancelled(redis_url: str, queue: str) -> None:
+@pytest.mark.parametrize("body", [{}, {"stream": True}])
+async def test_a_stored_response_shows_later_that_it_was_cancelled(
+    redis_url: str, queue: str, body: dict[str, bool]
+) -> None:
     async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url) as http:
-        asking = asyncio.create_task(http.post("/v1/responses", json={"input": "hi", "store": False}))
-        await purge_when_waiting(client)
+        sent = {"input": "hi", "background": True, **body}
+        asking = asyncio.create_task(http.post("/v1/responses", json=sent))
+        await until_one_waits(client)
+        (job,) = await client.jobs()
+        await client.purge()
         answer = await asking
-    assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
+        stored = await http.get(f"/v1/responses/{ID_PREFIX}{job.job_id}")
+    assert (stored.status_code, stored.json()["status"]) == (200, "cancelled")
+    if body:
+        assert "response.incomplete" in answer.text

@@ -27,9 +27,7 @@ QUERY: Mapping[tuple[str, str], Sequence[Parameter]] = {
         ("stream", {"type": "boolean"}, "Return the events of the response."),
         ("starting_after", {"type": "integer"}, "`sequence_number` after which the events begin."),
     ),
-    ("GET", "/v1/responses/{response}/input_items"): (
-        ("order", {"enum": ["asc", "desc"]}, "`asc`: the oldest first."),
-    ),
+    ("GET", "/v1/responses/{response}/input_items"): _PAGE,
     ("GET", "/v1/files"): (*_PAGE, ("purpose", {"type": "string"}, "List only files with this purpose.")),
     ("GET", "/v1/batches"): _PAGE,
 }

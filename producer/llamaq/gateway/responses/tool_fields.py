@@ -26,7 +26,9 @@ def read_response_tools(body: Mapping[str, Any]) -> ToolChoice:
             choice = {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
             names = {tool.get("name") for tool in allowed if isinstance(tool, Mapping)}
-            functions = [tool for tool in functions if tool["function"]["name"] in names]
+            functions = [tool for tool in functions if tool["function"].get("name") in names]
+            if mode == "required" and not functions:
+                raise InvalidRequest("tool_choice.tools: an answer must call one of these tools, but none is in tools")
             choice = mode
         case {"type": str(kind)}:
             raise InvalidRequest(f"tool_choice.type: llamaq supports function and allowed_tools, not {kind[:50]!r}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -10,45 +11,59 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import JobFailed, JobNotFound
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation, describe_wait
 from llamaq.gateway.http.errors import error_fields, invalid
-from llamaq.gateway.http.event_stream import Events, EventStream, named
+from llamaq.gateway.http.event_stream import FIRST_PING_S, Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.http.pages import page_of, read_page
 from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
 from llamaq.gateway.responses.input_items import input_items
+from llamaq.gateway.responses.item_references import with_referenced_items
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseStore
-from llamaq.gateway.responses.request_body import read_response_body
+from llamaq.gateway.responses.request_body import ResponseBody, read_response_body
 from llamaq.gateway.responses.response_object import failed_response, open_response
 from llamaq.producer import AsyncJob, Chunk
+
+MAX_LISTED, LISTED = 100, 20
+"""Number of items in a page of the input: the largest, and that of a request without `limit`."""
+
+Pieces = AsyncGenerator[Chunk | Result, None]
+"""The chunks of a job, and at last its result."""
 
 
 async def create(request: Request) -> Response:
     """Answer a request, or begin to."""
     fields = await read_object(request)
-    body, progress = read_response_body(fields), ProgressOptions.read(fields)
+    body, progress = await _read_body(request, fields), ProgressOptions.read(fields)
     models, owner = context_of(request).models, _owner_of(request)
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
     client = await queue_for(request, body.model, is_kept=body.is_stored)
     asked = await PreparedResponse.read(models, client, body, history, owner)
-    generation = generation_for(request, client, asked.jobs, is_kept=body.is_stored, is_background=body.is_background)
+    # Nobody can read the answer of a client that has gone without the id of its response.
+    is_kept = body.is_stored and (body.is_streamed or body.is_background)
+    generation = generation_for(request, client, asked.jobs, is_kept=is_kept, is_background=body.is_background)
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
         if body.is_stored:
             await _store_of(request).save(job.id, asked.record)
         if body.is_streamed:
-            return await _stream(request, job, asked.record, _pieces_of(generation), progress=progress)
+            # A client of a background response wants its id at once.
+            wait_s = 0.0 if body.is_background else FIRST_PING_S
+            pieces = _pieces_of(generation, is_background=body.is_background)
+            return await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
         if body.is_background:
             await generation.aclose()
             return json_response(await _current(request, job.id, asked.record, job))
-        async for _, piece in generation.all_pieces():
+        async for _, piece in generation.pieces():
             if isinstance(piece, Result):
                 return json_response(await asked.answer([piece]))
         raise JobNotFound(job.id)
@@ -84,23 +99,26 @@ async def delete(request: Request) -> Response:
 
 
 async def list_input_items(request: Request) -> Response:
-    """Return the messages that came with the request of a response, the newest first unless `order=asc`."""
+    """Return a page of the messages that came with the request of a response."""
+    page = read_page(request, most=MAX_LISTED, default=LISTED)
     job_id, record, _ = await _find(request)
-    items = input_items(job_id, record.new_messages)
-    if request.query_params.get("order") != "asc":
-        items.reverse()
-    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
-    return json_response({"object": "list", "data": items, **ends, "has_more": False})
+    return json_response(page_of(input_items(job_id, record.new_messages), page))
 
 
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a response would have."""
-    body = read_response_body(await read_object(request))
+    body = await _read_body(request, await read_object(request))
     queues = context_of(request).queues
     history = await read_history(_store_of(request), queues, body.previous_id, _owner_of(request))
     client = await queue_for(request, body.model)
     n_tokens = await count_tokens(client, body, [*history, *body.messages])
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+async def _read_body(request: Request, fields: Mapping[str, Any]) -> ResponseBody:
+    """Return what the body of a request asks for, with the stored items that it refers to."""
+    models, owner = context_of(request).models, _owner_of(request)
+    return read_response_body(await with_referenced_items(fields, models, _store_of(request), owner))
 
 
 def _store_of(request: Request) -> ResponseStore:
@@ -139,11 +157,18 @@ def _starting_after(request: Request) -> int:
     return int(value)
 
 
-async def _pieces_of(generation: Generation) -> AsyncGenerator[Chunk | Result, None]:
-    """Yield the pieces of the only job of a request. If the response is not stored, the job ends with this
-    generator.
+async def _pieces_of(generation: Generation, *, is_background: bool) -> Pieces:
+    """Yield the pieces of the only job of a request. If the job belongs to the request alone, it ends with
+    this generator.
+
+    Args:
+        generation: The job of the request.
+        is_background: Whether the request is in the background. Such a response shows that it was cancelled.
+
+    Raises:
+        JobCancelled: The job of a request that waits for its answer was cancelled.
     """
-    pieces = generation.all_pieces()
+    pieces = generation.all_pieces() if is_background else generation.pieces()
     try:
         async for _, piece in pieces:
             yield piece
@@ -151,7 +176,7 @@ async def _pieces_of(generation: Generation) -> AsyncGenerator[Chunk | Result, N
         await pieces.aclose()
 
 
-async def _pieces_from(job: AsyncJob) -> AsyncGenerator[Chunk | Result, None]:
+async def _pieces_from(job: AsyncJob) -> Pieces:
     """Yield the pieces of a stored job from its first one on."""
     chunks = job.stream()
     try:
@@ -166,55 +191,87 @@ async def _stream(
     request: Request,
     job: AsyncJob,
     record: ResponseRecord,
-    pieces: AsyncGenerator[Chunk | Result, None],
+    pieces: Pieces,
     starting_after: int = -1,
     progress: ProgressOptions = NO_PROGRESS,
+    first_wait_s: float = 0.0,
 ) -> Response:
+    """Return the events of a response.
+
+    Args:
+        request: The request.
+        job: The job of the response.
+        record: What is stored about the response.
+        pieces: The output of the job.
+        starting_after: The number of the last event that the client has. -1: it has none.
+        progress: Which fields about the progress of the job the events have.
+        first_wait_s: How long the first events wait for the first piece. An error in this time sets the status.
+
+    Raises:
+        JobFailed: The job has failed before the first events.
+    """
     sequence = EventSequence(job.id, record, starting_after)
+    ping_s = context_of(request).settings.ping_s
 
     def format_error(exc: Exception) -> bytes:
         return _encode({**error_fields(exc), "type": "error", "sequence_number": sequence.last_number + 1})
 
     reader = AnswerReader(context_of(request).models, job.id, record)
     return await EventStream.open(
-        _events(sequence, reader, pieces, ProgressFields(progress)),
+        _events(sequence, reader, pieces, ProgressFields(progress), min(first_wait_s, ping_s)),
         comment=partial(describe_wait, job),
-        ping_s=context_of(request).settings.ping_s,
+        ping_s=ping_s,
         format_error=format_error,
     )
 
 
 async def _events(
-    sequence: EventSequence,
-    reader: AnswerReader,
-    pieces: AsyncGenerator[Chunk | Result, None],
-    progress: ProgressFields,
+    sequence: EventSequence, reader: AnswerReader, pieces: Pieces, progress: ProgressFields, first_wait_s: float
 ) -> Events:
+    begun = _begun(pieces, first_wait_s)
     try:
-        for event in sequence.first():
-            yield _encode(event)
-        async for piece in pieces:
-            fields = progress.of(piece) if isinstance(piece, Chunk) else {}
-            if fields is not None:
-                for event in await _events_of(sequence, reader, piece, fields):
-                    yield _encode(event)
-            if isinstance(piece, Result):
-                for event in sequence.end(piece):
-                    yield _encode(event)
+        async for piece in begun:
+            for event in await _events_of(sequence, reader, piece, progress):
+                yield _encode(event)
     except JobFailed as exc:
+        if sequence.last_number < 0:  # there was no event, so the error still has a status
+            raise
         for event in sequence.failure(exc):
             yield _encode(event)
     finally:
+        await begun.aclose()
+
+
+async def _begun(pieces: Pieces, wait_s: float) -> AsyncGenerator[Chunk | Result | None, None]:
+    """Yield None when the first piece has arrived, or after `wait_s` seconds. Then yield the pieces."""
+    first = asyncio.ensure_future(anext(pieces))
+    try:
+        if wait_s:
+            await asyncio.wait([first], timeout=wait_s)
+        if first.done():
+            first.result()
+        yield None
+        yield await first
+        async for piece in pieces:
+            yield piece
+    finally:
+        await cancel_tasks(first)
         await pieces.aclose()
 
 
 async def _events_of(
-    sequence: EventSequence, reader: AnswerReader, piece: Chunk | Result, fields: dict[str, Any]
+    sequence: EventSequence, reader: AnswerReader, piece: Chunk | Result | None, progress: ProgressFields
 ) -> list[dict[str, Any]]:
-    """Return the events for the progress of the prompt, or for new text. They have these further fields."""
+    """Return the events for the next piece. None: the events before the first piece."""
+    if piece is None:
+        return list(sequence.first())
+    fields = progress.of(piece) if isinstance(piece, Chunk) else {}
+    if fields is None:
+        return []
     if "prompt_progress" in fields:
         return [sequence.progress(fields)]
-    return [event for each in await reader.read(piece) for event in sequence.text(*each, fields)]
+    events = [event for each in await reader.read(piece) for event in sequence.text(*each, fields)]
+    return [*events, *sequence.end(piece)] if isinstance(piece, Result) else events
 
 
 def _encode(event: dict[str, Any]) -> bytes:

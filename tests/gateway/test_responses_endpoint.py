@@ -1,0 +1,144 @@
+"""`/v1/responses` with a fake worker: errors of jobs, pages of items, and clients that disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from tests.gateway.test_disconnects import gateway, until
+from tests.support.http_server import post_of, sending
+
+from llamaq.common.errors import ErrorCode
+from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http.event_stream import FIRST_PING_S
+from llamaq.gateway.responses.item_references import with_referenced_items
+from llamaq.gateway.responses.record import ID_PREFIX, ResponseStore
+from llamaq.producer import FinishReason
+
+RESPONSES = "/v1/responses"
+
+
+@pytest.mark.parametrize("code", [ErrorCode.PROMPT_TOO_LONG, ErrorCode.INVALID_GRAMMAR])
+async def test_an_error_before_the_first_text_of_a_stream_sets_the_status(
+    redis_url: str, queue: str, code: ErrorCode
+) -> None:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi", "stream": True}))
+        attempt = await worker.start_next()
+        await attempt.fail(code)
+        answer = await asking
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
+    redis_url: str, queue: str, is_background: bool
+) -> None:
+    body = {"input": "hi", "stream": True, "background": is_background}
+    loop = asyncio.get_running_loop()
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+        start_s = loop.time()
+        async with http.stream("POST", RESPONSES, json=body) as answer:
+            lines = answer.aiter_lines()
+            while "response.created" not in await anext(lines):  # the job waits: a client has the id nevertheless
+                pass
+            waited_s = loop.time() - start_s
+            attempt = await worker.start_next()
+            await attempt.fail(ErrorCode.PROMPT_TOO_LONG)
+            rest = [line async for line in lines]
+    assert (waited_s < FIRST_PING_S) == is_background
+    assert any("response.failed" in line for line in rest)
+
+
+async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queue: str) -> None:
+    turns = [{"role": "user", "content": str(number)} for number in range(25)]
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+        created = (await http.post(RESPONSES, json={"input": turns, "background": True})).json()
+        path = f"{RESPONSES}/{created['id']}/input_items"
+        whole = (await http.get(path)).json()
+        pages = [(await http.get(path, params={"limit": 10, "order": "asc"})).json()]
+        for _ in range(3):
+            after = {"limit": 10, "order": "asc", "after": pages[-1]["last_id"]}
+            pages.append((await http.get(path, params=after)).json())
+        refused = [await http.get(path, params=each) for each in ({"limit": 0}, {"after": "x"}, {"order": "up"})]
+    assert [len(page["data"]) for page in pages] == [10, 10, 5, 0]
+    assert [page["has_more"] for page in pages] == [True, True, False, False]
+    texts = [item["content"][0]["text"] for page in pages for item in page["data"]]
+    assert texts == [turn["content"] for turn in turns]
+    assert [item["content"][0]["text"] for item in whole["data"]] == texts[:-21:-1], "the newest 20 first"
+    assert [answer.status_code for answer in refused] == [400, 400, 400]
+
+
+async def test_a_response_whose_id_no_client_knows_is_cancelled_when_its_client_disconnects(
+    redis_url: str, queue: str
+) -> None:
+    async with (
+        gateway(redis_url, queue) as (url, worker, client),
+        sending(url, post_of(RESPONSES, {"input": "hi"})) as (_, writer),
+    ):
+        attempt = await worker.start_next()
+        writer.transport.abort()
+
+        async def is_cancelled() -> bool:
+            return (await client.job(attempt.claim.job_id).status()).cancel_requested
+
+        await until(is_cancelled)
+        await attempt.finish(FinishReason.CANCELLED)
+
+
+@pytest.mark.parametrize("kept", [{"stream": True}, {"Idempotency_Key": "k"}])
+async def test_a_response_that_a_client_can_find_again_outlives_its_client(
+    redis_url: str, queue: str, kept: dict[str, str]
+) -> None:
+    headers = kept if "Idempotency_Key" in kept else {}
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+        async with sending(url, post_of(RESPONSES, {"input": "hi", **kept}, **headers)) as (_, writer):
+            attempt = await worker.start_next()
+            writer.transport.abort()
+        assert (await http.get("/health")).status_code == 200  # the server handles the disconnect before
+        assert not (await client.job(attempt.claim.job_id).status()).cancel_requested
+        await attempt.finish(text="end", tokens=[2])
+        stored = await http.get(f"{RESPONSES}/{ID_PREFIX}{attempt.claim.job_id}")
+    assert stored.json()["output"][0]["content"][0]["text"] == "end"
+
+
+async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
+        attempt = await worker.start_next()
+        await attempt.finish(text="end", tokens=[2])
+        answer = (await asking).json()
+        stored = await http.get(f"{RESPONSES}/{answer['id']}")
+        ttl_s = await client.redis.ttl(client.keys.of_job(attempt.claim.job_id).job)
+    assert stored.json() == answer
+    assert ttl_s > client.connection.settings.result_ttl_s
+
+
+async def test_references_mean_the_items_of_stored_responses(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
+        await (await worker.start_next()).finish(text="Hello", tokens=[2])
+        first = (await asking).json()
+        (asked,) = (await http.get(f"{RESPONSES}/{first['id']}/input_items")).json()["data"]
+        items = [{"type": "item_reference", "id": item["id"]} for item in (asked, *first["output"])]
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": [*items, {"role": "user", "content": "Bye"}]}))
+        attempt = await worker.start_next()
+        await attempt.finish(text="Bye", tokens=[2])
+        answer = await asking
+        store = ResponseStore(client.redis, client.keys, 60)
+        with pytest.raises(RequestRefused, match=r"input\.0"):
+            await with_referenced_items({"input": items}, None, store, "another key")  # type: ignore[arg-type]
+    assert answer.status_code == 200, answer.text
+    turns = [(message.role, message.content) for message in attempt.request.messages or ()]
+    assert turns == [("user", "hi"), ("assistant", "Hello"), ("user", "Bye")]
+
+
+@pytest.mark.parametrize("item_id", ["", "msg", "msg_x_1", "msg_default.0." + "0" * 32 + "_0", "rs_../../x_0"])
+async def test_a_reference_to_no_stored_item_is_404_and_names_it(redis_url: str, queue: str, item_id: str) -> None:
+    body = {"input": [{"type": "item_reference", "id": item_id}]}
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post(RESPONSES, json=body)
+    assert answer.status_code == 404
+    assert f"input.0: there is no stored item {item_id!r}" in answer.json()["error"]["message"]
