@@ -31,6 +31,11 @@ from llamaq.common.redis.write_refusals import is_full
 RETRY_AFTER_S = 5
 """The value of `Retry-After` if no better value is known."""
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's `code` of a prompt that is too long. Clients look for it, for example to shorten the conversation."""
+LLAMA_SERVER_PATHS = frozenset({"/completion", "/completions", "/embedding", "/embeddings"})
+"""Paths of llama-server's own endpoints that compute a prompt. Their errors keep the code of the job."""
+
 TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -115,13 +120,15 @@ def status_of(exc: Exception) -> HTTPStatus:
 
 def type_of(status: HTTPStatus, code: str | None = None) -> str:
     """Return the `type` of an error."""
-    if code == ErrorCode.PROMPT_TOO_LONG:
+    if code in (ErrorCode.PROMPT_TOO_LONG, CONTEXT_LENGTH_EXCEEDED):
         return "exceed_context_size_error"
     return TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
 
 
 def code_of(exc: Exception) -> str | None:
     """Return the `code` of an error, for programs."""
+    if isinstance(exc, JobFailed) and exc.code == ErrorCode.PROMPT_TOO_LONG:
+        return CONTEXT_LENGTH_EXCEEDED
     if isinstance(exc, JobFailed | RequestRefused):
         return exc.code
     if is_full(exc):
@@ -190,7 +197,12 @@ def message_error(exc: Exception) -> dict[str, Any]:
 
 def error_response(exc: Exception, path: str) -> Response:
     """Return the response to an error, in the form of the API that a path belongs to."""
-    body = message_error(exc) if path.startswith("/v1/messages") else {"error": error_fields(exc)}
+    if path.startswith("/v1/messages"):
+        body = message_error(exc)
+    elif path in LLAMA_SERVER_PATHS and isinstance(exc, JobFailed):
+        body = {"error": {**error_fields(exc), "code": exc.code}}
+    else:
+        body = {"error": error_fields(exc)}
     return JSONResponse(body, status_of(exc), headers_of(exc))
 
 
