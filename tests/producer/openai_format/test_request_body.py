@@ -46,6 +46,11 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, {"json_schema": {"a": 1}}),
         ({"structured_outputs": {"json": {"a": 1}, "regex": None}}, {"json_schema": {"a": 1}}),
         ({"structured_outputs": {"choice": ["x"]}}, {"choice": ["x"]}),
+        ({"guided_json": {"a": 1}, "guided_regex": None}, {"json_schema": {"a": 1}}),
+        ({"guided_regex": "[0-9]"}, {"regex": "[0-9]"}),
+        ({"guided_choice": ["x"]}, {"choice": ["x"]}),
+        ({"guided_grammar": "root ::= 1"}, {"grammar": "root ::= 1"}),
+        ({"min_tokens": 0, "bad_words": [], "use_beam_search": False, "include_stop_str_in_output": False}, {}),
         ({"service_tier": "flex"}, {"priority": "bulk"}),
         ({"priority": 5}, {"priority": "bulk"}),
         ({"priority": -5}, {}),
@@ -62,6 +67,12 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
 )
 def test_fields_become_job_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
     assert chat(**fields).jobs[0] == {"messages": HELLO, **options}
+
+
+def test_the_best_of_all_answers_are_all_answers() -> None:
+    assert len(chat(best_of=2, n=2).jobs) == 2
+    with pytest.raises(InvalidRequest, match="best_of"):
+        chat(best_of=3, n=2)
 
 
 def test_only_a_completion_echoes_its_prompt() -> None:
@@ -122,6 +133,8 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
         {"chat_template_kwargs": {"x": 2**64}}, {"chat_template_kwargs": {"x": ["\ud800"]}},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": -(2**64)}}}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": 2**64}}}]}]},
+        {"min_tokens": 3}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"truncate_prompt_tokens": 5},
+        {"use_beam_search": True}, {"include_stop_str_in_output": True}, {"best_of": 3},
         {"json_schema": -1}, {"json_schema": 1.5}, {"json_schema": True},
         {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ],

@@ -37,15 +37,21 @@ PROGRESS_FIELDS = ("prompt_progress", "return_progress", "timings_per_token")
 """Fields for which the job of a stream publishes the progress of its prompt."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
+    "include_stop_str_in_output": (False,),
     "lora": ([],),
+    "min_tokens": (0,),
     "prompt_logprobs": (0,),
     "stop_token_ids": ([],),
     "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 """Fields that change the answer and that llamaq does not support. Each has the values that change nothing."""
 
@@ -132,6 +138,8 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """
     for name, harmless in UNSUPPORTED.items():
         value = body.get(name)
+        if name == "best_of" and value == body.get("n"):  # all answers are returned, so there is no choice to make
+            continue
         if value is not None and value not in harmless:
             raise InvalidRequest(f"{name}: llamaq does not support it; leave it out")
 
