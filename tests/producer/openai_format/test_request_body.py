@@ -78,6 +78,16 @@ def test_the_best_of_all_answers_are_all_answers() -> None:
 def test_only_a_completion_echoes_its_prompt() -> None:
     assert read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": True}).is_echoed
     assert not chat(echo=True).is_echoed
+
+
+@pytest.mark.parametrize("logprobs", [0, 1, True])
+def test_an_echo_with_logprobs_is_refused_because_the_prompt_would_have_none(logprobs: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"echo.*logprobs"):
+        read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": logprobs})
+    read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": False, "logprobs": logprobs})
+
+
+def test_a_schema_is_an_object() -> None:
     with pytest.raises(InvalidRequest, match="json_schema"):
         chat(structured_outputs={"json": "text"})
 

@@ -107,6 +107,9 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
     refuse_unsupported(body)
     prompts = [read_chat(body)] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
     options = read_options(body) | read_logprobs(endpoint, body)
+    is_echoed = endpoint is Endpoint.COMPLETIONS and read_flag(body, "echo")
+    if is_echoed and "logprobs" in options:  # without those of the prompt, a likelihood of the prompt would be 0
+        raise InvalidRequest("echo: llamaq returns no logprobs of the prompt; leave out echo or logprobs")
     n = _read_count(body.get("n"))
     if n * len(prompts) > MAX_CHOICES:
         raise InvalidRequest(f"n: {n * len(prompts)} answers are more than {MAX_CHOICES}")
@@ -120,7 +123,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         is_streamed=read_flag(body, "stream"),
         has_usage_chunk=isinstance(stream_options, Mapping) and stream_options.get("include_usage") is True,
         is_stored=read_flag(body, "store"),
-        is_echoed=endpoint is Endpoint.COMPLETIONS and read_flag(body, "echo"),
+        is_echoed=is_echoed,
     )
 
 
