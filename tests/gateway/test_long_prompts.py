@@ -10,7 +10,7 @@ import pytest
 from tests.support.http_server import serving_http
 
 from llamaq.common.protocol.text_commands import TextReply
-from llamaq.gateway import prompt_too_long_error
+from llamaq.producer.queries import text_commands
 from llamaq.producer.testing import FakeWorker
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -56,7 +56,7 @@ async def test_the_error_of_a_prompt_that_is_too_long_is_that_of_the_api(
     async def ask(*_: object, **__: object) -> TextReply:
         return TextReply(tokens=TOKENS)
 
-    monkeypatch.setattr(prompt_too_long_error.text_commands, "ask", ask)
+    monkeypatch.setattr(text_commands, "ask", ask)
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
