@@ -116,6 +116,7 @@ async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(
         given = await http.get("/health", headers={"X-Request-Id": "my-id"})
         bad = await http.get("/health", headers={"X-Request-Id": "my id"})
         refused = await http.post(CHAT, content=b"{")
+        of_messages = await http.post("/v1/messages", content=b"{")
         missing = await http.get("/no-such-path")
         wrong_method = await http.get(CHAT)
         asked = await http.options(CHAT, headers={"Access-Control-Request-Method": "POST"})
@@ -125,7 +126,10 @@ async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(
     for each in (given, refused, missing, wrong_method):
         assert each.headers["access-control-allow-origin"] == origin
         assert "x-request-id" in each.headers
+        assert each.headers["request-id"] == each.headers["x-request-id"]
+        assert "Request-Id" in each.headers["access-control-expose-headers"].split(", ")
     assert missing.json()["error"]["type"] == "not_found_error"
+    assert of_messages.json()["request_id"] == of_messages.headers["request-id"]
 
 
 async def test_the_response_to_a_defect_of_the_server_has_the_headers_of_every_response(
@@ -146,6 +150,21 @@ async def test_the_response_to_a_defect_of_the_server_has_the_headers_of_every_r
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "my-id")
     assert answer.headers["access-control-allow-origin"]
     assert answer.json()["error"]["type"] == "server_error"
+
+
+async def test_clients_are_told_not_to_repeat_a_request_that_conflicts_with_another(redis_url: str, queue: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}) as http,
+    ):
+        await worker.announce()
+        first, other = [
+            await http.post("/v1/responses", json={"input": text, "background": True}) for text in ("a", "b")
+        ]
+    assert (first.status_code, other.status_code) == (200, 409)
+    assert other.headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in first.headers
 
 
 @pytest.mark.slow

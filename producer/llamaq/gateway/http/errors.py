@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from llamaq.common.errors import (
     ErrorCode,
@@ -30,6 +31,7 @@ from llamaq.common.redis.write_refusals import is_full
 
 RETRY_AFTER_S = 5
 """The value of `Retry-After` if no better value is known."""
+SHOULD_RETRY = "x-should-retry"
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """OpenAI's `code` of a prompt that is too long. Clients look for it, for example to shorten the conversation."""
@@ -147,12 +149,18 @@ def code_of(exc: Exception) -> str | None:
 
 
 def headers_of(exc: Exception) -> dict[str, str]:
-    """Return the headers of the response to an error. A client may try again after `Retry-After` seconds."""
+    """Return the headers of the response to an error. A client may try again after `Retry-After` seconds.
+
+    With `x-should-retry`, the clients of OpenAI and Anthropic do not repeat a request that would fail again. Without
+    it, they repeat all requests with the status 409 or 5xx.
+    """
     if isinstance(exc, QueueFull):
         return {"Retry-After": str(exc.retry_after_s)}
     headers = dict(getattr(exc, "headers", None) or {})
     if status_of(exc) is HTTPStatus.SERVICE_UNAVAILABLE:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    if status_of(exc) is HTTPStatus.NOT_IMPLEMENTED or isinstance(exc, IdempotencyConflict):
+        headers[SHOULD_RETRY] = "false"
     return headers
 
 
@@ -188,17 +196,18 @@ def error_fields(exc: Exception) -> dict[str, Any]:
     return {"message": message_of(exc), "type": type_of(status, code), "code": code, "param": param_of(exc), **details}
 
 
-def message_error(exc: Exception) -> dict[str, Any]:
-    """Return an error in the form of Anthropic's API."""
+def message_error(exc: Exception, request_id: str | None) -> dict[str, Any]:
+    """Return an error in the form of Anthropic's API, with the id of the request."""
     status = status_of(exc)
     kind = MESSAGE_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message_of(exc)}}
+    return {"type": "error", "error": {"type": kind, "message": message_of(exc)}, "request_id": request_id}
 
 
-def error_response(exc: Exception, path: str) -> Response:
-    """Return the response to an error, in the form of the API that a path belongs to."""
+def error_response(exc: Exception, scope: Scope) -> Response:
+    """Return the response to the error of a request, in the form of the API that its path belongs to."""
+    path = scope["path"]
     if path.startswith("/v1/messages"):
-        body = message_error(exc)
+        body = message_error(exc, scope.get("state", {}).get("request_id"))
     elif path in LLAMA_SERVER_PATHS and isinstance(exc, JobFailed):
         body = {"error": {**error_fields(exc), "code": exc.code}}
     else:
@@ -208,4 +217,4 @@ def error_response(exc: Exception, path: str) -> Response:
 
 async def respond_to_error(request: Request, exc: Exception) -> Response:
     """Return the response to an error, as a handler of Starlette."""
-    return error_response(exc, request.url.path)
+    return error_response(exc, request.scope)

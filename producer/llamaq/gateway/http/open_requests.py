@@ -93,6 +93,6 @@ async def _answer(scope: Scope, receive: Receive, response: SentResponse) -> Non
         headers={"Retry-After": "1"},
     )
     if not response.has_begun:
-        await error_response(error, scope["path"])(scope, receive, response)
+        await error_response(error, scope)(scope, receive, response)
     elif format_error := scope.get("state", {}).get(FORMAT_ERROR):
         await response({"type": "http.response.body", "body": format_error(error), "more_body": False})

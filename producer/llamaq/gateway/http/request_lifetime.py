@@ -60,7 +60,7 @@ class RequestLifetime:
         except ClientGone:
             return
         except RequestRefused as exc:
-            await error_response(exc, scope["path"])(scope, receive, response)
+            await error_response(exc, scope)(scope, receive, response)
             return
         with suppress(RestMissing):
             await _run_until_disconnect(self.app, scope, body, receive, response)

@@ -44,7 +44,7 @@ async def answer(request: Request) -> Response:
             _events(context, generation, form, body.model, n_input),
             comment=generation.describe_wait,
             ping_s=context.settings.ping_s,
-            format_error=lambda exc: _encode([message_error(exc)]),
+            format_error=lambda exc: _encode([message_error(exc, request.state.request_id)]),
         )
     async with explaining_long_prompts(context, generation, as_anthropic):
         (result,) = await generation.results()
