@@ -92,6 +92,39 @@ def test_a_schema_is_an_object() -> None:
         chat(structured_outputs={"json": "text"})
 
 
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(tool, names)]}}
+
+
+def test_only_the_allowed_tools_are_shown_and_called() -> None:
+    tools = [tool("a"), tool("b")]
+    required = chat(tools=tools, tool_choice=allowed("required", "b"))
+    assert required.tool_choice.demanded == required.tool_choice.tools == (tool("b"),)
+    assert required.jobs[0]["tools"] == [tool("b")]
+    auto = chat(tools=tools, tool_choice=allowed("auto", "a", "c"))
+    assert (auto.tool_choice.demanded, auto.tool_choice.tools) == ((), (tool("a"),))
+    assert "tools" not in chat(tools=tools, tool_choice=allowed("auto", "c")).jobs[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"}, {"tool_choice": "required", "tools": []}, {"tool_choice": tool("a")},
+        {"tools": [tool("a")], "tool_choice": allowed("required", "b")},
+        {"tools": [tool("a")], "tool_choice": allowed("never", "a")},
+        {"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}},
+        {"tools": [tool("a")], "tool_choice": {**allowed("auto"), "allowed_tools": {"mode": "auto", "tools": [1]}}},
+    ],
+)  # fmt: skip
+def test_a_call_that_no_tool_can_serve_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="tool_choice"):
+        chat(**fields)
+
+
 def test_a_user_with_any_name_is_a_tenant() -> None:
     tenant = job(user="Zoë W.")["tenant"]
     assert tenant == job(user="Zoë W.")["tenant"] != job(user="Zoe W.")["tenant"]

@@ -8,6 +8,7 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
+from llamaq.producer.openai_format.tools import with_allowed_tools
 
 TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
 """Options of a job that only its chat template reads."""
@@ -26,6 +27,7 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         InvalidRequest: There are no messages, or one has a form that is not supported. The message names it.
     """
     messages = read_messages(body)
+    body = with_allowed_tools(body)
     chat: dict[str, Any] = {"messages": messages}
     if body.get("tool_choice") == "none" or body.get("tools") == []:  # templates print a list even if it is empty
         body = {**body, "tools": None}
