@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from redis.exceptions import RedisError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -203,12 +204,19 @@ def message_error(exc: Exception, request_id: str | None) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message_of(exc)}, "request_id": request_id}
 
 
+def is_for_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for Anthropic's API. Both APIs have the paths of models."""
+    path: str = scope["path"]
+    return path.startswith("/v1/messages") or (
+        path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope)
+    )
+
+
 def error_response(exc: Exception, scope: Scope) -> Response:
-    """Return the response to the error of a request, in the form of the API that its path belongs to."""
-    path = scope["path"]
-    if path.startswith("/v1/messages"):
+    """Return the response to the error of a request, in the form of the API that it is for."""
+    if is_for_anthropic(scope):
         body = message_error(exc, scope.get("state", {}).get("request_id"))
-    elif path in LLAMA_SERVER_PATHS and isinstance(exc, JobFailed):
+    elif scope["path"] in LLAMA_SERVER_PATHS and isinstance(exc, JobFailed):
         body = {"error": {**error_fields(exc), "code": exc.code}}
     else:
         body = {"error": error_fields(exc)}
