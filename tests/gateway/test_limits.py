@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from typing import Any
 
 import httpx
@@ -70,6 +71,31 @@ async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
             refused = await http.post(CHAT, content=body)
             assert refused.status_code == 400, body[:50]
             assert set(refused.json()["error"]) == {"message", "type", "code", "param"}
+
+
+async def test_a_compressed_body_is_415_and_the_encoding_named(redis_url: str, queue: str) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        body = gzip.compress(b"{}")
+        refused = [
+            await http.post(path, content=body, headers={"Content-Encoding": "gzip"}) for path in (CHAT, "/v1/messages")
+        ]
+        plain = await http.post(CHAT, content=b"{}", headers={"Content-Encoding": "identity"})
+    assert [each.status_code for each in (*refused, plain)] == [415, 415, 400]
+    assert all("'gzip'" in each.json()["error"]["message"] for each in refused)
+
+
+async def test_a_length_below_1_has_the_name_that_the_request_has_for_it(redis_url: str, queue: str) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        refused = [
+            await http.post(CHAT, json={**HELLO, "max_completion_tokens": 0}),
+            await http.post("/v1/responses", json={"input": "hi", "max_output_tokens": -5}),
+            await http.post(CHAT, json={**HELLO, "max_tokens": 0}),
+        ]
+    assert [each.json()["error"]["param"] for each in refused] == [
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_tokens",
+    ]
 
 
 async def test_a_wrong_field_is_400_and_named(redis_url: str, queue: str) -> None:

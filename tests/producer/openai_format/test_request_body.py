@@ -125,6 +125,11 @@ def test_a_call_that_no_tool_can_serve_is_refused(fields: dict[str, Any]) -> Non
         chat(**fields)
 
 
+def test_too_many_messages_are_refused_in_plain_words() -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages: 4097 messages are more than 4096$"):
+        chat(messages=HELLO * 4097)
+
+
 def test_a_user_with_any_name_is_a_tenant() -> None:
     tenant = job(user="Zoë W.")["tenant"]
     assert tenant == job(user="Zoë W.")["tenant"] != job(user="Zoe W.")["tenant"]

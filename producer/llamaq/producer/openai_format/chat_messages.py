@@ -8,6 +8,7 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
+from llamaq.common.protocol.job_request import MAX_MESSAGES
 from llamaq.producer.openai_format.tools import with_allowed_tools
 
 TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
@@ -89,6 +90,8 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages: a list of messages is required")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"messages: {len(messages)} messages are more than {MAX_MESSAGES}")
     return [_read_message(number, message) for number, message in enumerate(messages)]
 
 
