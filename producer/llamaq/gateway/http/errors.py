@@ -160,7 +160,7 @@ def headers_of(exc: Exception) -> dict[str, str]:
     headers = dict(getattr(exc, "headers", None) or {})
     if status_of(exc) is HTTPStatus.SERVICE_UNAVAILABLE:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
-    if status_of(exc) is HTTPStatus.NOT_IMPLEMENTED or isinstance(exc, IdempotencyConflict):
+    if status_of(exc) is HTTPStatus.NOT_IMPLEMENTED or code_of(exc) == "idempotency_conflict":
         headers[SHOULD_RETRY] = "false"
     return headers
 
