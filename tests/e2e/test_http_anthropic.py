@@ -43,6 +43,12 @@ async def test_messages_have_the_text_of_the_python_client_streamed_or_not(demo:
             streamed = await stream.get_final_message()
         stopped = await api.messages.create(model=demo.queue, stop_sequences=[expected.text[3:5]], **OPTIONS)
         counted = await api.messages.count_tokens(model=demo.queue, messages=BLOCKS, system="You are kind.")
+        models = [model.id async for model in api.models.list()]
+        shown = await api.models.retrieve(demo.queue)
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
+            await api.messages.create(
+                **{**OPTIONS, "messages": [{"role": "user", "content": "word " * 9000}]}, model=demo.queue
+            )
         with pytest.raises(anthropic.NotFoundError) as missing:
             await api.messages.create(model="no-such-model", **OPTIONS)
         with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.type: llamaq supports custom"):
@@ -57,6 +63,10 @@ async def test_messages_have_the_text_of_the_python_client_streamed_or_not(demo:
     assert message.usage.output_tokens == streamed.usage.output_tokens == 8
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == counted.input_tokens
     assert counted.input_tokens == expected.stats.prompt_tokens
+    assert demo.queue in models
+    assert (shown.type, shown.id) == ("model", demo.queue)
+    assert message._request_id
+    assert missing.value.request_id == missing.value.body["request_id"]  # type: ignore[index]  # any JSON
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]  # any JSON
 
 

@@ -121,7 +121,8 @@ LINES: dict[str, list[dict[str, Any]]] = {
         {"n": 1000},
     ],
     "/v1/completions": [
-        {"prompt": ["one", [5, 6, 7]], "n": 2, "echo": True, "logprobs": 1, **FORCED},
+        {"prompt": ["one", [5, 6, 7]], "n": 2, "echo": True, **FORCED},
+        {"prompt": ["one", [5, 6, 7]], "n": 2, "logprobs": 1, **FORCED},
         {"prompt": [5, "two", 6], **FORCED},
         {"prompt": {}},
     ],

@@ -225,7 +225,7 @@ async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> Non
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     assert unsupported.value.param == "functions"
     assert out_of_bounds.value.param == "temperature"
-    assert too_long.value.code == "prompt_too_long"
+    assert too_long.value.code == "context_length_exceeded"
     assert too_long.value.type == "exceed_context_size_error"
     assert bad_grammar.value.code == "invalid_grammar"
 

@@ -190,6 +190,32 @@ async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, que
     assert late.status_code == 400
 
 
+async def test_a_repeated_request_with_an_idempotency_key_gets_the_same_batch(redis_url: str, queue: str) -> None:
+    async with (
+        answering(redis_url, queue),
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        file_id = (await upload(http, jsonl(line("a", "x")))).json()["id"]
+
+        async def create(key: str, **fields: Any) -> httpx.Response:
+            body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **fields}
+            return await http.post("/v1/batches", json=body, headers={"Idempotency-Key": key})
+
+        together = [each.json() for each in await asyncio.gather(*(create(queue) for _ in range(3)))]
+        completed = await end_of(http, together[0])
+        await http.delete(f"/v1/files/{file_id}")
+        later = (await create(queue)).json()
+        conflict = await create(queue, metadata={"job": "other"})
+        listed = [each["id"] for each in (await http.get("/v1/batches?limit=100")).json()["data"]]
+        now = await end_of(http, together[0])
+    assert {each["id"] for each in together} == {later["id"]}
+    assert later == now == completed
+    assert listed.count(later["id"]) == 1
+    assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "idempotency_conflict")
+    assert conflict.headers["x-should-retry"] == "false"
+
+
 async def test_a_cancelled_batch_keeps_the_answers_that_it_has(redis_url: str, queue: str) -> None:
     async with (
         FakeWorker(redis_url, queue) as worker,

@@ -42,7 +42,9 @@ async def test_disabled_endpoints_are_refused() -> None:
     app = Starlette(routes=enabled_routes(ROUTES, disabled), exception_handlers={RequestRefused: respond_to_error})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://llamaq") as http:
         statuses = [(await http.get(path)).status_code for path in ("/", "/metrics", "/slots", "/lora-adapters")]
-        refused = (await http.get("/metrics")).json()
+        answer = await http.get("/metrics")
+        refused = answer.json()
     assert statuses == [404, 501, 501, 200]
+    assert answer.headers["x-should-retry"] == "false"
     assert refused["error"]["type"] == "not_supported_error"
     assert "disabled_endpoints" in refused["error"]["message"]

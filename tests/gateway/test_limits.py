@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from typing import Any
 
 import httpx
@@ -72,6 +73,31 @@ async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
             assert set(refused.json()["error"]) == {"message", "type", "code", "param"}
 
 
+async def test_a_compressed_body_is_415_and_the_encoding_named(redis_url: str, queue: str) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        body = gzip.compress(b"{}")
+        refused = [
+            await http.post(path, content=body, headers={"Content-Encoding": "gzip"}) for path in (CHAT, "/v1/messages")
+        ]
+        plain = await http.post(CHAT, content=b"{}", headers={"Content-Encoding": "identity"})
+    assert [each.status_code for each in (*refused, plain)] == [415, 415, 400]
+    assert all("'gzip'" in each.json()["error"]["message"] for each in refused)
+
+
+async def test_a_length_below_1_has_the_name_that_the_request_has_for_it(redis_url: str, queue: str) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        refused = [
+            await http.post(CHAT, json={**HELLO, "max_completion_tokens": 0}),
+            await http.post("/v1/responses", json={"input": "hi", "max_output_tokens": -5}),
+            await http.post(CHAT, json={**HELLO, "max_tokens": 0}),
+        ]
+    assert [each.json()["error"]["param"] for each in refused] == [
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_tokens",
+    ]
+
+
 async def test_a_wrong_field_is_400_and_named(redis_url: str, queue: str) -> None:
     async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
         for field in WRONG_FIELDS:
@@ -116,6 +142,7 @@ async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(
         given = await http.get("/health", headers={"X-Request-Id": "my-id"})
         bad = await http.get("/health", headers={"X-Request-Id": "my id"})
         refused = await http.post(CHAT, content=b"{")
+        of_messages = await http.post("/v1/messages", content=b"{")
         missing = await http.get("/no-such-path")
         wrong_method = await http.get(CHAT)
         asked = await http.options(CHAT, headers={"Access-Control-Request-Method": "POST"})
@@ -125,7 +152,10 @@ async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(
     for each in (given, refused, missing, wrong_method):
         assert each.headers["access-control-allow-origin"] == origin
         assert "x-request-id" in each.headers
+        assert each.headers["request-id"] == each.headers["x-request-id"]
+        assert "Request-Id" in each.headers["access-control-expose-headers"].split(", ")
     assert missing.json()["error"]["type"] == "not_found_error"
+    assert of_messages.json()["request_id"] == of_messages.headers["request-id"]
 
 
 async def test_the_response_to_a_defect_of_the_server_has_the_headers_of_every_response(
@@ -146,6 +176,21 @@ async def test_the_response_to_a_defect_of_the_server_has_the_headers_of_every_r
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "my-id")
     assert answer.headers["access-control-allow-origin"]
     assert answer.json()["error"]["type"] == "server_error"
+
+
+async def test_clients_are_told_not_to_repeat_a_request_that_conflicts_with_another(redis_url: str, queue: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}) as http,
+    ):
+        await worker.announce()
+        first, other = [
+            await http.post("/v1/responses", json={"input": text, "background": True}) for text in ("a", "b")
+        ]
+    assert (first.status_code, other.status_code) == (200, 409)
+    assert other.headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in first.headers
 
 
 @pytest.mark.slow

@@ -43,6 +43,12 @@ def test_blocks_become_messages_of_a_chat() -> None:
     ]
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
+def test_a_call_without_tools_is_refused(choice: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tool_choice"):
+        read(tool_choice=choice)
+
+
 @pytest.mark.parametrize(
     ("choice", "demanded", "shown", "parallel"),
     [

@@ -22,6 +22,7 @@ from llamaq.gateway.http.cors import Cors, cors_options
 from llamaq.gateway.http.defects import Defects
 from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.json_body import json_response
+from llamaq.gateway.http.open_requests import OpenRequests
 from llamaq.gateway.http.request_ids import RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
@@ -111,6 +112,7 @@ def build_app(settings: ServeSettings) -> Starlette:
     Raises:
         InvalidSettings: The file with the API keys cannot be read.
     """
+    open_requests = OpenRequests()
     key_file = None if settings.keys_file is None else KeyFile(settings.keys_file)
 
     @asynccontextmanager
@@ -128,15 +130,17 @@ def build_app(settings: ServeSettings) -> Starlette:
             await queues.aclose()
 
     errors = (LlamaqError, RedisError, OSError, HTTPException)
-    return Starlette(
+    app = Starlette(
         routes=enabled_routes(ROUTES, settings.disabled_endpoints),
-        middleware=_middleware(settings),
+        middleware=_middleware(settings, open_requests),
         exception_handlers=dict.fromkeys(errors, respond_to_error),
         lifespan=lifespan,
     )
+    app.state.open_requests = open_requests
+    return app
 
 
-def _middleware(settings: ServeSettings) -> list[Middleware]:
+def _middleware(settings: ServeSettings, open_requests: OpenRequests) -> list[Middleware]:
     """Return the middleware, from the outside to the inside."""
     cors = Middleware(Cors, **cors_options(settings.cors_origins))
     return [
@@ -144,5 +148,10 @@ def _middleware(settings: ServeSettings) -> list[Middleware]:
         *([cors] if settings.cors_origins else []),
         Middleware(Defects),
         *([Middleware(KeyCheck)] if settings.require_key else []),
-        Middleware(RequestLifetime, max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s),
+        Middleware(
+            RequestLifetime,
+            open_requests=open_requests,
+            max_body_bytes=settings.max_body_bytes,
+            body_timeout_s=settings.body_timeout_s,
+        ),
     ]

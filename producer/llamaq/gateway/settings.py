@@ -56,7 +56,7 @@ class ServeSettings(ClientSettings):
     shutdown_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds that open requests have to finish after SIGTERM. Then their connections are closed.",
+        description="Seconds that open requests have to finish after SIGTERM. Then they end with an error.",
     )
     response_ttl_s: float = Field(
         24 * 3600.0,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import signal
 import socket
 import ssl
+from types import FrameType
 from typing import Any
 
 import h11
@@ -13,9 +16,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.gateway.app import build_app
+from llamaq.gateway.http.open_requests import OpenRequests
 from llamaq.gateway.settings import ServeSettings
 
 MAX_HEADER_BYTES = 64 * 1024
+ANSWER_TIME_S = 2
+"""Seconds that the server has to end the requests that are still open after `shutdown_s`. Then uvicorn cancels them."""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. Load balancers have shorter times, so that they close connections
 first."""
@@ -59,6 +65,30 @@ class BoundedHeaders(H11Protocol):
             self.transport.close()
 
 
+class AnsweringServer(uvicorn.Server):
+    """uvicorn's server, which also answers the requests that are still open `shutdown_s` after it began to stop."""
+
+    def __init__(self, config: uvicorn.Config, open_requests: OpenRequests, shutdown_s: float) -> None:
+        super().__init__(config)
+        self._open_requests = open_requests
+        self._shutdown_s = shutdown_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop. After SIGTERM the exit code is 0: uvicorn would at last end the process by the signal."""
+        if sig == signal.SIGTERM:
+            self.should_exit = True
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop: accept no more connections, and wait for the open requests."""
+        ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._open_requests.end_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+
 def build_server(settings: ServeSettings) -> uvicorn.Server:
     """Return the server. `serve` of it listens until SIGTERM or SIGINT.
 
@@ -66,9 +96,10 @@ def build_server(settings: ServeSettings) -> uvicorn.Server:
         InvalidSettings: The certificate or its key cannot be used.
     """
     _check_tls(settings)
-    return uvicorn.Server(
+    app = build_app(settings)
+    return AnsweringServer(
         uvicorn.Config(
-            build_app(settings),
+            app,
             host=settings.http_host,
             port=settings.http_port,
             http=type("Protocol", (BoundedHeaders,), {"header_timeout_s": settings.header_timeout_s}),
@@ -79,10 +110,12 @@ def build_server(settings: ServeSettings) -> uvicorn.Server:
             server_header=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(settings.shutdown_s),
+            timeout_graceful_shutdown=math.ceil(settings.shutdown_s) + ANSWER_TIME_S,
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
-        )
+        ),
+        app.state.open_requests,
+        settings.shutdown_s,
     )
 
 

@@ -46,6 +46,11 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, {"json_schema": {"a": 1}}),
         ({"structured_outputs": {"json": {"a": 1}, "regex": None}}, {"json_schema": {"a": 1}}),
         ({"structured_outputs": {"choice": ["x"]}}, {"choice": ["x"]}),
+        ({"guided_json": {"a": 1}, "guided_regex": None}, {"json_schema": {"a": 1}}),
+        ({"guided_regex": "[0-9]"}, {"regex": "[0-9]"}),
+        ({"guided_choice": ["x"]}, {"choice": ["x"]}),
+        ({"guided_grammar": "root ::= 1"}, {"grammar": "root ::= 1"}),
+        ({"min_tokens": 0, "bad_words": [], "use_beam_search": False, "include_stop_str_in_output": False}, {}),
         ({"service_tier": "flex"}, {"priority": "bulk"}),
         ({"priority": 5}, {"priority": "bulk"}),
         ({"priority": -5}, {}),
@@ -64,11 +69,65 @@ def test_fields_become_job_options(fields: dict[str, Any], options: dict[str, An
     assert chat(**fields).jobs[0] == {"messages": HELLO, **options}
 
 
+def test_the_best_of_all_answers_are_all_answers() -> None:
+    assert len(chat(best_of=2, n=2).jobs) == 2
+    with pytest.raises(InvalidRequest, match="best_of"):
+        chat(best_of=3, n=2)
+
+
 def test_only_a_completion_echoes_its_prompt() -> None:
     assert read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": True}).is_echoed
     assert not chat(echo=True).is_echoed
+
+
+@pytest.mark.parametrize("logprobs", [0, 1, True])
+def test_an_echo_with_logprobs_is_refused_because_the_prompt_would_have_none(logprobs: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"echo.*logprobs"):
+        read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": logprobs})
+    read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": False, "logprobs": logprobs})
+
+
+def test_a_schema_is_an_object() -> None:
     with pytest.raises(InvalidRequest, match="json_schema"):
         chat(structured_outputs={"json": "text"})
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(tool, names)]}}
+
+
+def test_only_the_allowed_tools_are_shown_and_called() -> None:
+    tools = [tool("a"), tool("b")]
+    required = chat(tools=tools, tool_choice=allowed("required", "b"))
+    assert required.tool_choice.demanded == required.tool_choice.tools == (tool("b"),)
+    assert required.jobs[0]["tools"] == [tool("b")]
+    auto = chat(tools=tools, tool_choice=allowed("auto", "a", "c"))
+    assert (auto.tool_choice.demanded, auto.tool_choice.tools) == ((), (tool("a"),))
+    assert "tools" not in chat(tools=tools, tool_choice=allowed("auto", "c")).jobs[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"}, {"tool_choice": "required", "tools": []}, {"tool_choice": tool("a")},
+        {"tools": [tool("a")], "tool_choice": allowed("required", "b")},
+        {"tools": [tool("a")], "tool_choice": allowed("never", "a")},
+        {"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}},
+        {"tools": [tool("a")], "tool_choice": {**allowed("auto"), "allowed_tools": {"mode": "auto", "tools": [1]}}},
+    ],
+)  # fmt: skip
+def test_a_call_that_no_tool_can_serve_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="tool_choice"):
+        chat(**fields)
+
+
+def test_too_many_messages_are_refused_in_plain_words() -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages: 4097 messages are more than 4096$"):
+        chat(messages=HELLO * 4097)
 
 
 def test_a_user_with_any_name_is_a_tenant() -> None:
@@ -122,6 +181,8 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
         {"chat_template_kwargs": {"x": 2**64}}, {"chat_template_kwargs": {"x": ["\ud800"]}},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": -(2**64)}}}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": 2**64}}}]}]},
+        {"min_tokens": 3}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"truncate_prompt_tokens": 5},
+        {"use_beam_search": True}, {"include_stop_str_in_output": True}, {"best_of": 3},
         {"json_schema": -1}, {"json_schema": 1.5}, {"json_schema": True},
         {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ],

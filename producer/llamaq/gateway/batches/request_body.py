@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import time
@@ -17,11 +18,18 @@ from llamaq.gateway.settings import ServeSettings
 MAX_WINDOW_S = 30 * 24 * 3600
 MAX_METADATA = 16
 MAX_NAME_CHARS, MAX_VALUE_CHARS = 64, 512
+OF_BODY = ("endpoint", "input_file_id", "completion_window", "metadata", "output_ttl_s")
+"""Fields of a request that its body decides."""
 _UNITS_S = {"m": 60, "h": 3600, "d": 24 * 3600}
 
 
 def read_batch_request(
-    body: Mapping[str, Any], settings: ServeSettings, key: KeyRecord | None, *, is_revocable: bool
+    body: Mapping[str, Any],
+    settings: ServeSettings,
+    key: KeyRecord | None,
+    *,
+    is_revocable: bool,
+    idempotency_key: str | None = None,
 ) -> BatchRequest:
     """Return the batch that a body asks for.
 
@@ -31,6 +39,7 @@ def read_batch_request(
             servers must compute a line in the same way.
         key: The API key of the request. None: the server requires none.
         is_revocable: Whether the key is in Redis.
+        idempotency_key: The key of the request. Requests with the same key get the same id. None: the id is random.
 
     Raises:
         RequestRefused: A field is missing or not valid.
@@ -44,7 +53,7 @@ def read_batch_request(
         raise invalid(f"endpoint: one of {', '.join(BatchEndpoint)} is required", "endpoint") from exc
     created_ms = time.time_ns() // 1_000_000
     return BatchRequest(
-        id=f"batch_{secrets.token_hex(16)}",
+        id=_id_of(idempotency_key, key),
         key=key,
         is_revocable=is_revocable,
         queue=settings.queue,
@@ -57,6 +66,19 @@ def read_batch_request(
         max_tokens=settings.default_max_tokens,
         metadata=_read_metadata(body.get("metadata")),
     )
+
+
+def _id_of(idempotency_key: str | None, key: KeyRecord | None) -> str:
+    if idempotency_key is None:
+        return f"batch_{secrets.token_hex(16)}"
+    parts = ("" if key is None else key.name, idempotency_key)  # the same key of another caller means another request
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return f"batch_{digest[:32]}"
+
+
+def asks_for_the_same(request: BatchRequest, other: BatchRequest) -> bool:
+    """Return whether two requests have the same body."""
+    return all(getattr(request, name) == getattr(other, name) for name in OF_BODY)
 
 
 def _seconds_of(window: Any) -> int:

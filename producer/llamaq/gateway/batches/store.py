@@ -53,18 +53,24 @@ class BatchStore:
         return f"<BatchStore {self.keys.prefix}>"
 
     async def create(self, request: BatchRequest) -> Batch:
-        """Store a new batch. A server will run it."""
+        """Store a new batch. A server will run it. If there is a batch with this id, nothing changes.
+
+        Returns:
+            The stored batch. Its request may differ from `request` only if the id was derived from a key of the client.
+        """
         key, mine = self.keys.http_batch(request.id), self.keys.http_batches(request.owner or "")
         async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.hset(key, mapping={"request": request.model_dump_json(), "status": BatchStatus.VALIDATING.value})
+            pipe.hsetnx(key, "request", request.model_dump_json())
+            pipe.hsetnx(key, "status", BatchStatus.VALIDATING.value)
+            pipe.hgetall(key)
             pipe.expireat(key, request.expires_s + KEPT_S)
-            pipe.zadd(mine, {request.id: request.created_ms})
+            pipe.zadd(mine, {request.id: request.created_ms}, nx=True)
             pipe.zremrangebyrank(mine, 0, -MAX_BATCHES - 1)
             pipe.expire(mine, 3 * KEPT_S)  # longer than any batch is stored
-            await pipe.execute()
+            replies: Any = await pipe.execute()
         # After the pipeline, because a server that finds no batch under the id forgets the id.
-        await self.redis.zadd(self.keys.http_open_batches(), {request.id: request.created_ms})
-        return Batch(request, {"status": BatchStatus.VALIDATING.value})
+        await self.redis.zadd(self.keys.http_open_batches(), {request.id: request.created_ms}, nx=True)
+        return _batch_of(replies[2])
 
     async def read(self, batch_id: str) -> Batch | None:
         """Return a batch. None: there is none."""

@@ -10,7 +10,8 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from llamaq.gateway.http.request_ids import HEADER
+from llamaq.gateway.http.errors import SHOULD_RETRY
+from llamaq.gateway.http.request_ids import ANTHROPIC_HEADER, HEADER
 
 ALL = "*"
 LOCALHOST = "localhost"
@@ -39,5 +40,5 @@ def cors_options(origins: Sequence[str]) -> dict[str, Any]:
         "allow_origin_regex": "|".join(patterns) or None,
         "allow_methods": ["GET", "POST", "DELETE", "OPTIONS"],
         "allow_headers": ["*"],
-        "expose_headers": [HEADER, "Retry-After"],
+        "expose_headers": [HEADER, ANTHROPIC_HEADER, "Retry-After", SHOULD_RETRY],
     }

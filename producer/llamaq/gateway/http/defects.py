@@ -33,5 +33,5 @@ class Defects:
             await self.app(scope, receive, send_and_note)
         except Exception as exc:
             if not has_begun:
-                await error_response(exc, scope["path"])(scope, receive, send)
+                await error_response(exc, scope)(scope, receive, send)
             raise

@@ -7,9 +7,11 @@ from http import HTTPStatus
 from typing import Any
 
 from redis.exceptions import RedisError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from llamaq.common.errors import (
     ErrorCode,
@@ -30,6 +32,12 @@ from llamaq.common.redis.write_refusals import is_full
 
 RETRY_AFTER_S = 5
 """The value of `Retry-After` if no better value is known."""
+SHOULD_RETRY = "x-should-retry"
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's `code` of a prompt that is too long. Clients look for it, for example to shorten the conversation."""
+LLAMA_SERVER_PATHS = frozenset({"/completion", "/completions", "/embedding", "/embeddings"})
+"""Paths of llama-server's own endpoints that compute a prompt. Their errors keep the code of the job."""
 
 TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -115,13 +123,15 @@ def status_of(exc: Exception) -> HTTPStatus:
 
 def type_of(status: HTTPStatus, code: str | None = None) -> str:
     """Return the `type` of an error."""
-    if code == ErrorCode.PROMPT_TOO_LONG:
+    if code in (ErrorCode.PROMPT_TOO_LONG, CONTEXT_LENGTH_EXCEEDED):
         return "exceed_context_size_error"
     return TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
 
 
 def code_of(exc: Exception) -> str | None:
     """Return the `code` of an error, for programs."""
+    if isinstance(exc, JobFailed) and exc.code == ErrorCode.PROMPT_TOO_LONG:
+        return CONTEXT_LENGTH_EXCEEDED
     if isinstance(exc, JobFailed | RequestRefused):
         return exc.code
     if is_full(exc):
@@ -140,12 +150,18 @@ def code_of(exc: Exception) -> str | None:
 
 
 def headers_of(exc: Exception) -> dict[str, str]:
-    """Return the headers of the response to an error. A client may try again after `Retry-After` seconds."""
+    """Return the headers of the response to an error. A client may try again after `Retry-After` seconds.
+
+    With `x-should-retry`, the clients of OpenAI and Anthropic do not repeat a request that would fail again. Without
+    it, they repeat all requests with the status 409 or 5xx.
+    """
     if isinstance(exc, QueueFull):
         return {"Retry-After": str(exc.retry_after_s)}
     headers = dict(getattr(exc, "headers", None) or {})
     if status_of(exc) is HTTPStatus.SERVICE_UNAVAILABLE:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    if status_of(exc) is HTTPStatus.NOT_IMPLEMENTED or code_of(exc) == "idempotency_conflict":
+        headers[SHOULD_RETRY] = "false"
     return headers
 
 
@@ -181,19 +197,32 @@ def error_fields(exc: Exception) -> dict[str, Any]:
     return {"message": message_of(exc), "type": type_of(status, code), "code": code, "param": param_of(exc), **details}
 
 
-def message_error(exc: Exception) -> dict[str, Any]:
-    """Return an error in the form of Anthropic's API."""
+def message_error(exc: Exception, request_id: str | None) -> dict[str, Any]:
+    """Return an error in the form of Anthropic's API, with the id of the request."""
     status = status_of(exc)
     kind = MESSAGE_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message_of(exc)}}
+    return {"type": "error", "error": {"type": kind, "message": message_of(exc)}, "request_id": request_id}
 
 
-def error_response(exc: Exception, path: str) -> Response:
-    """Return the response to an error, in the form of the API that a path belongs to."""
-    body = message_error(exc) if path.startswith("/v1/messages") else {"error": error_fields(exc)}
+def is_for_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for Anthropic's API. Both APIs have the paths of models."""
+    path: str = scope["path"]
+    return path.startswith("/v1/messages") or (
+        path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope)
+    )
+
+
+def error_response(exc: Exception, scope: Scope) -> Response:
+    """Return the response to the error of a request, in the form of the API that it is for."""
+    if is_for_anthropic(scope):
+        body = message_error(exc, scope.get("state", {}).get("request_id"))
+    elif scope["path"] in LLAMA_SERVER_PATHS and isinstance(exc, JobFailed):
+        body = {"error": {**error_fields(exc), "code": exc.code}}
+    else:
+        body = {"error": error_fields(exc)}
     return JSONResponse(body, status_of(exc), headers_of(exc))
 
 
 async def respond_to_error(request: Request, exc: Exception) -> Response:
     """Return the response to an error, as a handler of Starlette."""
-    return error_response(exc, request.url.path)
+    return error_response(exc, request.scope)

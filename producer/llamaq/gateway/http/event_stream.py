@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError
 from llamaq.gateway.http.errors import error_fields
+from llamaq.gateway.http.open_requests import FORMAT_ERROR
 
 FIRST_PING_S = 1.0
 """If a stream has no event within this time, it begins with a comment. Before that, an error can still have a
@@ -134,6 +135,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # the form of ASGI
         """Send the response."""
         pinging: asyncio.Task[None] | None = None
+        scope.setdefault("state", {})[FORMAT_ERROR] = self._format_error
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             pinging = asyncio.create_task(self._ping(send, is_waiting=not self._first.done()))

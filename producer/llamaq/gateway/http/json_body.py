@@ -19,8 +19,15 @@ async def read_object(request: Request) -> dict[str, Any]:
     """Return the JSON object that a request has as its body.
 
     Raises:
-        RequestRefused: The body is no JSON object, or is nested too deeply.
+        RequestRefused: The body is compressed, is no JSON object, or is nested too deeply.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip()
+    if encoding.lower() not in ("", "identity"):
+        raise RequestRefused(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"Content-Encoding: llamaq does not support {encoding[:50]!r}; send the body without a compression",
+            code="unsupported_encoding",
+        )
     return decode_object(await request.body())
 
 

@@ -9,11 +9,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "X-Request-Id"
+ANTHROPIC_HEADER = "Request-Id"
+"""The same header under the name that Anthropic's clients read."""
 _GIVEN = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 
 
 class RequestIds:
-    """Middleware that writes the header `X-Request-Id` of every response: the client's own id, or a new one.
+    """Middleware that writes the id of every request into its response: the client's own id, or a new one.
 
     The application finds it as `request.state.request_id`.
     """
@@ -32,7 +34,8 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = headers[ANTHROPIC_HEADER] = request_id
             await send(message)
 
         await self.app(scope, receive, send_with_id)

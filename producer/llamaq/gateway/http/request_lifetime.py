@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.gateway.http.errors import RequestRefused, error_response
+from llamaq.gateway.http.open_requests import OpenRequests, SentResponse
 
 DISCARD_S = 1.0
 """How long the rest of a body that is too large is read before the response. A client that still sends would get a
@@ -35,25 +36,34 @@ class RequestLifetime:
     jobs of a client that has disconnected.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, body_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, open_requests: OpenRequests, max_body_bytes: int, body_timeout_s: float) -> None:
         self.app = app
+        self.open_requests = open_requests
         self.max_body_bytes = max_body_bytes
         self.body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] != "http" or (scope["method"], scope["path"]) in UPLOADS:
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        response = SentResponse(send)
+        async with self.open_requests.handling(scope, receive, response):
+            await self._handle(scope, receive, response)
+
+    async def _handle(self, scope: Scope, receive: Receive, response: SentResponse) -> None:
+        if (scope["method"], scope["path"]) in UPLOADS:
+            await self.app(scope, receive, response)
             return
         try:
             body = await self._read_body(scope, receive)
         except ClientGone:
             return
         except RequestRefused as exc:
-            await error_response(exc, scope["path"])(scope, receive, send)
+            await error_response(exc, scope)(scope, receive, response)
             return
         with suppress(RestMissing):
-            await _run_until_disconnect(self.app, scope, body, receive, send)
+            await _run_until_disconnect(self.app, scope, body, receive, response)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         headers = Headers(scope=scope)
@@ -103,10 +113,11 @@ class RequestLifetime:
         )
 
 
-async def _run_until_disconnect(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+async def _run_until_disconnect(
+    app: ASGIApp, scope: Scope, body: bytes, receive: Receive, response: SentResponse
+) -> None:
     """Run the application. If the client disconnects before the response is complete, cancel the application."""
     unread = [{"type": "http.request", "body": body, "more_body": False}]
-    is_complete = False
 
     async def replay() -> Message:
         if unread:
@@ -114,20 +125,14 @@ async def _run_until_disconnect(app: ASGIApp, scope: Scope, body: bytes, receive
         await asyncio.Event().wait()  # the application is cancelled when the client disconnects
         raise AssertionError
 
-    async def watched_send(message: Message) -> None:
-        nonlocal is_complete
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            is_complete = True  # before the send: afterwards `receive` tells of a disconnect
-        await send(message)
-
     async def work() -> None:
-        await app(scope, replay, watched_send)
+        await app(scope, replay, response)
 
     working = asyncio.create_task(work())
     leaving = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not is_complete and not working.done():
+        if not response.is_complete and not working.done():
             working.cancel()
         await asyncio.wait([working])
     finally:

@@ -53,7 +53,7 @@ class KeyCheck:
             async with counted(store, record):
                 await self.app(scope, receive, send)
         except (RequestRefused, RedisError) as exc:
-            await error_response(exc, scope["path"])(scope, receive, send)
+            await error_response(exc, scope)(scope, receive, send)
 
 
 def secret_of(headers: Headers) -> str:

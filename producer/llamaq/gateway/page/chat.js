@@ -83,7 +83,7 @@ async function follow() {
 }
 
 async function finish(answer, note) {
-  const isTooLong = /prompt_too_long|exceeds the (available )?context/.test(note) && !answer.text;
+  const isTooLong = /prompt_too_long|context_length_exceeded|exceeds the (available )?context/.test(note) && !answer.text;
   if (isTooLong && conversation.forgetOldest()) { // and try again with the rest
     conversation.request(conversation.running.body.model);
     showAll();

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.gateway.batches.record import Batch, BatchStatus, batch_object
-from llamaq.gateway.batches.request_body import read_batch_request
+from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, batch_object
+from llamaq.gateway.batches.request_body import asks_for_the_same, read_batch_request
 from llamaq.gateway.context import context_of
 from llamaq.gateway.files.record import UPLOAD_PURPOSE
-from llamaq.gateway.http.errors import invalid
+from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.pages import read_page
-from llamaq.gateway.queue_of_request import api_key_of
+from llamaq.gateway.queue_of_request import IDEMPOTENCY_HEADER, MAX_IDEMPOTENCY_CHARS, api_key_of
 from llamaq.gateway.routes.files import files_of
 
 MAX_LISTED, LISTED = 100, 20
@@ -21,12 +23,15 @@ INPUT_MARGIN_S = 3600
 
 
 async def create(request: Request) -> Response:
-    """Begin to compute the requests of a file."""
+    """Begin to compute the requests of a file. A repeated request with the same `Idempotency-Key` gets its batch."""
     context = context_of(request)
     body = await read_object(request)
     key = api_key_of(request)
     is_revocable = key is not None and await context.keys.named(key.name) is not None
-    asked = read_batch_request(body, context.settings, key, is_revocable=is_revocable)
+    own_key = _idempotency_key(request)
+    asked = read_batch_request(body, context.settings, key, is_revocable=is_revocable, idempotency_key=own_key)
+    if own_key is not None and (earlier := await context.batches.store.read(asked.id)) is not None:
+        return json_response(batch_object(_same(earlier, asked)))
     files = files_of(request)
     record = await files.find(asked.input_file_id, param="input_file_id")
     if record.purpose != UPLOAD_PURPOSE:
@@ -34,7 +39,30 @@ async def create(request: Request) -> Response:
     await files.keep_until(record, asked.expires_s + INPUT_MARGIN_S)
     batch = await context.batches.store.create(asked)
     context.batches.wake()
-    return json_response(batch_object(batch))
+    return json_response(batch_object(_same(batch, asked)))
+
+
+def _idempotency_key(request: Request) -> str | None:
+    given = request.headers.get(IDEMPOTENCY_HEADER)
+    if given is not None and not 0 < len(given) <= MAX_IDEMPOTENCY_CHARS:
+        raise invalid(f"{IDEMPOTENCY_HEADER}: 1 to {MAX_IDEMPOTENCY_CHARS} characters are required", IDEMPOTENCY_HEADER)
+    return given
+
+
+def _same(batch: Batch, asked: BatchRequest) -> Batch:
+    """Return the batch with the id of a request.
+
+    Raises:
+        RequestRefused: Another request has begun it.
+    """
+    if not asks_for_the_same(batch.request, asked):
+        raise RequestRefused(
+            HTTPStatus.CONFLICT,
+            f"the batch {asked.id} has the same {IDEMPOTENCY_HEADER} and another request: use another key for another "
+            "request",
+            code="idempotency_conflict",
+        )
+    return batch
 
 
 async def retrieve(request: Request) -> Response:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaq.gateway.choice_chunks import ChoiceStream
-from llamaq.gateway.context import context_of
+from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
@@ -46,11 +47,13 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
             answer = await asked.answer(results)
             return json_response(answer | await verbose_fields(context, fields, generation, results[0], asked.model))
         await generation.start()
-        events = _events(generation, asked, ProgressOptions.read(fields))
+        events = _events(context, generation, asked, ProgressOptions.read(fields))
         return await EventStream.open(events, comment=generation.describe_wait, ping_s=context.settings.ping_s)
 
 
-async def _events(generation: Generation, asked: PreparedCompletion, progress: ProgressOptions) -> Events:
+async def _events(
+    context: Context, generation: Generation, asked: PreparedCompletion, progress: ProgressOptions
+) -> Events:
     """Yield the encoded chunks of a streamed answer."""
     body, echoed, splitters = asked.body, asked.echoed, asked.splitters()
     answer_id = completion_id(body.endpoint, generation.streams[0].job.id)
@@ -68,15 +71,12 @@ async def _events(generation: Generation, asked: PreparedCompletion, progress: P
         for index, stream in enumerate(generation.streams)
     ]
     results: dict[int, Result] = {}
-    pieces = generation.pieces()
-    try:
+    async with explaining_long_prompts(context, generation), aclosing(generation.pieces()) as pieces:
         async for index, piece in pieces:
             if events := await choices[index].events_of(piece):
                 yield events
             if isinstance(piece, Result):
                 results[index] = piece
-    finally:
-        await pieces.aclose()
     if body.has_usage_chunk:
         yield data(chunks.usage([results[index] for index in sorted(results)], body.n))
     yield DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from llamaq.gateway.http.event_stream import Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.native_format import NativeOptions, drawn_object, final_object, partial_object, read_native_body
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
-from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
+from llamaq.gateway.prompt_too_long_error import as_llama_server, explaining_long_prompts
 from llamaq.gateway.queue_of_request import generation_for, queue_for
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import Chunk, Result
@@ -33,7 +34,7 @@ async def complete(request: Request) -> Response:
     body = read_native_body(await with_tokens(client, fields))
     generation = generation_for(request, client, body.jobs, is_kept=body.is_stored)
     answers = _Answers(context, generation, body.model or client.queue, options)
-    async with explaining_long_prompts(context, generation):
+    async with explaining_long_prompts(context, generation, as_llama_server):
         if not body.is_streamed:
             results = enumerate(await generation.results())
             found = [options.chosen(await answers.whole(result, index)) for index, result in results]
@@ -74,8 +75,8 @@ class _Answers:
     async def events(self, progress: ProgressOptions) -> Events:
         """Yield the encoded events of a stream."""
         fields_of = [ProgressFields(progress).of for _ in self._generation.streams]
-        pieces = self._generation.pieces()
-        try:
+        explaining = explaining_long_prompts(self._context, self._generation, as_llama_server)
+        async with explaining, aclosing(self._generation.pieces()) as pieces:
             async for index, piece in pieces:
                 if isinstance(piece, Result):
                     final = await self._final(piece, index, has_tokens=False)
@@ -84,8 +85,6 @@ class _Answers:
                     for part in by_token(piece):
                         probabilities = await self._probabilities(part.tokens, part.logprobs)
                         yield data(partial_object(index, part.text, part.tokens) | probabilities | fields)
-        finally:
-            await pieces.aclose()
 
     async def _final(self, result: Result, index: int, *, has_tokens: bool) -> dict[str, Any]:
         request, client = self._generation.requests[index], self._generation.client

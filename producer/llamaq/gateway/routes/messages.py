@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -10,13 +11,14 @@ from starlette.responses import Response
 
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.text_commands import TextAction
-from llamaq.gateway.context import context_of
+from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.errors import message_error
 from llamaq.gateway.http.event_stream import Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.messages.answer_blocks import AnswerBlocks
 from llamaq.gateway.messages.request_body import read_messages_body
+from llamaq.gateway.prompt_too_long_error import as_anthropic, explaining_long_prompts
 from llamaq.gateway.queue_of_request import generation_for, queue_for
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import AnswerForm
@@ -39,12 +41,13 @@ async def answer(request: Request) -> Response:
         n_input = await _count_input(client, body.prompt)
         await generation.start()
         return await EventStream.open(
-            _events(generation, form, body.model, n_input),
+            _events(context, generation, form, body.model, n_input),
             comment=generation.describe_wait,
             ping_s=context.settings.ping_s,
-            format_error=lambda exc: _encode([message_error(exc)]),
+            format_error=lambda exc: _encode([message_error(exc, request.state.request_id)]),
         )
-    (result,) = await generation.results()
+    async with explaining_long_prompts(context, generation, as_anthropic):
+        (result,) = await generation.results()
     return json_response(AnswerBlocks(result.job_id, form, body.model).whole(result))
 
 
@@ -65,18 +68,16 @@ async def _count_input(client: AsyncClient, prompt: Mapping[str, Any]) -> int:
     return len(reply.tokens)
 
 
-async def _events(generation: Generation, form: AnswerForm, model: str, n_input: int) -> Events:
+async def _events(context: Context, generation: Generation, form: AnswerForm, model: str, n_input: int) -> Events:
     blocks = AnswerBlocks(generation.streams[0].job.id, form, model)
-    pieces = generation.pieces()
     begun: list[dict[str, Any]] = [blocks.first(n_input)]
-    try:
+    explaining = explaining_long_prompts(context, generation, as_anthropic)
+    async with explaining, aclosing(generation.pieces()) as pieces:
         async for _, piece in pieces:
             events = blocks.finish(piece) if isinstance(piece, Result) else blocks.feed(piece)
             if encoded := _encode([*begun, *events]):
                 yield encoded
             begun = []
-    finally:
-        await pieces.aclose()
 
 
 def _encode(events: Iterable[dict[str, Any]]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.gateway.context import context_of
-from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http.errors import RequestRefused, is_for_anthropic
 from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.queue_directory import queue_of
 from llamaq.gateway.queue_of_request import api_key_of
@@ -22,11 +23,15 @@ async def list_models(request: Request) -> Response:
     """Return all queues with a live worker."""
     served = await context_of(request).queues.served()
     key = api_key_of(request)
+    is_anthropic = is_for_anthropic(request.scope)
     data = [
-        model_object(queue, workers)
+        anthropic_model_object(queue, workers) if is_anthropic else model_object(queue, workers)
         for queue, workers in served.items()
         if workers and (key is None or key.allows(queue))
     ]
+    if is_anthropic:
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return json_response({"data": data, **ends, "has_more": False})
     # llama-server's own clients read `models`, in the form of Ollama.
     models = [
         {"name": each["id"], "model": each["id"], "type": "model", "capabilities": each["capabilities"]}
@@ -47,7 +52,23 @@ async def show_model(request: Request) -> Response:
         raise RequestRefused(
             HTTPStatus.NOT_FOUND, f"no live worker serves a queue {name[:100]!r}", code="model_not_found", param="model"
         )
-    return json_response(model_object(queue, workers))
+    is_anthropic = is_for_anthropic(request.scope)
+    return json_response(anthropic_model_object(queue, workers) if is_anthropic else model_object(queue, workers))
+
+
+def anthropic_model_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
+    """Return the object of Anthropic's API for a queue."""
+    card = workers[0].card
+    created_s = _created_s(workers)
+    return {
+        "type": "model",
+        "id": queue,
+        "display_name": card.model or queue,
+        "created_at": datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": card.context_limit,
+        "max_tokens": card.context_limit,
+    }
 
 
 def model_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
@@ -59,7 +80,7 @@ def model_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
     return {
         "id": queue,
         "object": "model",
-        "created": min(worker.card.started_ms for worker in workers) // 1000,
+        "created": _created_s(workers),
         "owned_by": "llamaq",
         "aliases": sorted({worker.card.model for worker in workers}),
         "tags": [],
@@ -74,6 +95,10 @@ def model_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
             "slots": sum(worker.card.n_parallel for worker in workers),
         },
     }
+
+
+def _created_s(workers: Sequence[Worker]) -> int:
+    return min(worker.card.started_ms for worker in workers) // 1000
 
 
 def _capabilities(card: WorkerCard) -> list[str]:

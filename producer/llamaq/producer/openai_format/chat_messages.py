@@ -8,6 +8,8 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
+from llamaq.common.protocol.job_request import MAX_MESSAGES
+from llamaq.producer.openai_format.tools import with_allowed_tools
 
 TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
 """Options of a job that only its chat template reads."""
@@ -26,6 +28,7 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         InvalidRequest: There are no messages, or one has a form that is not supported. The message names it.
     """
     messages = read_messages(body)
+    body = with_allowed_tools(body)
     chat: dict[str, Any] = {"messages": messages}
     if body.get("tool_choice") == "none" or body.get("tools") == []:  # templates print a list even if it is empty
         body = {**body, "tools": None}
@@ -87,6 +90,8 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages: a list of messages is required")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"messages: {len(messages)} messages are more than {MAX_MESSAGES}")
     return [_read_message(number, message) for number, message in enumerate(messages)]
 
 

@@ -10,6 +10,13 @@ from llamaq.common.protocol.job_request import JobRequest
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of `json_object`."""
+GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Fields of older versions of vLLM, and the options that they mean."""
 
 
 def read_constraint(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,11 +29,13 @@ def read_constraint(body: Mapping[str, Any]) -> dict[str, Any]:
         _read_response_format(body.get("response_format")),
         _read_structured_outputs(body.get("structured_outputs")),
         {name: body[name] for name in ("grammar", "json_schema") if body.get(name)},
+        {ours: body[name] for name, ours in GUIDED.items() if body.get(name)},
     ]
     given = [each for each in found if each]
     if sum(len(each) for each in given) > 1:
         raise InvalidRequest(
-            "response_format: give one of response_format, structured_outputs, json_schema and grammar, and no other"
+            "response_format: give one of response_format, structured_outputs, json_schema, grammar and guided_*, and "
+            "no other"
         )
     constraint = given[0] if given else {}
     if not isinstance(constraint.get("json_schema", {}), Mapping):

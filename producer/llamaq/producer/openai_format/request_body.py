@@ -36,16 +36,25 @@ RESERVED = frozenset(
 PROGRESS_FIELDS = ("prompt_progress", "return_progress", "timings_per_token")
 """Fields for which the job of a stream publishes the progress of its prompt."""
 
+LENGTHS = ("max_completion_tokens", "max_output_tokens")
+"""OpenAI's names of `max_tokens`. The second is that of responses, whose reader adds the value as `max_tokens`."""
+
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
+    "include_stop_str_in_output": (False,),
     "lora": ([],),
+    "min_tokens": (0,),
     "prompt_logprobs": (0,),
     "stop_token_ids": ([],),
     "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 """Fields that change the answer and that llamaq does not support. Each has the values that change nothing."""
 
@@ -101,6 +110,9 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
     refuse_unsupported(body)
     prompts = [read_chat(body)] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
     options = read_options(body) | read_logprobs(endpoint, body)
+    is_echoed = endpoint is Endpoint.COMPLETIONS and read_flag(body, "echo")
+    if is_echoed and "logprobs" in options:  # without those of the prompt, a likelihood of the prompt would be 0
+        raise InvalidRequest("echo: llamaq returns no logprobs of the prompt; leave out echo or logprobs")
     n = _read_count(body.get("n"))
     if n * len(prompts) > MAX_CHOICES:
         raise InvalidRequest(f"n: {n * len(prompts)} answers are more than {MAX_CHOICES}")
@@ -114,7 +126,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         is_streamed=read_flag(body, "stream"),
         has_usage_chunk=isinstance(stream_options, Mapping) and stream_options.get("include_usage") is True,
         is_stored=read_flag(body, "store"),
-        is_echoed=endpoint is Endpoint.COMPLETIONS and read_flag(body, "echo"),
+        is_echoed=is_echoed,
     )
 
 
@@ -132,6 +144,8 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """
     for name, harmless in UNSUPPORTED.items():
         value = body.get(name)
+        if name == "best_of" and value == body.get("n"):  # all answers are returned, so there is no choice to make
+            continue
         if value is not None and value not in harmless:
             raise InvalidRequest(f"{name}: llamaq does not support it; leave it out")
 
@@ -144,6 +158,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = (JobRequest.model_fields.keys() | SYNONYMS.keys()) - RESERVED - TEMPLATE_FIELDS
     options = {name: value for name, value in body.items() if name in known and value is not None}
+    _check_length(body)
     options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias"))
     _translate_values(options)
     limit_ms = body.get("t_max_predict_ms")
@@ -158,6 +173,20 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     if any(asks_for_progress) and read_flag(body, "stream"):
         options["prompt_progress"] = True
     return options
+
+
+def _check_length(body: Mapping[str, Any]) -> None:
+    """Refuse a length of the answer below 1 under the name that the request has for it.
+
+    Raises:
+        InvalidRequest: The length is below 1.
+    """
+    for name in LENGTHS:
+        value = body.get(name)
+        # In other bodies, max_output_tokens is not known. -1 is llama-server's name for no limit.
+        is_used = name == "max_completion_tokens" or value == body.get("max_tokens")
+        if is_used and value != -1 and _is_below(value, 1):
+            raise InvalidRequest(f"{name}: a number of at least 1 is required, not {str(value)[:50]}")
 
 
 def _translate_values(options: dict[str, Any]) -> None:

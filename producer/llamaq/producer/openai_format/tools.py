@@ -32,8 +32,13 @@ def read_tools(body: Mapping[str, Any]) -> ToolChoice:
     Raises:
         InvalidRequest: A field has a form that is not supported. The message names it.
     """
+    body = with_allowed_tools(body)
     tools, choice = body.get("tools"), body.get("tool_choice")
-    if not tools or choice == "none":
+    if choice == "none":
+        return ToolChoice()
+    if not tools:
+        if choice not in (None, "auto"):  # an answer in free text is not what the client has asked for
+            raise InvalidRequest("tool_choice: an answer cannot call a tool, because the request allows no tools")
         return ToolChoice()
     if not isinstance(tools, list):
         raise InvalidRequest("tools: a list of tools is required")
@@ -48,17 +53,40 @@ def read_tools(body: Mapping[str, Any]) -> ToolChoice:
             if not demanded:
                 raise InvalidRequest(f"tool_choice: there is no tool {name[:100]!r}")
         case _:
-            raise InvalidRequest("tool_choice: auto, none, required or a function is required")
+            raise InvalidRequest("tool_choice: auto, none, required, a function or allowed_tools is required")
     return ToolChoice(tuple(tools), tuple(demanded), body.get("parallel_tool_calls") is not False)
 
 
-def _name_of(number: int, tool: Any) -> str:
+def with_allowed_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a body that has only the tools that its `tool_choice` allows, with the mode as its `tool_choice`.
+
+    A `tool_choice` without the type `allowed_tools` allows all tools.
+
+    Raises:
+        InvalidRequest: The allowed tools have a form that is not supported.
+    """
+    match body.get("tool_choice"):
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}}:
+            tools = body.get("tools") or []
+            if not isinstance(tools, list):
+                raise InvalidRequest("tools: a list of tools is required")
+            names = [_name_of(number, tool, "tool_choice.allowed_tools.tools") for number, tool in enumerate(allowed)]
+            kept = [tool for number, tool in enumerate(tools) if _name_of(number, tool) in names]
+            return {**body, "tools": kept, "tool_choice": mode}
+        case {"type": "allowed_tools"}:
+            raise InvalidRequest(
+                "tool_choice.allowed_tools: the mode auto or required, and a list of tools, are required"
+            )
+    return body
+
+
+def _name_of(number: int, tool: Any, field: str = "tools") -> str:
     match tool:
         case {"type": "function", "function": {"name": str(name), **rest}} if isinstance(
             rest.get("parameters", {}), Mapping | None
         ):
             return name
-    raise InvalidRequest(f"tools.{number}: a function with a name is required, and an object as its parameters")
+    raise InvalidRequest(f"{field}.{number}: a function with a name is required, and an object as its parameters")
 
 
 FREE_CONSTRAINTS = ("grammar", "regex", "choice", "lark")

@@ -1,0 +1,82 @@
+"""A prompt that is too long has the error that the clients of each API look for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.http_server import serving_http
+
+from llamaq.common.protocol.text_commands import TextReply
+from llamaq.producer.queries import text_commands
+from llamaq.producer.testing import FakeWorker
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOKENS = tuple(range(4000))
+WAIT_S = 1.1
+"""After this time, a stream has begun with a comment."""
+
+
+async def too_long(worker: FakeWorker, http: httpx.AsyncClient, path: str, body: dict[str, Any], wait_s: float) -> str:
+    """Return the response to a request whose job fails after a wait."""
+    posted = asyncio.create_task(http.post(path, json=body))
+    attempt = await worker.start_next()
+    await asyncio.sleep(wait_s)
+    await attempt.fail("prompt_too_long", "36034 characters are too large")
+    response = await posted
+    assert response.status_code == (200 if wait_s else 400)
+    return response.text
+
+
+@pytest.mark.parametrize("wait_s", [0, WAIT_S])
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}, '"code":"context_length_exceeded"'),
+        ("/v1/completions", {"prompt": list(TOKENS)}, '"code":"context_length_exceeded"'),
+        ("/completion", {"prompt": list(TOKENS)}, '"code":"prompt_too_long"'),
+        (
+            "/v1/messages",
+            {"messages": MESSAGES, "model": "default", "max_tokens": 5},
+            '"message":"prompt is too long: 4000 tokens > 512 maximum"',
+        ),
+    ],
+)
+async def test_the_error_of_a_prompt_that_is_too_long_is_that_of_the_api(
+    redis_url: str,
+    queue: str,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    expected: str,
+    wait_s: float,
+) -> None:
+    async def ask(*_: object, **__: object) -> TextReply:
+        return TextReply(tokens=TOKENS)
+
+    monkeypatch.setattr(text_commands, "ask", ask)
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=30) as http,
+    ):
+        await worker.announce()
+        body = {**body, "stream": wait_s > 0} | ({"model": queue} if "model" in body else {})
+        text = await too_long(worker, http, path, body, wait_s)
+    assert expected in text
+    if path != "/v1/messages":
+        assert '"type":"exceed_context_size_error"' in text
+        assert '"n_prompt_tokens":4000' in text
+
+
+async def test_a_response_has_the_code_of_openai(redis_url: str, queue: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=30) as http,
+    ):
+        await worker.announce()
+        text = await too_long(worker, http, "/v1/responses", {"input": "hi"}, 0)
+    assert '"code":"context_length_exceeded"' in text

@@ -1,0 +1,77 @@
+"""A server that stops ends its open requests with an error that lets clients try again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from tests.support.http_server import post_of, sending, serving_http
+
+from llamaq.producer.testing import FakeWorker
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "hi", "store": False},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 5},
+    "/completion": {"prompt": [1]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_open_requests_end_with_an_error_in_the_form_of_the_api(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    body = {**BODIES[path], "model": queue}
+    async with FakeWorker(redis_url, queue) as worker, AsyncExitStack() as open_:
+        await worker.announce()
+        async with serving_http(redis_url, queue, shutdown_s=0.0) as url:
+            waiting, _ = await open_.enter_async_context(sending(url, post_of(path, body)))
+            attempts = [await worker.start_next()]
+            streaming, _ = await open_.enter_async_context(sending(url, post_of(path, {**body, "stream": True})))
+            attempts.append(await worker.start_next())
+            await attempts[1].emit([1], "word ")
+            await streaming.readuntil(b"word")
+        refused, ended = (await waiting.read()).decode(), (await streaming.read()).decode()
+    assert refused.startswith("HTTP/1.1 503 ")
+    assert "retry-after: 1\r\n" in refused.lower()
+    assert "the server is stopping" in refused
+    assert "the server is stopping" in ended
+    assert ended.endswith("\r\n0\r\n\r\n")
+    if path == "/v1/messages":
+        assert '"type":"overloaded_error"' in refused
+        assert "event: error" in ended
+    else:
+        assert '"code":"server_stopping"' in refused
+        assert '"code":"server_stopping"' in ended
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_an_upload_that_is_not_complete_ends_too(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    async with AsyncExitStack() as open_:
+        async with serving_http(redis_url, queue, shutdown_s=0.0) as url:
+            for begun in (head, b"POST /completion HTTP/1.1\r\nHost: x\r\n"):
+                reader, _ = await open_.enter_async_context(sending(url, begun + b"Content-Length: 99\r\n\r\n--b"))
+            async with sending(url, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as (other, _):
+                await other.readuntil(b"ok")
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_server_that_is_told_to_stop_exits_with_0(redis_url: str, queue: str) -> None:
+    options = ("--redis-url", redis_url, "--queue", queue, "--http-port", "0", "--shutdown-s", "0")
+    command = (sys.executable, "-c", "from llamaq.cli.main import main; main()", "serve", *options)
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    await process.stderr.readuntil(b"startup complete")
+    process.send_signal(signal.SIGTERM)
+    log = await process.stderr.read()
+    assert (await process.wait(), b"Traceback" in log) == (0, False)
