@@ -238,7 +238,7 @@ async def test_a_conversation_that_is_too_long_is_shortened_if_the_request_says_
         with pytest.raises(openai.BadRequestError) as too_long:
             await api.responses.create(**options)
         answer = await api.responses.create(**options, truncation="auto", extra_body={"choice": ["yes"]})
-    assert too_long.value.code == "prompt_too_long"
+    assert too_long.value.code == "context_length_exceeded"
     assert answer.usage is not None
     assert n_context // 4 < answer.usage.input_tokens <= n_context // 2
     assert (answer.truncation, answer.output_text) == ("auto", "yes")
