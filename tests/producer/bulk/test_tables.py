@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llamaq.common.errors import InvalidRequest
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.bulk.input_file import read_records
@@ -42,6 +43,16 @@ def test_cells_with_lists_and_objects_are_json(tmp_path: Path) -> None:
 def test_a_long_cell_is_read(tmp_path: Path) -> None:
     cells = {"prompt": "x" * 200_000}
     assert records_of(tmp_path / "in.csv", cells) == [cells]
+
+
+def test_a_row_with_more_cells_than_the_header_fails(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text('id,max_tokens,prompt\n1,3,Hello, my dear world\n\n2,3,"Hello, you"\n3\n')
+    cut, quoted, short = (record for _, record in read_records(path, FinishedRows(), 1000))
+    assert isinstance(cut, InvalidRequest)
+    assert str(cut) == "the row has more cells than the header: quote cells that contain a comma"
+    assert quoted == {"id": "2", "max_tokens": "3", "prompt": "Hello, you"}
+    assert short == {"id": "3"}
 
 
 async def test_a_reserved_option_without_a_value_is_left_out() -> None:

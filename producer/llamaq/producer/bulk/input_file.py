@@ -6,9 +6,9 @@ import csv
 import hashlib
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from pydantic import BaseModel
 
@@ -127,14 +127,26 @@ def decode_line(line: bytes) -> object:
 def _read_csv(path: Path, finished: FinishedRows) -> Iterator[Record]:
     csv.field_size_limit(MAX_CELL_CHARS)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        for number, cells in enumerate(csv.DictReader(file), start=1):
+        rows = _csv_rows(file)
+        header = next(rows, [])
+        for number, cells in enumerate(rows, start=1):
             if number not in finished:
-                yield number, _decode_cells(cells)
+                yield number, _decode_cells(header, cells)
 
 
-def _decode_cells(cells: dict[str | Any, str | Any]) -> object:
+def _csv_rows(file: TextIO) -> Iterator[list[str]]:
+    """Yield the rows of a CSV file that are not blank, the header too."""
+    for cells in csv.reader(file):
+        if cells:
+            yield cells
+
+
+def _decode_cells(header: Sequence[str], cells: Sequence[str]) -> object:
+    """Return the record of a row, or the error with which it cannot be decoded. Missing cells at its end are empty."""
+    if len(cells) > len(header):
+        return InvalidRequest("the row has more cells than the header: quote cells that contain a comma")
     record: dict[str, object] = {}
-    for name, text in cells.items():
+    for name, text in zip(header, cells, strict=False):
         if name not in TABLE_COLUMNS or not text:
             continue
         is_json = name in JSON_COLUMNS or (name in LIST_COLUMNS and text.startswith("["))
