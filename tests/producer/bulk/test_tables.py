@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.common.errors import InvalidRequest
+from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer import AsyncClient
+from llamaq.producer.bulk import BulkRun
 from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.bulk.input_file import read_records
 from llamaq.producer.bulk.input_row import read_row, row_key
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
+from llamaq.producer.bulk.output_files import prepare_description
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.bulk.table_writer import write_table
 
@@ -53,6 +55,14 @@ def test_a_row_with_more_cells_than_the_header_fails(tmp_path: Path) -> None:
     assert str(cut) == "the row has more cells than the header: quote cells that contain a comma"
     assert quoted == {"id": "2", "max_tokens": "3", "prompt": "Hello, you"}
     assert short == {"id": "3"}
+
+
+@pytest.mark.parametrize("bad", ['2,"not closed\n3,three\n', '2,"one" two"\n3,three\n'])
+def test_a_csv_file_with_a_stray_quote_is_refused_with_the_line_of_the_row(tmp_path: Path, bad: str) -> None:
+    run = BulkRun(input=tmp_path / "in.csv", output=tmp_path / "out.jsonl")
+    run.input.write_text(f'id,prompt\n\n1,"two\nlines"\n{bad}')
+    with pytest.raises(BulkRunRefused, match=r"in\.csv cannot be read: the row that begins at line 5: .*its quotes"):
+        prepare_description(run)
 
 
 async def test_a_reserved_option_without_a_value_is_left_out() -> None:

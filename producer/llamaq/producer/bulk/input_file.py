@@ -135,8 +135,20 @@ def _read_csv(path: Path, finished: FinishedRows) -> Iterator[Record]:
 
 
 def _csv_rows(file: TextIO) -> Iterator[list[str]]:
-    """Yield the rows of a CSV file that are not blank, the header too."""
-    for cells in csv.reader(file):
+    """Yield the rows of a CSV file that are not blank, the header too.
+
+    Raises:
+        csv.Error: A quote is not closed, or is not doubled within a cell. The rows behind it cannot be told apart.
+    """
+    reader = csv.reader(file, strict=True)
+    while True:
+        first_line = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as exc:
+            raise csv.Error(f"the row that begins at line {first_line}: {exc}: close or double its quotes") from exc
         if cells:
             yield cells
 
