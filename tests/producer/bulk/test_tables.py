@@ -65,6 +65,30 @@ def test_a_csv_file_with_a_stray_quote_is_refused_with_the_line_of_the_row(tmp_p
         prepare_description(run)
 
 
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ("id,prompt,note,prompt,note", "the column prompt more than once; its columns are 'id', 'prompt', 'note', 'pr"),
+        ("Prompt,id", "none of the columns prompt, tokens, messages, embed; its columns are 'Prompt', 'id'"),
+        ("id, prompt", "its columns are 'id', ' prompt'"),
+        ("id;prompt", "its columns are 'id;prompt'"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_with_wrong_columns_is_refused(tmp_path: Path, suffix: str, header: str, problem: str) -> None:
+    run = BulkRun(input=tmp_path / f"in.{suffix}", output=tmp_path / "out.jsonl")
+    if suffix == "parquet":
+        parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        names = header.split(",")
+        parquet.write_table(pyarrow.table([["x"]] * len(names), names=names), run.input)
+    else:
+        run.input.write_text(f"{header}\n")
+    with pytest.raises(BulkRunRefused) as caught:
+        prepare_description(run)
+    assert f"in.{suffix} cannot be read: the table has " in str(caught.value)
+    assert problem in str(caught.value)
+
+
 async def test_a_reserved_option_without_a_value_is_left_out() -> None:
     row = await read_row(RunParameters(run_id="r"), 1, {"prompt": "x", "priority": None})
     assert (row.error, row.jobs) == (None, [{"prompt": "x"}])

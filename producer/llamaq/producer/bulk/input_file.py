@@ -31,6 +31,10 @@ MAX_CELL_CHARS = 2**30
 """Longest cell of a CSV file. Too large requests are refused one by one, and not with the whole file."""
 TABLE_COLUMNS = frozenset({"id", *JobRequest.model_fields, *SYNONYMS})
 """The columns of a table that are read. Other columns are ignored."""
+PROMPT_COLUMNS = ("prompt", "tokens", "messages", "embed")
+"""A table has at least one of these columns."""
+MAX_SHOWN_CHARS = 300
+"""Longest list of columns in an error."""
 
 Record = tuple[int, object]
 """A row number, and the record: a decoded JSON value, or the error with which it cannot be decoded."""
@@ -77,7 +81,9 @@ def take_fingerprint(path: Path) -> Fingerprint:
 
 def _count_records(path: Path) -> int:
     if file_format(path) == "parquet":
-        return int(_parquet_file(path).metadata.num_rows)
+        file = _parquet_file(path)
+        _check_columns(file.schema_arrow.names)
+        return int(file.metadata.num_rows)
     return sum(1 for _ in _read_csv(path, FinishedRows()))
 
 
@@ -128,10 +134,27 @@ def _read_csv(path: Path, finished: FinishedRows) -> Iterator[Record]:
     csv.field_size_limit(MAX_CELL_CHARS)
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = _csv_rows(file)
-        header = next(rows, [])
+        header = next(rows, None)
+        if header is None:
+            return
+        _check_columns(header)
         for number, cells in enumerate(rows, start=1):
             if number not in finished:
                 yield number, _decode_cells(header, cells)
+
+
+def _check_columns(names: Sequence[str]) -> None:
+    """Check that the rows of a table can have requests, and that no column hides another.
+
+    Raises:
+        InvalidRequest: The columns are wrong. It is one of the `READ_ERRORS`, so the run is refused.
+    """
+    found = f"its columns are {', '.join(map(repr, names)):.{MAX_SHOWN_CHARS}}"
+    double = [name for name in dict.fromkeys(names) if name in TABLE_COLUMNS and names.count(name) > 1]
+    if double:
+        raise InvalidRequest(f"the table has the column {double[0]} more than once; {found}")
+    if not any(name in PROMPT_COLUMNS for name in names):
+        raise InvalidRequest(f"the table has none of the columns {', '.join(PROMPT_COLUMNS)}; {found}")
 
 
 def _csv_rows(file: TextIO) -> Iterator[list[str]]:
