@@ -8,7 +8,7 @@ import importlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, NoReturn, TextIO
 
 from pydantic import BaseModel
 
@@ -38,6 +38,18 @@ MAX_SHOWN_CHARS = 300
 
 Record = tuple[int, object]
 """A row number, and the record: a decoded JSON value, or the error with which it cannot be decoded."""
+
+
+class UnreadRow(InvalidRequest):
+    """A row of a table that cannot be decoded, although its id is known.
+
+    Attributes:
+        row_id: The id of the row. None: it has none.
+    """
+
+    def __init__(self, message: str, row_id: str | None) -> None:
+        super().__init__(message)
+        self.row_id = row_id
 
 
 class Fingerprint(BaseModel):
@@ -125,7 +137,7 @@ def _skip_line(file: BinaryIO) -> None:
 def decode_line(line: bytes) -> object:
     """Return the decoded JSON of a line, or the error with which it cannot be decoded."""
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        return _decode_json(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as exc:
         return InvalidRequest(f"not JSON: {exc}")
 
@@ -140,7 +152,7 @@ def _read_csv(path: Path, finished: FinishedRows) -> Iterator[Record]:
         _check_columns(header)
         for number, cells in enumerate(rows, start=1):
             if number not in finished:
-                yield number, _decode_cells(header, cells)
+                yield number, _decode_row(header, cells)
 
 
 def _check_columns(names: Sequence[str]) -> None:
@@ -176,23 +188,34 @@ def _csv_rows(file: TextIO) -> Iterator[list[str]]:
             yield cells
 
 
-def _decode_cells(header: Sequence[str], cells: Sequence[str]) -> object:
+def _decode_row(header: Sequence[str], cells: Sequence[str]) -> object:
     """Return the record of a row, or the error with which it cannot be decoded. Missing cells at its end are empty."""
-    if len(cells) > len(header):
+    if len(cells) > len(header):  # its id may be in a wrong column
         return InvalidRequest("the row has more cells than the header: quote cells that contain a comma")
-    record: dict[str, object] = {}
-    for name, text in zip(header, cells, strict=False):
-        if name not in TABLE_COLUMNS or not text:
-            continue
-        is_json = name in JSON_COLUMNS or (name in LIST_COLUMNS and text.startswith("["))
-        if not is_json:
-            record[name] = text
-            continue
-        try:
-            record[name] = json.loads(text)
-        except (ValueError, RecursionError) as exc:
-            return InvalidRequest(f"column {name}: not JSON: {exc}")
-    return record
+    texts = dict(zip(header, cells, strict=False))
+    try:
+        return {name: _decode_cell(name, text) for name, text in texts.items() if name in TABLE_COLUMNS and text}
+    except InvalidRequest as exc:
+        return UnreadRow(str(exc), texts.get("id") or None)
+
+
+def _decode_cell(name: str, text: str) -> object:
+    """Return the value of a cell. Raises `InvalidRequest` if it must be JSON and is not."""
+    if name not in JSON_COLUMNS and not (name in LIST_COLUMNS and text.startswith("[")):
+        return text
+    try:
+        return _decode_json(text)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequest(f"column {name}: not JSON: {exc}") from exc
+
+
+def _decode_json(text: str) -> object:
+    """Return the decoded JSON. Raises `ValueError` also for NaN and Infinity, which are not JSON."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _read_parquet(path: Path, finished: FinishedRows) -> Iterator[Record]:
