@@ -133,6 +133,35 @@ async def test_a_bad_row_is_an_error_with_its_line_number(redis_url: str, queue:
     assert number["error"]["message"] == "line 6: a JSON object is required"
 
 
+def delete_files(sentence: str) -> None:
+    for path in sentence.replace(" and ", ", ").split(", "):
+        Path(path).unlink()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+async def test_the_way_out_of_another_input_names_all_files(
+    redis_url: str, queue: str, tmp_path: Path, suffix: str
+) -> None:
+    run = Rows(tmp_path, {"prompt": "good"}, "bad").with_fields(output=tmp_path / f"out.{suffix}")
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(run, client)
+        run.input.write_text('{"prompt": "other"}\n')
+        with pytest.raises(BulkRunRefused, match="was begun with another input") as caught:
+            await execute(run, client)
+        delete_files(str(caught.value).partition(", or delete ")[2])
+        again = await execute(run.model_copy(update={"run_id": "another"}), client)
+    assert (again.rows_done, again.rows_failed) == (1, 0)
+
+
+async def test_a_damaged_description_names_all_files(redis_url: str, queue: str, tmp_path: Path) -> None:
+    rows = Rows(tmp_path, {"prompt": "good"}, "bad")
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(rows.run, client)
+        (tmp_path / "out.jsonl.run.json").write_text("{")
+        with pytest.raises(BulkRunRefused, match=r"delete \S+out.jsonl, \S+out.errors.jsonl and \S+run.json "):
+            await execute(rows.run, client)
+
+
 async def test_error_lines_are_json_and_have_the_id_and_the_line(redis_url: str, queue: str, tmp_path: Path) -> None:
     rows = Rows(
         tmp_path,

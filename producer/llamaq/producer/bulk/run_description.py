@@ -90,6 +90,11 @@ class RunParameters(StrictModel):
         return self.model_dump(mode="json", include={"run_id", "form", "endpoint", "model", "options"})
 
 
+def default_error_file(output: Path) -> Path:
+    """Return the file of the rows that failed, if a run names none."""
+    return output.with_suffix(".errors.jsonl")
+
+
 class BulkRun(RunParameters):
     """What a bulk run computes, from which file into which file. It can be stored and sent as JSON.
 
@@ -118,7 +123,7 @@ class BulkRun(RunParameters):
     @property
     def error_file(self) -> Path:
         """The file of the rows that failed."""
-        return self.errors or self.output.with_suffix(".errors.jsonl")
+        return self.errors or default_error_file(self.output)
 
     @property
     def writes_table(self) -> bool:
