@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,19 @@ def test_a_table_with_wrong_columns_is_refused(tmp_path: Path, suffix: str, head
         prepare_description(run)
     assert f"in.{suffix} cannot be read: the table has " in str(caught.value)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "refused"),
+    [
+        ({"input": "x.jsonl", "output": "y.csv", "errors": "y.csv.rows.jsonl"}, "y.csv.rows.jsonl"),
+        ({"input": "x.jsonl", "output": "z.jsonl", "errors": "z.jsonl.run.json"}, "z.jsonl.run.json"),
+        ({"input": "y.parquet.rows.jsonl", "output": "y.parquet"}, "y.parquet.rows.jsonl"),
+    ],
+)
+def test_a_run_does_not_write_its_own_files_twice(files: dict[str, Any], refused: str) -> None:
+    with pytest.raises(ValueError, match=f"the run itself writes {refused}: name another file"):
+        BulkRun(**files)
 
 
 async def test_a_reserved_option_without_a_value_is_left_out() -> None:

@@ -24,7 +24,7 @@ from llamaq.producer.bulk.input_file import (
     take_fingerprint,
 )
 from llamaq.producer.bulk.output_lines import row_number_of
-from llamaq.producer.bulk.run_description import BulkRun, default_error_file
+from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_table
 
 
@@ -33,16 +33,6 @@ class StoredRun(BaseModel):
 
     run: BulkRun
     input: Fingerprint
-
-
-def description_file(output: Path) -> Path:
-    """Return the file that describes the run of an output file."""
-    return output.with_name(output.name + ".run.json")
-
-
-def rows_file(output: Path) -> Path:
-    """Return the JSONL file that answers are appended to. A table is written from it at the end of the run."""
-    return output if file_format(output) == "jsonl" else output.with_name(output.name + ".rows.jsonl")
 
 
 def read_stored_run(output: Path) -> StoredRun | None:

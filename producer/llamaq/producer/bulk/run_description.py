@@ -95,6 +95,16 @@ def default_error_file(output: Path) -> Path:
     return output.with_suffix(".errors.jsonl")
 
 
+def description_file(output: Path) -> Path:
+    """Return the file that describes the run of an output file."""
+    return output.with_name(output.name + ".run.json")
+
+
+def rows_file(output: Path) -> Path:
+    """Return the JSONL file that answers are appended to. A table is written from it at the end of the run."""
+    return output.with_name(output.name + ".rows.jsonl") if output.suffix.lower() in TABLE_SUFFIXES else output
+
+
 class BulkRun(RunParameters):
     """What a bulk run computes, from which file into which file. It can be stored and sent as JSON.
 
@@ -116,6 +126,9 @@ class BulkRun(RunParameters):
     def _check_files(self) -> Self:
         if len({self.input, self.output, self.error_file}) < 3:
             raise ValueError("input, output and errors must be three different files")
+        own = {description_file(self.output), rows_file(self.output)}
+        if taken := own & {self.input, self.error_file}:
+            raise ValueError(f"input, errors: the run itself writes {min(taken)}: name another file")
         if self.form == "openai" and self.writes_table:
             raise ValueError("form: a table has plain answers: leave it out, or name a .jsonl file")
         return self
