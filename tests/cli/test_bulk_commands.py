@@ -103,8 +103,9 @@ def test_a_deadline_is_a_time_or_a_duration() -> None:
     assert read_time("90s", now) == now + timedelta(seconds=90)
     assert read_time("1.5h", now) == now + timedelta(minutes=90)
     assert read_time("2030-12-24T18:00+01:00", now) == datetime(2030, 12, 24, 17, tzinfo=UTC)
-    with pytest.raises(InvalidRequest, match="8h"):
-        read_time("8 hours", now)
+    for text in ("8 hours", "999999999d", "99999999d", "9999-12-31T23:59-12:00", "0001-01-01T00:00+12:00"):
+        with pytest.raises(InvalidRequest, match="8h"):
+            read_time(text, now)
 
 
 def test_the_progress_names_rate_cached_share_errors_rest_and_notice() -> None:
