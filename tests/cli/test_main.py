@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
         (["generate", "x", "--metadata", "{"], "--metadata: not JSON"),
         (["generate", "x", "--grammar", "@/nowhere/at.all"], "--grammar"),
         (["generate", "x", "--json-schema", "[" * 100_000], "--json-schema"),
-        (["generate", "x", "--wait-s", "0"], "--timeout-s"),
         (["depth", "--queue", "a b"], "--queue (LLAMAQ_QUEUE)"),
         (["depth", "--redis-url", "http://localhost"], "--redis-url (LLAMAQ_REDIS_URL)"),
         (["jobs", "--state", "finished"], "state: only queued and running"),
@@ -46,6 +45,13 @@ def test_wrong_arguments_print_the_usage_and_exit_with_2() -> None:
         result = CliRunner().invoke(build_app(args[0]), args)
         assert result.exit_code == 2
         assert "Usage" in result.stderr
+
+
+@pytest.mark.parametrize("args", [["generate", "x"], ["result", "id"], ["embed", "x"], ["slots", "list"]])
+def test_a_wait_of_zero_names_its_option(args: list[str]) -> None:
+    result = CliRunner().invoke(build_app(args[0]), [*args, "--wait-s", "0"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "Invalid value for '--wait-s'" in result.stderr
 
 
 def test_help_names_every_command_and_loads_no_worker() -> None:
