@@ -81,6 +81,15 @@ def test_a_wrong_option_or_file_is_told_in_one_line(
 
 
 @pytest.mark.starts_processes
+def test_a_full_disk_behind_the_progress_does_not_end_the_run(served: str, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "llamaq", "bulk", "run", str(source), "-o", str(target)]
+    with Path("/dev/full").open("wb") as full:
+        assert subprocess.call(command, env=os.environ.copy(), stderr=full) == 0
+    assert len(answers(target)) == 3
+
+
+@pytest.mark.starts_processes
 def test_a_killed_run_continues_where_it_was(served: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", *({"id": n, "prompt": f"row {n}"} for n in range(1, N_ROWS + 1)))
     target = tmp_path / "out.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -71,6 +72,28 @@ def test_the_version_and_the_short_form_of_help_are_options() -> None:
 def test_python_dash_m_llamaq_is_the_command() -> None:
     shown = subprocess.run([sys.executable, "-m", "llamaq", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout == llamaq("--version")
+
+
+def end_of(*args: str, stdout: int) -> tuple[int, str]:
+    """Run a command as a process, and return its exit code and its errors."""
+    command = [sys.executable, "-m", "llamaq", *args]
+    ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_a_full_disk_behind_standard_output_is_an_error_in_one_line(option: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        assert end_of(option, stdout=full.fileno()) == (1, "llamaq: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.starts_processes
+def test_a_closed_pipe_ends_the_command_without_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert end_of("--help", stdout=writing) == (1, "")
+    os.close(writing)
 
 
 def test_every_command_that_prints_data_has_the_option_json() -> None:
