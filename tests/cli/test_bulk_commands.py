@@ -60,7 +60,7 @@ def test_failed_rows_are_named_and_the_exit_code_is_1(served: str, tmp_path: Pat
     source = write_rows(tmp_path / "in.jsonl", {"prompt": "good"}, {"prompt": "bad", "max_tokens": 0})
     done = run(source, "-o", tmp_path / "out.jsonl")
     assert done.exit_code == EXIT_FAILED
-    assert f"1 rows have failed: {tmp_path / 'out.errors.jsonl'}" in done.stderr
+    assert f"1 row has failed: {tmp_path / 'out.errors.jsonl'}" in done.stderr
     assert "max_tokens" in answers(tmp_path / "out.errors.jsonl")[0]["error"]["message"]
     again = run(source, "-o", tmp_path / "out.jsonl", "--retry-errors", "--json")
     progress = json.loads(again.stdout)
@@ -74,6 +74,7 @@ def test_a_wrong_option_or_file_is_told_in_one_line(
     for problem, args in {
         "must end with .jsonl": (str(source), "-o", "out.txt"),
         "is not a time": (str(source), "-o", target, "--deadline", "soon"),
+        "it is not a file": (str(tmp_path), "-o", target),
         "three different files": (str(source), "-o", str(source)),
         "max_tokens": (str(source), "-o", target, "--max-tokens", "0"),
     }.items():

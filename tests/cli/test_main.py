@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
         (["generate", "x", "--json-schema", "[" * 100_000], "--json-schema"),
         (["depth", "--queue", "a b"], "--queue (LLAMAQ_QUEUE)"),
         (["depth", "--redis-url", "http://localhost"], "--redis-url (LLAMAQ_REDIS_URL)"),
+        (["metrics", "--port", "0", "--queue", "a b"], "--queue (LLAMAQ_QUEUE)"),
         (["jobs", "--state", "finished"], "state: only queued and running"),
         (["stream", "nonsense"], "not a job id"),
     ],
@@ -42,7 +43,13 @@ def test_a_value_that_is_not_valid_is_an_error_in_one_line_with_exit_code_2(
 
 
 def test_wrong_arguments_print_the_usage_and_exit_with_2() -> None:
-    for args in (["generate"], ["nonsense"], ["generate", "x", "--max-tokens", "many"], ["generate", "--nonsense"]):
+    for args in (
+        ["generate"],
+        ["nonsense"],
+        ["generate", "x", "--max-tokens", "many"],
+        ["generate", "--nonsense"],
+        ["health", "--max-age-s", "-1"],
+    ):
         result = CliRunner().invoke(build_app(args[0]), args)
         assert result.exit_code == 2
         assert "Usage" in result.stderr

@@ -197,7 +197,8 @@ def open_output(run: BulkRun) -> Iterator[OutputFiles]:
         BulkRunRefused: A file is not of this run, cannot be opened, or another process executes the run.
     """
     if not run.input.is_file():
-        raise BulkRunRefused(f"{run.input}: there is no such file")
+        reason = "it is not a file" if run.input.exists() else "there is no such file"
+        raise BulkRunRefused(f"{run.input}: {reason}")
     if "parquet" in (file_format(run.input), file_format(run.output)):
         pyarrow_module("pyarrow.parquet")  # raises before anything is computed
     with ExitStack() as exits:

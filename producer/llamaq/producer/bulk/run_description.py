@@ -182,6 +182,11 @@ class BulkProgress(WireModel):
     notice: str | None = Field(None, description="Why no job is submitted now. None: nothing is wrong.")
 
     @property
+    def failure(self) -> str:
+        """How many rows have failed, as a sentence."""
+        return "1 row has failed" if self.rows_failed == 1 else f"{self.rows_failed} rows have failed"
+
+    @property
     def cached_share(self) -> float:
         """Share of the prompt tokens that were reused, from 0 to 1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -197,7 +197,7 @@ class _ProgressReporter:
 
 def _incomplete(progress: BulkProgress) -> BulkRunIncomplete:
     """Return the error of a run that has stopped before its end."""
-    too_many = f"{progress.rows_failed} rows have failed, more than its max_errors"
+    too_many = f"{progress.failure}, more than its max_errors"
     reason = too_many if progress.state is BulkState.TOO_MANY_ERRORS else "it has reached its deadline"
     return BulkRunIncomplete(
         f"run {progress.run_id} stopped after {progress.rows_done} of {progress.rows_total} rows: {reason}. "
