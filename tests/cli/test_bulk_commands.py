@@ -60,7 +60,7 @@ def test_failed_rows_are_named_and_the_exit_code_is_1(served: str, tmp_path: Pat
     source = write_rows(tmp_path / "in.jsonl", {"prompt": "good"}, {"prompt": "bad", "max_tokens": 0})
     done = run(source, "-o", tmp_path / "out.jsonl")
     assert done.exit_code == EXIT_FAILED
-    assert f"1 rows have failed: {tmp_path / 'out.errors.jsonl'}" in done.stderr
+    assert f"1 row has failed: {tmp_path / 'out.errors.jsonl'}" in done.stderr
     assert "max_tokens" in answers(tmp_path / "out.errors.jsonl")[0]["error"]["message"]
     again = run(source, "-o", tmp_path / "out.jsonl", "--retry-errors", "--json")
     progress = json.loads(again.stdout)
@@ -74,10 +74,20 @@ def test_a_wrong_option_or_file_is_told_in_one_line(
     for problem, args in {
         "must end with .jsonl": (str(source), "-o", "out.txt"),
         "is not a time": (str(source), "-o", target, "--deadline", "soon"),
+        "it is not a file": (str(tmp_path), "-o", target),
         "three different files": (str(source), "-o", str(source)),
         "max_tokens": (str(source), "-o", target, "--max-tokens", "0"),
     }.items():
         assert problem in failing(monkeypatch, capsys, "bulk", "run", *args, code=EXIT_USAGE)
+
+
+@pytest.mark.starts_processes
+def test_a_full_disk_behind_the_progress_does_not_end_the_run(served: str, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "llamaq", "bulk", "run", str(source), "-o", str(target)]
+    with Path("/dev/full").open("wb") as full:
+        assert subprocess.call(command, env=os.environ.copy(), stderr=full) == 0
+    assert len(answers(target)) == 3
 
 
 @pytest.mark.starts_processes
@@ -103,8 +113,9 @@ def test_a_deadline_is_a_time_or_a_duration() -> None:
     assert read_time("90s", now) == now + timedelta(seconds=90)
     assert read_time("1.5h", now) == now + timedelta(minutes=90)
     assert read_time("2030-12-24T18:00+01:00", now) == datetime(2030, 12, 24, 17, tzinfo=UTC)
-    with pytest.raises(InvalidRequest, match="8h"):
-        read_time("8 hours", now)
+    for text in ("8 hours", "999999999d", "99999999d", "9999-12-31T23:59-12:00", "0001-01-01T00:00+12:00"):
+        with pytest.raises(InvalidRequest, match="8h"):
+            read_time(text, now)
 
 
 def test_the_progress_names_rate_cached_share_errors_rest_and_notice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -28,9 +29,9 @@ ROOT = Path(__file__).parents[2]
         (["generate", "x", "--metadata", "{"], "--metadata: not JSON"),
         (["generate", "x", "--grammar", "@/nowhere/at.all"], "--grammar"),
         (["generate", "x", "--json-schema", "[" * 100_000], "--json-schema"),
-        (["generate", "x", "--wait-s", "0"], "--timeout-s"),
         (["depth", "--queue", "a b"], "--queue (LLAMAQ_QUEUE)"),
         (["depth", "--redis-url", "http://localhost"], "--redis-url (LLAMAQ_REDIS_URL)"),
+        (["metrics", "--port", "0", "--queue", "a b"], "--queue (LLAMAQ_QUEUE)"),
         (["jobs", "--state", "finished"], "state: only queued and running"),
         (["stream", "nonsense"], "not a job id"),
     ],
@@ -42,10 +43,23 @@ def test_a_value_that_is_not_valid_is_an_error_in_one_line_with_exit_code_2(
 
 
 def test_wrong_arguments_print_the_usage_and_exit_with_2() -> None:
-    for args in (["generate"], ["nonsense"], ["generate", "x", "--max-tokens", "many"], ["generate", "--nonsense"]):
+    for args in (
+        ["generate"],
+        ["nonsense"],
+        ["generate", "x", "--max-tokens", "many"],
+        ["generate", "--nonsense"],
+        ["health", "--max-age-s", "-1"],
+    ):
         result = CliRunner().invoke(build_app(args[0]), args)
         assert result.exit_code == 2
         assert "Usage" in result.stderr
+
+
+@pytest.mark.parametrize("args", [["generate", "x"], ["result", "id"], ["embed", "x"], ["slots", "list"]])
+def test_a_wait_of_zero_names_its_option(args: list[str]) -> None:
+    result = CliRunner().invoke(build_app(args[0]), [*args, "--wait-s", "0"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "Invalid value for '--wait-s'" in result.stderr
 
 
 def test_help_names_every_command_and_loads_no_worker() -> None:
@@ -65,6 +79,28 @@ def test_the_version_and_the_short_form_of_help_are_options() -> None:
 def test_python_dash_m_llamaq_is_the_command() -> None:
     shown = subprocess.run([sys.executable, "-m", "llamaq", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout == llamaq("--version")
+
+
+def end_of(*args: str, stdout: int) -> tuple[int, str]:
+    """Run a command as a process, and return its exit code and its errors."""
+    command = [sys.executable, "-m", "llamaq", *args]
+    ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_a_full_disk_behind_standard_output_is_an_error_in_one_line(option: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        assert end_of(option, stdout=full.fileno()) == (1, "llamaq: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.starts_processes
+def test_a_closed_pipe_ends_the_command_without_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert end_of("--help", stdout=writing) == (1, "")
+    os.close(writing)
 
 
 def test_every_command_that_prints_data_has_the_option_json() -> None:

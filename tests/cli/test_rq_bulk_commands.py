@@ -57,7 +57,7 @@ def test_a_run_is_submitted_listed_awaited_and_its_errors_tried_again(rq_queue: 
     bad.write_text(json.dumps({"prompt": "p", "temperature": "hot"}) + "\n")
     failing_id = call("submit", str(bad), "-o", str(rows.with_name("c.jsonl")))[0].strip()
     work(rq_queue)
-    assert "1 rows have failed" in call("wait", failing_id, code=1)[1]
+    assert "1 row has failed" in call("wait", failing_id, code=1)[1]
     assert llamaq("bulk", "retry-errors", run_id) == f"{run_id}: queued\n"
     work(rq_queue)
     assert json.loads(llamaq("bulk", "status", run_id, "--json"))["progress"]["rows_before"] == 3

@@ -56,7 +56,7 @@ def run_here(
     if as_json:
         views.show_json(progress)
     if progress.rows_failed:
-        views.notice(f"{progress.rows_failed} rows have failed: {run.error_file}")
+        views.notice(f"{progress.failure}: {run.error_file}")
     if progress.state in _REASONS:
         views.notice(_REASONS[progress.state])
     if progress.state is BulkState.STOPPED:

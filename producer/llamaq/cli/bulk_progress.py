@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
@@ -53,7 +53,8 @@ class _Lines:
         if is_due or progress.state is not BulkState.RUNNING or progress.notice != self._notice:
             self._shown_s, self._notice = now_s, progress.notice
             rows = f"{progress.rows_done}/{progress.rows_total} rows"
-            views.notice(", ".join([rows, *details(progress)]))
+            with suppress(OSError):  # a full disk for the progress must not end the run
+                views.notice(", ".join([rows, *details(progress)]))
 
 
 def details(progress: BulkProgress) -> list[str]:

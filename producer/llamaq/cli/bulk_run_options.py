@@ -53,16 +53,15 @@ def read_time(text: str, now: datetime) -> datetime:
     """Return the time that a text names: a time in the form of ISO 8601, or a duration from `now` on.
 
     Raises:
-        InvalidRequest: It is neither.
+        InvalidRequest: It is neither, or the time is not between the years 1 and 9999 in UTC.
     """
     found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text.strip())
-    if found is not None:
-        return now + timedelta(seconds=float(found[1]) * _UNITS[found[2]])
     try:
-        time = datetime.fromisoformat(text)
-    except ValueError as exc:
+        if found is not None:
+            return now + timedelta(seconds=float(found[1]) * _UNITS[found[2]])
+        return datetime.fromisoformat(text).astimezone(UTC)
+    except (ValueError, OverflowError) as exc:
         raise InvalidRequest(f"{text[:40]!r} is not a time such as 2030-12-24T18:00+01:00, 90s, 30m or 8h") from exc
-    return time if time.tzinfo else time.astimezone()
 
 
 def _help(name: str) -> str:

@@ -12,6 +12,8 @@ from llamaq.common.settings import ENV_PREFIX, ClientSettings
 from llamaq.producer import Priority
 
 _FIELDS = ClientSettings.model_fields
+MIN_WAIT_S = 0.001
+"""Shortest wait of `--wait-s`. The setting itself may be any number above 0."""
 
 RedisUrl = Annotated[str | None, typer.Option(help=setting_help("redis_url", _FIELDS["redis_url"]))]
 Queue = Annotated[str | None, typer.Option(help=setting_help("queue", _FIELDS["queue"]))]
@@ -19,6 +21,7 @@ WaitForJob = Annotated[
     float | None,
     typer.Option(
         "--wait-s",
+        min=MIN_WAIT_S,
         help=setting_help(
             "timeout_s", _FIELDS["timeout_s"], "Longest wait for the result, or for the next piece of text, in seconds."
         ),
@@ -28,6 +31,7 @@ WaitForReply = Annotated[
     float | None,
     typer.Option(
         "--wait-s",
+        min=MIN_WAIT_S,
         help=setting_help("timeout_s", _FIELDS["timeout_s"], "Longest wait for the worker's reply, in seconds."),
     ),
 ]

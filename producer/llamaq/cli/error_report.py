@@ -39,7 +39,7 @@ _CODES: dict[type[LlamaqError], int] = {
 }
 
 
-def exit_code_of(error: LlamaqError | RedisError) -> int:
+def exit_code_of(error: LlamaqError | RedisError | OSError) -> int:
     """Return the exit code of a command that this error ended."""
     if isinstance(error, RedisError):
         return EXIT_NO_REDIS
@@ -48,9 +48,9 @@ def exit_code_of(error: LlamaqError | RedisError) -> int:
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), EXIT_FAILED)
 
 
-def explain(error: LlamaqError | RedisError) -> str:
+def explain(error: LlamaqError | RedisError | OSError) -> str:
     """Return an error as one line."""
-    line = " ".join(str(error).split())
+    line = " ".join(str(error).split()) or type(error).__name__
     if not isinstance(error, RedisError):
         return line
     is_unreachable = isinstance(error, RedisConnectionError | RedisTimeoutError)

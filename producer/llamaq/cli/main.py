@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TextIO
 
 import typer
 from redis.exceptions import RedisError
@@ -132,6 +135,24 @@ def main() -> None:
     logging.getLogger("llamaq.producer.worker_watch").setLevel(logging.ERROR)
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
-    except (LlamaqError, RedisError) as exc:
-        typer.echo(f"llamaq: {explain(exc)}", err=True)
+    except (LlamaqError, RedisError, OSError) as exc:  # an OSError: standard output cannot be written, for example
+        with suppress(OSError):
+            typer.echo(f"llamaq: {explain(exc)}", err=True)
         sys.exit(exit_code_of(exc))
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            drop_unwritable_text(stream)
+
+
+def drop_unwritable_text(stream: TextIO | None) -> None:
+    """Drop the text that a stream cannot write, for example to a full disk.
+
+    Otherwise Python tries it again at its end, prints an error and changes the exit code.
+    """
+    if stream is None or stream.closed:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())

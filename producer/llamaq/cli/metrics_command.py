@@ -42,8 +42,10 @@ def serve_metrics(
     log_format: OfLogFormat = LogFormat.TEXT,
 ) -> None:
     """Serve the metrics of all queues and workers for Prometheus, at /metrics. /health tells whether Redis answers."""
-    configure_logging("info", log_format)
     settings = client_settings(redis_url=redis_url)
+    for name in queue or ():
+        client_settings(queue=name)  # raises if it is not a name
+    configure_logging("info", log_format)
     reader = MetricsReader(queue or ())
     server = server_class("llamaq metrics")(
         lambda: read_metrics(settings, reader), lambda: is_redis_up(settings), port=port, bind=bind

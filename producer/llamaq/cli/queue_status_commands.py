@@ -30,7 +30,7 @@ Queues = Annotated[
     list[str] | None,
     typer.Option("--queue", help="Name of the queue; may be given several times. (default default; LLAMAQ_QUEUE)"),
 ]
-MaxAge = Annotated[float, typer.Option(help="Largest age of the worker's last tick, in seconds.")]
+MaxAge = Annotated[float, typer.Option(min=0, help="Largest age of the worker's last tick, in seconds.")]
 AnyHost = Annotated[bool, typer.Option("--any", help="Accept a worker on any host.")]
 AllQueues = Annotated[bool, typer.Option("--all", help="Also show queues that have neither a job nor a worker.")]
 Limit = Annotated[int, typer.Option(min=1, help="Largest number of jobs.")]

@@ -185,10 +185,10 @@ def wait(
             raise typer.Exit(EXIT_NO_ANSWER) from exc
     if last is not None:
         _show(last, as_json=as_json)
-        n_failed = last.progress.rows_failed if last.progress is not None else 0
-        if n_failed:
-            views.notice(f"{n_failed} rows have failed: {last.errors}")
-        if n_failed or last.state is not RunState.COMPLETED:
+        has_failures = last.progress is not None and last.progress.rows_failed > 0
+        if last.progress is not None and has_failures:
+            views.notice(f"{last.progress.failure}: {last.errors}")
+        if has_failures or last.state is not RunState.COMPLETED:
             raise typer.Exit(EXIT_FAILED)
 
 

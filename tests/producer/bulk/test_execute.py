@@ -133,6 +133,69 @@ async def test_a_bad_row_is_an_error_with_its_line_number(redis_url: str, queue:
     assert number["error"]["message"] == "line 6: a JSON object is required"
 
 
+def delete_files(sentence: str) -> None:
+    for path in sentence.replace(" and ", ", ").split(", "):
+        Path(path).unlink()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+async def test_the_way_out_of_another_input_names_all_files(
+    redis_url: str, queue: str, tmp_path: Path, suffix: str
+) -> None:
+    run = Rows(tmp_path, {"prompt": "good"}, "bad").with_fields(output=tmp_path / f"out.{suffix}")
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(run, client)
+        run.input.write_text('{"prompt": "other"}\n')
+        with pytest.raises(BulkRunRefused, match="was begun with another input") as caught:
+            await execute(run, client)
+        delete_files(str(caught.value).partition(", or delete ")[2])
+        again = await execute(run.model_copy(update={"run_id": "another"}), client)
+    assert (again.rows_done, again.rows_failed) == (1, 0)
+
+
+async def test_a_damaged_description_names_all_files(redis_url: str, queue: str, tmp_path: Path) -> None:
+    rows = Rows(tmp_path, {"prompt": "good"}, "bad")
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(rows.run, client)
+        (tmp_path / "out.jsonl.run.json").write_text("{")
+        with pytest.raises(BulkRunRefused, match=r"delete \S+out.jsonl, \S+out.errors.jsonl and \S+run.json "):
+            await execute(rows.run, client)
+
+
+async def test_error_lines_are_json_and_have_the_id_and_the_line(redis_url: str, queue: str, tmp_path: Path) -> None:
+    rows = Rows(
+        tmp_path,
+        '{"id": NaN, "prompt": "x"}',
+        '{"id": 1e999, "prompt": "x"}',
+        {"id": 1.5, "prompt": "x"},
+        {"id": True, "prompt": "x"},
+        '{"id": "surrogate", "prompt": "\\ud800"}',
+        '{"custom_id": 1e999, "body": {}}',
+    )
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(rows.run, client)
+    errors = sorted(rows.errors(), key=lambda line: line["error"].get("line") or line["line"])
+    wanted = "id: a text or an integer is required"
+    texts = [line["error"]["message"] for line in errors]
+    assert texts[0] == "line 1: not JSON: NaN is not a JSON value"
+    assert texts[1:4] == [f"line {number}: {wanted}" for number in (2, 3, 4)]
+    assert texts[4].startswith("line 5: a text of the request is not valid Unicode")
+    assert texts[5] == "line 6: custom_id: a text is required"
+    assert [line.get("id") for line in errors[:5]] == [None, None, None, None, "surrogate"]
+    assert errors[5]["custom_id"] is None
+
+
+async def test_a_bad_cell_leaves_the_id_in_the_error_line(redis_url: str, queue: str, tmp_path: Path) -> None:
+    rows = Rows(tmp_path)
+    run = rows.with_fields(input=tmp_path / "in.csv")
+    run.input.write_text('id,messages\na,not JSON\n,"[NaN]"\n')
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(run, client)
+    bad, nameless = rows.errors()
+    assert (bad["id"], bad["line"], nameless["id"]) == ("a", 1, None)
+    assert bad["error"]["message"].startswith("line 1: column messages: not JSON: ")
+
+
 async def test_a_row_with_an_unexpected_error_fails_alone(
     redis_url: str,
     queue: str,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer import AsyncClient
+from llamaq.producer.bulk import BulkRun
 from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.bulk.input_file import read_records
 from llamaq.producer.bulk.input_row import read_row, row_key
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
+from llamaq.producer.bulk.output_files import prepare_description
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.bulk.table_writer import write_table
 
@@ -42,6 +46,61 @@ def test_cells_with_lists_and_objects_are_json(tmp_path: Path) -> None:
 def test_a_long_cell_is_read(tmp_path: Path) -> None:
     cells = {"prompt": "x" * 200_000}
     assert records_of(tmp_path / "in.csv", cells) == [cells]
+
+
+def test_a_row_with_more_cells_than_the_header_fails(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text('id,max_tokens,prompt\n1,3,Hello, my dear world\n\n2,3,"Hello, you"\n3\n')
+    cut, quoted, short = (record for _, record in read_records(path, FinishedRows(), 1000))
+    assert isinstance(cut, InvalidRequest)
+    assert str(cut) == "the row has more cells than the header: quote cells that contain a comma"
+    assert quoted == {"id": "2", "max_tokens": "3", "prompt": "Hello, you"}
+    assert short == {"id": "3"}
+
+
+@pytest.mark.parametrize("bad", ['2,"not closed\n3,three\n', '2,"one" two"\n3,three\n'])
+def test_a_csv_file_with_a_stray_quote_is_refused_with_the_line_of_the_row(tmp_path: Path, bad: str) -> None:
+    run = BulkRun(input=tmp_path / "in.csv", output=tmp_path / "out.jsonl")
+    run.input.write_text(f'id,prompt\n\n1,"two\nlines"\n{bad}')
+    with pytest.raises(BulkRunRefused, match=r"in\.csv cannot be read: the row that begins at line 5: .*its quotes"):
+        prepare_description(run)
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ("id,prompt,note,prompt,note", "the column prompt more than once; its columns are 'id', 'prompt', 'note', 'pr"),
+        ("Prompt,id", "none of the columns prompt, tokens, messages, embed; its columns are 'Prompt', 'id'"),
+        ("id, prompt", "its columns are 'id', ' prompt'"),
+        ("id;prompt", "its columns are 'id;prompt'"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_with_wrong_columns_is_refused(tmp_path: Path, suffix: str, header: str, problem: str) -> None:
+    run = BulkRun(input=tmp_path / f"in.{suffix}", output=tmp_path / "out.jsonl")
+    if suffix == "parquet":
+        parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        names = header.split(",")
+        parquet.write_table(pyarrow.table([["x"]] * len(names), names=names), run.input)
+    else:
+        run.input.write_text(f"{header}\n")
+    with pytest.raises(BulkRunRefused) as caught:
+        prepare_description(run)
+    assert f"in.{suffix} cannot be read: the table has " in str(caught.value)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "refused"),
+    [
+        ({"input": "x.jsonl", "output": "y.csv", "errors": "y.csv.rows.jsonl"}, "y.csv.rows.jsonl"),
+        ({"input": "x.jsonl", "output": "z.jsonl", "errors": "z.jsonl.run.json"}, "z.jsonl.run.json"),
+        ({"input": "y.parquet.rows.jsonl", "output": "y.parquet"}, "y.parquet.rows.jsonl"),
+    ],
+)
+def test_a_run_does_not_write_its_own_files_twice(files: dict[str, Any], refused: str) -> None:
+    with pytest.raises(ValueError, match=f"the run itself writes {refused}: name another file"):
+        BulkRun(**files)
 
 
 async def test_a_reserved_option_without_a_value_is_left_out() -> None:

@@ -115,6 +115,46 @@ def note_failure(job: Job, connection: Redis, kind: type[Exception], *_: object)
     failures.append(f"{job.id}: {kind.__name__}")
 
 
+def fail_after_success(*_: object) -> None:
+    raise KeyError("no such report")
+
+
+@pytest.mark.parametrize("option", ["on_success", "on_failure"])
+@pytest.mark.parametrize(
+    "name", ["nomodule.f", f"{__name__}.nothing", f"{__name__}.failures", f"{__name__}.fail_one_row"]
+)
+def test_a_callback_that_cannot_be_called_refuses_the_run_at_once(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, option: str, name: str
+) -> None:
+    run = make_run("a")
+    callback: dict[str, Any] = {option: name}
+    runs.submit(run, **callback)
+    work(rq_queue)
+    status = runs.status(run.run_id)
+    assert (status.state, status.retries_left) == (RunState.FAILED, 0)
+    assert status.error is not None
+    assert status.error.startswith(f"BulkRunRefused: {option}: ")
+    assert name in status.error
+    assert not run.output.exists()
+
+
+@pytest.mark.usefixtures("worker")
+def test_an_error_of_the_success_callback_does_not_repeat_the_run(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun
+) -> None:
+    run = make_run("a")
+    runs.submit(run, on_success=fail_after_success)
+    work(rq_queue)
+    status = runs.status(run.run_id)
+    assert (status.state, status.retries_left) == (RunState.FAILED, 0)
+    assert "the on_success function has failed: KeyError: 'no such report'" in str(status.error)
+    assert texts(run) == expected(3)
+    runs.submit(run, on_success=note_success)
+    work(rq_queue)
+    assert runs.status(run.run_id).state is RunState.COMPLETED
+    assert successes[-1] == run.run_id
+
+
 @pytest.mark.usefixtures("worker")
 def test_a_run_waits_for_the_runs_before_it_and_for_its_time(
     runs: BulkQueue, rq_queue: Queue, make_run: MakeRun

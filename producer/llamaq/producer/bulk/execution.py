@@ -31,6 +31,7 @@ from llamaq.common.errors import (
 )
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer.bulk.input_file import UnreadRow
 from llamaq.producer.bulk.input_row import Row, read_row, row_key, unread_row
 from llamaq.producer.bulk.meter import Meter
 from llamaq.producer.bulk.output_lines import answer_line, error_line, error_of
@@ -304,7 +305,8 @@ class Execution:
 
     async def _row_of(self, number: int, record: object) -> Row:
         if isinstance(record, InvalidRequest):
-            return Row(number, form=self._run.form_of("plain"), error=record)
+            row_id = record.row_id if isinstance(record, UnreadRow) else None
+            return Row(number, form=self._run.form_of("plain"), row_id=row_id, error=record)
         pauses = Backoff(LOOK_S, LONGEST_PAUSE_S)
         while True:
             try:

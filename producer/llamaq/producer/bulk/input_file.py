@@ -6,9 +6,9 @@ import csv
 import hashlib
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn, TextIO
 
 from pydantic import BaseModel
 
@@ -31,9 +31,25 @@ MAX_CELL_CHARS = 2**30
 """Longest cell of a CSV file. Too large requests are refused one by one, and not with the whole file."""
 TABLE_COLUMNS = frozenset({"id", *JobRequest.model_fields, *SYNONYMS})
 """The columns of a table that are read. Other columns are ignored."""
+PROMPT_COLUMNS = ("prompt", "tokens", "messages", "embed")
+"""A table has at least one of these columns."""
+MAX_SHOWN_CHARS = 300
+"""Longest list of columns in an error."""
 
 Record = tuple[int, object]
 """A row number, and the record: a decoded JSON value, or the error with which it cannot be decoded."""
+
+
+class UnreadRow(InvalidRequest):
+    """A row of a table that cannot be decoded, although its id is known.
+
+    Attributes:
+        row_id: The id of the row. None: it has none.
+    """
+
+    def __init__(self, message: str, row_id: str | None) -> None:
+        super().__init__(message)
+        self.row_id = row_id
 
 
 class Fingerprint(BaseModel):
@@ -77,7 +93,9 @@ def take_fingerprint(path: Path) -> Fingerprint:
 
 def _count_records(path: Path) -> int:
     if file_format(path) == "parquet":
-        return int(_parquet_file(path).metadata.num_rows)
+        file = _parquet_file(path)
+        _check_columns(file.schema_arrow.names)
+        return int(file.metadata.num_rows)
     return sum(1 for _ in _read_csv(path, FinishedRows()))
 
 
@@ -119,7 +137,7 @@ def _skip_line(file: BinaryIO) -> None:
 def decode_line(line: bytes) -> object:
     """Return the decoded JSON of a line, or the error with which it cannot be decoded."""
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        return _decode_json(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as exc:
         return InvalidRequest(f"not JSON: {exc}")
 
@@ -127,25 +145,77 @@ def decode_line(line: bytes) -> object:
 def _read_csv(path: Path, finished: FinishedRows) -> Iterator[Record]:
     csv.field_size_limit(MAX_CELL_CHARS)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        for number, cells in enumerate(csv.DictReader(file), start=1):
+        rows = _csv_rows(file)
+        header = next(rows, None)
+        if header is None:
+            return
+        _check_columns(header)
+        for number, cells in enumerate(rows, start=1):
             if number not in finished:
-                yield number, _decode_cells(cells)
+                yield number, _decode_row(header, cells)
 
 
-def _decode_cells(cells: dict[str | Any, str | Any]) -> object:
-    record: dict[str, object] = {}
-    for name, text in cells.items():
-        if name not in TABLE_COLUMNS or not text:
-            continue
-        is_json = name in JSON_COLUMNS or (name in LIST_COLUMNS and text.startswith("["))
-        if not is_json:
-            record[name] = text
-            continue
+def _check_columns(names: Sequence[str]) -> None:
+    """Check that the rows of a table can have requests, and that no column hides another.
+
+    Raises:
+        InvalidRequest: The columns are wrong. It is one of the `READ_ERRORS`, so the run is refused.
+    """
+    found = f"its columns are {', '.join(map(repr, names)):.{MAX_SHOWN_CHARS}}"
+    double = [name for name in dict.fromkeys(names) if name in TABLE_COLUMNS and names.count(name) > 1]
+    if double:
+        raise InvalidRequest(f"the table has the column {double[0]} more than once; {found}")
+    if not any(name in PROMPT_COLUMNS for name in names):
+        raise InvalidRequest(f"the table has none of the columns {', '.join(PROMPT_COLUMNS)}; {found}")
+
+
+def _csv_rows(file: TextIO) -> Iterator[list[str]]:
+    """Yield the rows of a CSV file that are not blank, the header too.
+
+    Raises:
+        csv.Error: A quote is not closed, or is not doubled within a cell. The rows behind it cannot be told apart.
+    """
+    reader = csv.reader(file, strict=True)
+    while True:
+        first_line = reader.line_num + 1
         try:
-            record[name] = json.loads(text)
-        except (ValueError, RecursionError) as exc:
-            return InvalidRequest(f"column {name}: not JSON: {exc}")
-    return record
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as exc:
+            raise csv.Error(f"the row that begins at line {first_line}: {exc}: close or double its quotes") from exc
+        if cells:
+            yield cells
+
+
+def _decode_row(header: Sequence[str], cells: Sequence[str]) -> object:
+    """Return the record of a row, or the error with which it cannot be decoded. Missing cells at its end are empty."""
+    if len(cells) > len(header):  # its id may be in a wrong column
+        return InvalidRequest("the row has more cells than the header: quote cells that contain a comma")
+    texts = dict(zip(header, cells, strict=False))
+    try:
+        return {name: _decode_cell(name, text) for name, text in texts.items() if name in TABLE_COLUMNS and text}
+    except InvalidRequest as exc:
+        return UnreadRow(str(exc), texts.get("id") or None)
+
+
+def _decode_cell(name: str, text: str) -> object:
+    """Return the value of a cell. Raises `InvalidRequest` if it must be JSON and is not."""
+    if name not in JSON_COLUMNS and not (name in LIST_COLUMNS and text.startswith("[")):
+        return text
+    try:
+        return _decode_json(text)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequest(f"column {name}: not JSON: {exc}") from exc
+
+
+def _decode_json(text: str) -> object:
+    """Return the decoded JSON. Raises `ValueError` also for NaN and Infinity, which are not JSON."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _read_parquet(path: Path, finished: FinishedRows) -> Iterator[Record]:

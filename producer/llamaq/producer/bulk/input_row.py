@@ -75,15 +75,20 @@ def unread_row(run: RunParameters, number: int, record: object, error: LlamaqErr
     row = Row(number, form=run.form_of("plain"), model=run.model, error=error)
     if isinstance(record, Mapping):
         is_batch_line = "body" in record or "custom_id" in record
-        row_id = record.get("custom_id" if is_batch_line else "id")
         row.form = run.form_of("openai" if is_batch_line else "plain")
-        row.row_id = row_id if isinstance(row_id, str | int) else None
+        row.row_id = _id_in(record, "custom_id" if is_batch_line else "id")
     return row
+
+
+def _id_in(record: Mapping[str, Any], name: str) -> str | int | None:
+    """Return the id of a record. None: it has none, or another value that an output line cannot repeat."""
+    row_id = record.get(name)
+    return row_id if isinstance(row_id, str | int) and not isinstance(row_id, bool) else None
 
 
 def _read_batch_line(run: RunParameters, row: Row, record: Mapping[str, Any]) -> None:
     """Read a line in the form of the OpenAI Batch API."""
-    row.form, row.row_id = run.form_of("openai"), record.get("custom_id")
+    row.form, row.row_id = run.form_of("openai"), _id_in(record, "custom_id")
     if not isinstance(row.row_id, str) or not row.row_id:
         raise InvalidRequest("custom_id: a text is required")
     if record.get("method", "POST") != "POST":
@@ -106,9 +111,9 @@ def _read_batch_line(run: RunParameters, row: Row, record: Mapping[str, Any]) ->
 
 def _read_plain_line(row: Row, record: Mapping[str, Any]) -> None:
     """Read a flat line: an id, a prompt, and job options."""
-    row.row_id = record.get("id")
-    if row.row_id is not None and not isinstance(row.row_id, str | int):
-        raise InvalidRequest("id: a text or a number is required")
+    row.row_id = _id_in(record, "id")
+    if row.row_id is None and record.get("id") is not None:
+        raise InvalidRequest("id: a text or an integer is required")
     refused = sorted(name for name in RESERVED_OPTIONS & record.keys() if record[name] is not None)
     if refused:
         raise InvalidRequest(f"{refused[0]}: the run sets it for all rows")

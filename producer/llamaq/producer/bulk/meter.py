@@ -10,6 +10,8 @@ from llamaq.producer.bulk.run_description import BulkProgress, BulkState
 
 RATE_S = 60.0
 """Rates are means over the last time of this length."""
+ETA_AFTER_S = 1.0
+"""The time that remains is estimated from rows of at least this time."""
 
 
 class Meter:
@@ -50,6 +52,7 @@ class Meter:
         rows_per_s = (self._rows - rows_then) / passed_s
         rows_done = self._rows_before + self._rows
         n_open = self._rows_total - rows_done
+        is_known = rows_per_s > 0 and passed_s >= ETA_AFTER_S
         return BulkProgress(
             run_id=self._run_id,
             state=state,
@@ -63,6 +66,6 @@ class Meter:
             generated_tokens=self._generated_tokens,
             elapsed_s=round(now_s - self._start_s, 3),
             tokens_per_s=round((self._generated_tokens - tokens_then) / passed_s, 1),
-            eta_s=round(n_open / rows_per_s, 1) if rows_per_s and n_open else None if n_open else 0.0,
+            eta_s=0.0 if not n_open else round(n_open / rows_per_s, 1) if is_known else None,
             notice=notice,
         )

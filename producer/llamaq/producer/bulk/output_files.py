@@ -24,7 +24,7 @@ from llamaq.producer.bulk.input_file import (
     take_fingerprint,
 )
 from llamaq.producer.bulk.output_lines import row_number_of
-from llamaq.producer.bulk.run_description import BulkRun
+from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_table
 
 
@@ -33,16 +33,6 @@ class StoredRun(BaseModel):
 
     run: BulkRun
     input: Fingerprint
-
-
-def description_file(output: Path) -> Path:
-    """Return the file that describes the run of an output file."""
-    return output.with_name(output.name + ".run.json")
-
-
-def rows_file(output: Path) -> Path:
-    """Return the JSONL file that answers are appended to. A table is written from it at the end of the run."""
-    return output if file_format(output) == "jsonl" else output.with_name(output.name + ".rows.jsonl")
 
 
 def read_stored_run(output: Path) -> StoredRun | None:
@@ -57,7 +47,21 @@ def read_stored_run(output: Path) -> StoredRun | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as exc:
-        raise BulkRunRefused(f"{path} cannot be read: delete it and {output} to start the run again: {exc}") from exc
+        files = _list_files(output, default_error_file(output))
+        raise BulkRunRefused(f"{path} cannot be read: delete {files} to start the run again: {exc}") from exc
+
+
+def _list_files(output: Path, error_file: Path) -> str:
+    """Return the files that another run into the same output finds in its way, as a part of a sentence."""
+    files = [path for path in dict.fromkeys((output, rows_file(output), error_file)) if _has_content(path)]
+    return " and ".join(filter(None, [", ".join(map(str, files)), str(description_file(output))]))
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
 
 
 def run_id_of(output: Path) -> str | None:
@@ -110,7 +114,7 @@ def prepare_description(run: BulkRun) -> StoredRun:
 
 def _check_same(run: BulkRun, stored: StoredRun, fingerprint: Fingerprint) -> None:
     """Check that a stored run is the one that is continued."""
-    way_out = f"name another output file, or delete {run.output} and {description_file(run.output).name}"
+    way_out = f"name another output file, or delete {_list_files(run.output, run.error_file)}"
     if (fingerprint.sha256, fingerprint.n_rows) != (stored.input.sha256, stored.input.n_rows):
         raise BulkRunRefused(f"{run.output} was begun with another input than {run.input} is now: {way_out}")
     before, now = stored.run.row_parameters(), run.row_parameters()
@@ -193,7 +197,8 @@ def open_output(run: BulkRun) -> Iterator[OutputFiles]:
         BulkRunRefused: A file is not of this run, cannot be opened, or another process executes the run.
     """
     if not run.input.is_file():
-        raise BulkRunRefused(f"{run.input}: there is no such file")
+        reason = "it is not a file" if run.input.exists() else "there is no such file"
+        raise BulkRunRefused(f"{run.input}: {reason}")
     if "parquet" in (file_format(run.input), file_format(run.output)):
         pyarrow_module("pyarrow.parquet")  # raises before anything is computed
     with ExitStack() as exits:

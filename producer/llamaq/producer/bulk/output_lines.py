@@ -73,7 +73,10 @@ def error_line(run: RunParameters, row: Row, error: LlamaqError) -> bytes:
     """Return the line of the error file for a row that has failed."""
     described = error_object(error)
     place, _, reason = described["message"].partition(": ")
-    if described["param"] is not None and place == f"line {row.number}":  # the parameter comes after the line
+    if place != f"line {row.number}":
+        if not isinstance(error, JobFailed):  # the submit has refused the request
+            described["message"] = f"line {row.number}: {described['message']}"
+    elif described["param"] is not None:  # the parameter comes after the line
         described["param"] = reason.partition(":")[0] if ":" in reason else None
     message = {"code": described["code"] or "invalid_request", "message": described["message"]}
     if row.form == "plain":
@@ -93,7 +96,8 @@ def _batch_start(run: RunParameters, row: Row) -> dict[str, Any]:
 
 
 def _encode(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n"
+    """Return the line as JSON. Raises `ValueError` for a number that JSON does not have, such as NaN."""
+    return json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n"
 
 
 def row_number_of(line: bytes, file_name: object, highest: int | None = None) -> int:

@@ -90,6 +90,21 @@ class RunParameters(StrictModel):
         return self.model_dump(mode="json", include={"run_id", "form", "endpoint", "model", "options"})
 
 
+def default_error_file(output: Path) -> Path:
+    """Return the file of the rows that failed, if a run names none."""
+    return output.with_suffix(".errors.jsonl")
+
+
+def description_file(output: Path) -> Path:
+    """Return the file that describes the run of an output file."""
+    return output.with_name(output.name + ".run.json")
+
+
+def rows_file(output: Path) -> Path:
+    """Return the JSONL file that answers are appended to. A table is written from it at the end of the run."""
+    return output.with_name(output.name + ".rows.jsonl") if output.suffix.lower() in TABLE_SUFFIXES else output
+
+
 class BulkRun(RunParameters):
     """What a bulk run computes, from which file into which file. It can be stored and sent as JSON.
 
@@ -111,6 +126,9 @@ class BulkRun(RunParameters):
     def _check_files(self) -> Self:
         if len({self.input, self.output, self.error_file}) < 3:
             raise ValueError("input, output and errors must be three different files")
+        own = {description_file(self.output), rows_file(self.output)}
+        if taken := own & {self.input, self.error_file}:
+            raise ValueError(f"input, errors: the run itself writes {min(taken)}: name another file")
         if self.form == "openai" and self.writes_table:
             raise ValueError("form: a table has plain answers: leave it out, or name a .jsonl file")
         return self
@@ -118,7 +136,7 @@ class BulkRun(RunParameters):
     @property
     def error_file(self) -> Path:
         """The file of the rows that failed."""
-        return self.errors or self.output.with_suffix(".errors.jsonl")
+        return self.errors or default_error_file(self.output)
 
     @property
     def writes_table(self) -> bool:
@@ -162,6 +180,11 @@ class BulkProgress(WireModel):
     tokens_per_s: float = Field(0.0, description="Tokens generated per second, lately.")
     eta_s: float | None = Field(None, description="Estimated time until the last row, in seconds. None: not known.")
     notice: str | None = Field(None, description="Why no job is submitted now. None: nothing is wrong.")
+
+    @property
+    def failure(self) -> str:
+        """How many rows have failed, as a sentence."""
+        return "1 row has failed" if self.rows_failed == 1 else f"{self.rows_failed} rows have failed"
 
     @property
     def cached_share(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
-from llamaq.common.errors import BulkRunBusy, BulkRunIncomplete, LlamaqError
+from llamaq.common.errors import BulkRunBusy, BulkRunIncomplete, BulkRunRefused, LlamaqError
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
@@ -61,6 +62,8 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None, retry_errors: boo
         raise RuntimeError("run_bulk runs in RQ jobs only: call llamaq.producer.bulk.execute instead")
     try:
         described = BulkRun.model_validate(run)
+        for option in ("on_success", "on_failure"):
+            _import_callback(job, option)  # raises before anything is computed
         log.info("bulk.run_started run=%s input=%s", described.run_id, described.input)
         if retry_errors and not job.meta.get(DROPPED_KEY):
             drop_errors(described)
@@ -76,9 +79,25 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None, retry_errors: boo
         # RQ tries again if another process executes the run: it may be the work-horse of a killed RQ worker.
         if isinstance(exc, LlamaqError | ValueError) and not isinstance(exc, BulkRunBusy):
             job.retries_left = 0
-        _save_meta(job, **{ERROR_KEY: f"{type(exc).__name__}: {exc}"[:MAX_ERROR_CHARS]})
+        _save_error(job, exc)
         raise
     return progress.model_dump(mode="json")
+
+
+def report_success(job: Job, connection: Redis, result: Any) -> None:
+    """Call the `on_success` function of the submit. RQ calls this function after the run.
+
+    Raises:
+        Exception: The function has failed. RQ does not try the run again, because its rows are computed.
+    """
+    try:
+        called = _import_callback(job, "on_success")
+        if called is not None:
+            called(job, connection, result)
+    except Exception as exc:
+        job.retries_left = 0
+        _save_error(job, exc, "the rows are computed, but the on_success function has failed: ")
+        raise
 
 
 def explain_failure(
@@ -92,9 +111,35 @@ def explain_failure(
         job.retries_left = 0
         log.error("bulk.cannot_read_run rq_job=%s: %s", job.id, OTHER_SERIALIZER)
         return
-    name = job.meta.get(SUBMIT_KEY, {}).get("on_failure")
-    if name is not None:
-        import_attribute(name)(job, connection, kind, error, traceback)
+    try:
+        called = _import_callback(job, "on_failure")
+    except BulkRunRefused as exc:  # the error of the run says it too
+        log.error("bulk.no_callback rq_job=%s: %s", job.id, exc)
+        return
+    if called is not None:
+        called(job, connection, kind, error, traceback)
+
+
+def _import_callback(job: Job, option: str) -> Callable[..., Any] | None:
+    """Return a function that the submit named. None: it named none.
+
+    Args:
+        job: The RQ job of the run.
+        option: `on_success` or `on_failure`.
+
+    Raises:
+        BulkRunRefused: The function cannot be imported here.
+    """
+    name = job.meta.get(SUBMIT_KEY, {}).get(option)
+    if name is None:
+        return None
+    try:
+        called = import_attribute(name)
+    except Exception as exc:  # a module may raise anything
+        raise BulkRunRefused(f"{option}: the RQ worker cannot import {name}: {exc}") from exc
+    if not callable(called) or inspect.iscoroutinefunction(called):
+        raise BulkRunRefused(f"{option}: {name} is not a function, or is an asynchronous one")
+    return called
 
 
 def cancel_rows(job: Job, connection: Redis) -> None:  # noqa: ARG001 - RQ calls it with both
@@ -152,12 +197,16 @@ class _ProgressReporter:
 
 def _incomplete(progress: BulkProgress) -> BulkRunIncomplete:
     """Return the error of a run that has stopped before its end."""
-    too_many = f"{progress.rows_failed} rows have failed, more than its max_errors"
+    too_many = f"{progress.failure}, more than its max_errors"
     reason = too_many if progress.state is BulkState.TOO_MANY_ERRORS else "it has reached its deadline"
     return BulkRunIncomplete(
         f"run {progress.run_id} stopped after {progress.rows_done} of {progress.rows_total} rows: {reason}. "
         "Submit it again to continue it"
     )
+
+
+def _save_error(job: Job, exc: Exception, place: str = "") -> None:
+    _save_meta(job, **{ERROR_KEY: f"{place}{type(exc).__name__}: {exc}"[:MAX_ERROR_CHARS]})
 
 
 def _save_progress(job: Job, progress: BulkProgress) -> None:

@@ -92,8 +92,10 @@ class BulkQueue:
             at: Time at which the run is due. None: at once.
             retries: How often RQ tries again after an error. A stop of the RQ worker does not count as an error. Its
                 death during this run counts as an error.
-            on_success: Called by the RQ worker after the run, as RQ documents: `(job, connection, result)`.
-            on_failure: Called by the RQ worker after each error: `(job, connection, type, value, traceback)`.
+            on_success: Called by the RQ worker after the run, as RQ documents: `(job, connection, result)`. If it
+                raises, the run has failed, but is not tried again: its rows are computed.
+            on_failure: Called by the RQ worker after each error: `(job, connection, type, value, traceback)`. A run
+                with a function that the RQ worker cannot import is refused before its first row.
 
         Returns:
             The status of the run.
@@ -278,8 +280,8 @@ def _options(
     on_failure: Called | None = None,
 ) -> dict[str, Any]:
     """Return the options of RQ for the job of a run."""
-    success, failure = (Callback(called) if called else None for called in (on_success, on_failure))
-    names = {"on_success": success and success.name, "on_failure": failure and failure.name}
+    given = {"on_success": on_success, "on_failure": on_failure}
+    names = {option: Callback(called).name if called else None for option, called in given.items()}
     return {
         "job_id": run.run_id,
         "description": f"llamaq bulk run {run.run_id}: {run.input.name} -> {run.output.name}",
@@ -289,7 +291,7 @@ def _options(
         "depends_on": list(after) or None,
         "retry": _retry(retries),
         "meta": {bulk_jobs.SUBMIT_KEY: {"retries": retries, **names}},
-        "on_success": success,
+        "on_success": Callback(bulk_jobs.report_success),
         "on_failure": Callback(bulk_jobs.explain_failure),
         "on_stopped": Callback(bulk_jobs.cancel_rows),
     }
