@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from tests.support.command_line import failing
 
 from llamaq.cli import exit_codes, serve_command
-from llamaq.cli.error_report import exit_code_of
+from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.common.errors import (
     EmbeddedRedisError,
     InvalidRequest,
@@ -24,6 +24,7 @@ from llamaq.common.errors import (
     RedisFull,
     ResultTimeout,
 )
+from llamaq.common.redis.connect import NotTheMaster
 from llamaq.worker.process import exit_codes as worker_exit_codes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
@@ -48,6 +49,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 )
 def test_every_kind_of_error_has_its_exit_code(error: LlamaqError | RedisConnectionError, code: int) -> None:
     assert exit_code_of(error) == code
+
+
+def test_a_replica_is_not_reported_as_a_server_that_does_not_answer() -> None:
+    line = explain(NotTheMaster("READONLY You can't write against a read only replica."))
+    assert "is a replica" in line
+    assert "--redis-url (LLAMAQ_REDIS_URL)" in line
 
 
 def test_the_documentation_lists_every_exit_code() -> None:

@@ -22,6 +22,7 @@ from llamaq.common.errors import (
     RedisFull,
     ResultTimeout,
 )
+from llamaq.common.redis.connect import NotTheMaster
 
 _CODES: dict[type[LlamaqError], int] = {
     InvalidRequest: EXIT_USAGE,
@@ -53,6 +54,8 @@ def explain(error: LlamaqError | RedisError | OSError) -> str:
     line = " ".join(str(error).split()) or type(error).__name__
     if not isinstance(error, RedisError):
         return line
+    if isinstance(error, NotTheMaster):
+        return "this Redis is a replica, which refuses to write: name the master with --redis-url (LLAMAQ_REDIS_URL)"
     is_unreachable = isinstance(error, RedisConnectionError | RedisTimeoutError)
     if is_unreachable and not isinstance(error, AuthenticationError):
         way_out = "Start one: llamaq up. Or name one: --redis-url (LLAMAQ_REDIS_URL)"

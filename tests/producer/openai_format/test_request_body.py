@@ -117,7 +117,7 @@ def test_only_the_allowed_tools_are_shown_and_called() -> None:
         {"tools": [tool("a")], "tool_choice": allowed("required", "b")},
         {"tools": [tool("a")], "tool_choice": allowed("never", "a")},
         {"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}},
-        {"tools": [tool("a")], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [1]}}},
+        {"tools": [tool("a")], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [1]}}},
     ],
 )  # fmt: skip
 def test_a_call_that_no_tool_can_serve_is_refused(fields: dict[str, Any]) -> None:

@@ -86,6 +86,12 @@ def _make_pool(kind: type[AbstractConnection], options: dict[str, Any], limit: i
     )
 
 
+class NotTheMaster(RedisConnectionError):
+    """A server refused a command because it is a replica. The connection has been closed: the next one may find the
+    new master.
+    """
+
+
 @asynccontextmanager
 async def dedicated_connection(redis: Redis) -> AsyncIterator[Redis]:
     """Yield a client that sends all commands over one connection, which is faster. A cluster client uses its pools."""
@@ -162,7 +168,7 @@ def robust_connection(kind: type[C]) -> type[C]:
                 if not is_not_the_master(exc):
                     raise
                 await self.disconnect(nowait=True)
-                raise RedisConnectionError(f"the server refuses to write: {exc}") from exc
+                raise NotTheMaster(f"the server refuses to write: {exc}") from exc
 
     return RobustConnection
 
