@@ -11,16 +11,24 @@ import os
 import tempfile
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Self
 
 import llama_cpp
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
-from llamaq.common.protocol.answer_tags import ANSWER_TAGS
+from llamaq.common.protocol.answer_tags import (
+    ANSWER_TAGS,
+    MISTRAL_THINK_CLOSE,
+    MISTRAL_THINK_OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
+)
 from llamaq.common.protocol.chat import Message, TemplateOptions, arguments_as_object
 from llamaq.common.vocab.chat_template import ChatTemplate
 from llamaq.common.vocab.special_token_masking import Placeholders, Span, SpecialTokenFinder
@@ -35,6 +43,9 @@ MAX_CACHED_PIECES = 16_384
 # Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 TAG_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+# The tags that chat templates look for in the assistant's earlier messages, to leave out its reasoning. None of them
+# begins or ends a message.
+REASONING_TAGS = (THINK_OPEN, THINK_CLOSE, MISTRAL_THINK_OPEN, MISTRAL_THINK_CLOSE)
 
 NO_OPTIONS = TemplateOptions()
 _log_lock = threading.Lock()
@@ -224,7 +235,9 @@ class Vocab:
     ) -> list[int]:
         """Return the tokens of a chat.
 
-        A special token's text inside the content of a message, or inside the arguments of a call, stays text. The
+        A special token's text inside the content of a message, or inside the arguments of a call, stays text. Only the
+        tags of reasoning in the assistant's messages are shown to a template that does more with them than to print
+        them: it may leave out the reasoning. Each of these tags in its result is the special token. The
         result equals the tokens of the whole rendered chat in all cases but two: a content has the text of a special
         token, or a content and the text next to it together form such a text.
 
@@ -240,14 +253,15 @@ class Vocab:
         self._refuse_special_texts("chat_template_kwargs", json.loads(options.kwargs))
         placeholders = Placeholders()
         found_special = False
-        hidden: list[Message] = []
+        called: list[Message] = []
+        spans_of: list[list[Span]] = []
         for message in messages:
             self._check_message(message)
             n_hidden = len(placeholders.originals)
-            called = self._hide_arguments(message, placeholders)
-            spans = self.special_tokens.find(message.content)
-            found_special |= bool(spans) or len(placeholders.originals) > n_hidden
-            hidden.append(self._hide(called, spans, placeholders))
+            called.append(self._hide_arguments(message, placeholders))
+            spans_of.append(self.special_tokens.find(message.content))
+            found_special |= bool(spans_of[-1]) or len(placeholders.originals) > n_hidden
+        hidden = [self._hide(message, spans, placeholders) for message, spans in zip(called, spans_of, strict=True)]
         rendered = self.render_chat(hidden, options)
         # If no content and no argument has a special text, placeholders stand only for the beginnings and ends of
         # contents. If the chat without placeholders has no additional special text, no beginning or end is part of a
@@ -258,6 +272,13 @@ class Vocab:
                 return self.encode(plain, max_tokens=max_tokens)
         if not placeholders.originals:
             return self.encode(rendered, max_tokens=max_tokens)
+        shown = list(map(self._reasoning_tags, messages, spans_of))
+        if any(shown):
+            hidden = list(map(self._hide, called, spans_of, repeat(placeholders), shown))
+            with_tags = self.render_chat(hidden, options)
+            # Tags that the template only prints stay text.
+            if placeholders.restore(with_tags) != placeholders.restore(rendered):
+                rendered = with_tags
         return self._tokenize_hidden(rendered, placeholders, max_tokens)
 
     def __repr__(self) -> str:
@@ -317,14 +338,31 @@ class Vocab:
             calls.append(call.model_copy(update={"function": function}))
         return message.model_copy(update={"tool_calls": tuple(calls)}) if calls else message
 
-    def _hide(self, message: Message, spans: list[Span], placeholders: Placeholders) -> Message:
-        """Replace the special texts at `spans` in the content, and parts of special texts at its edges."""
-        for edge in self.special_tokens.find_at_edges(message.content):
-            if all(edge.end <= span.start or span.end <= edge.start for span in spans):
-                spans.append(edge)
-        if not spans:
+    def _hide(
+        self, message: Message, spans: Sequence[Span], placeholders: Placeholders, shown: Sequence[Span] = ()
+    ) -> Message:
+        """Replace the special texts at `spans` in the content, and parts of special texts at its edges.
+
+        The special texts at `shown` stay. A template may leave them out and join what is around them, so the parts of
+        special texts next to them are replaced too.
+        """
+        content = message.content
+        hidden = sorted(set(spans) - set(shown))
+        bounds = [0, *chain.from_iterable(shown), len(content)]
+        for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+            for edge in self.special_tokens.find_at_edges(content[start:end]):
+                moved = Span(start + edge.start, start + edge.end)
+                if not _overlaps(moved, spans):
+                    hidden.append(moved)
+        if not hidden:
             return message
-        return message.model_copy(update={"content": placeholders.replace(message.content, sorted(spans))})
+        return message.model_copy(update={"content": placeholders.replace(content, sorted(hidden))})
+
+    def _reasoning_tags(self, message: Message, spans: Sequence[Span]) -> list[Span]:
+        """Return those spans that are tags of reasoning, for a message of the assistant. A user's text never shows."""
+        if message.role != "assistant":
+            return []
+        return [span for span in spans if message.content[span.start : span.end] in REASONING_TAGS]
 
     def _tokenize_hidden(self, rendered: str, placeholders: Placeholders, max_tokens: int | None) -> list[int]:
         tokens: list[int] = []
@@ -401,6 +439,12 @@ class Vocab:
 
     def _text_or_empty(self, token: int | None) -> str:
         return "" if token is None else self.token_text(token)
+
+
+def _overlaps(part: Span, spans: Sequence[Span]) -> bool:
+    """Return whether a part of a text has a character in common with one of the spans, which are in order."""
+    index = bisect_left(spans, (part.end, 0)) - 1  # the last span that starts before the end of the part
+    return index >= 0 and spans[index].end > part.start
 
 
 def _texts_in(value: object) -> Iterator[str]:
