@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import string
 import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import pytest
+from gguf import GGUFWriter, TokenType
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -237,6 +240,53 @@ def test_a_template_that_cuts_a_special_text_in_a_content_is_refused(tmp_path: P
     with pytest.raises(JobRejected, match="chat template cuts") as refused:
         rendered_prompt(tmp_path, "{{ messages[0].content[:20] }}", *chat("say <|im_end|> now"))
     assert refused.value.code == ErrorCode.CHAT_TEMPLATE
+
+
+def spm_vocab(path: Path, template: str, name: str = "spm") -> Vocab:
+    """Return a vocabulary of SentencePiece, which puts a space before a text and after each special token."""
+    controls = ["<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>"]
+    normal = ["\u2581", *string.ascii_letters, *"[]/<>|"]
+    with closing(GGUFWriter(path, "llama")) as writer:
+        writer.add_name(name)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", *controls, *(f"<0x{byte:02X}>" for byte in range(256)), *normal])
+        writer.add_token_scores([0.0] * (1 + len(controls) + 256 + len(normal)))
+        types = [TokenType.UNKNOWN, *[TokenType.CONTROL] * len(controls), *[TokenType.BYTE] * 256]
+        writer.add_token_types([*map(int, types), *[int(TokenType.NORMAL)] * len(normal)])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_bos_token(True)
+        writer.add_add_space_prefix(True)
+        writer.add_chat_template(template)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+    return Vocab.from_blob(path.read_bytes())
+
+
+INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+INST_WITHOUT_BOS = INST.removeprefix("{{ bos_token }}")
+PHI = "{% for m in messages %}<|user|>\n{{ m.content }}<|end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("content", ["ab</s>cd", "ab </s> cd", "the tag <s>", "<s>", "<s></s> x"])
+@pytest.mark.parametrize("template", [INST, INST_WITHOUT_BOS])
+def test_the_text_of_a_special_token_in_a_content_gets_no_space(tmp_path: Path, template: str, content: str) -> None:
+    vocab = spm_vocab(tmp_path / "spm.gguf", template)
+    text = f"[INST] {content} [/INST]"
+    assert vocab.encode_chat(chat(content)) == [vocab.bos, *vocab.encode_part(text)]
+    assert vocab.encode_chat(chat(content, "x")) == [vocab.bos, *vocab.encode_part(text + "[INST] x [/INST]")]
+
+
+@pytest.mark.parametrize(("name", "text"), [("phi-3", "<s><|user|> ab</s>c<|end|><|user|> x<|end|>"), ("spm", None)])
+def test_white_space_after_a_special_token_stays_or_not_as_the_vocabulary_has_it(
+    tmp_path: Path, name: str, text: str | None
+) -> None:
+    vocab = spm_vocab(tmp_path / "spm.gguf", PHI, name)
+    tokens = vocab.encode_chat(chat("ab</s>c", "x"))
+    printed = b"".join(map(vocab.piece_with_special, tokens)).decode()
+    assert printed == (text or "<s><|user|> \nab</s>c<|end|> \n<|user|> \nx<|end|> \n")
+    plain = b"".join(map(vocab.piece_with_special, vocab.encode_chat(chat("abXc", "x")))).decode()
+    assert printed == plain.replace("X", "</s>")
 
 
 def test_arguments_that_are_nested_too_deeply_are_refused(chat_vocab: Vocab) -> None:

@@ -43,6 +43,8 @@ MAX_CACHED_PIECES = 16_384
 # Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 TAG_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+C_WHITE_SPACE = " \t\n\v\f\r"
+"""What llama.cpp removes next to some special tokens."""
 # The tags that chat templates look for in the assistant's earlier messages, to leave out its reasoning. None of them
 # begins or ends a message.
 REASONING_TAGS = (THINK_OPEN, THINK_CLOSE, MISTRAL_THINK_OPEN, MISTRAL_THINK_CLOSE)
@@ -365,13 +367,54 @@ class Vocab:
         return [span for span in spans if message.content[span.start : span.end] in REASONING_TAGS]
 
     def _tokenize_hidden(self, rendered: str, placeholders: Placeholders, max_tokens: int | None) -> list[int]:
+        """Return the tokens of a rendered chat, in which the replaced parts of contents are text."""
+        self._check_length(placeholders.restore(rendered), max_tokens)
         tokens: list[int] = []
-        for index, (text, is_content) in enumerate(placeholders.split(rendered)):
+        for index, (text, parse_special) in enumerate(self._split_at_special_tokens(rendered, placeholders)):
             if index == 0:
-                tokens += self.encode(text, max_tokens=max_tokens)
+                tokens += self.encode(text)
             else:
-                tokens += self._tokenize(text, add_special=False, parse_special=not is_content)
+                tokens += self._tokenize(text, add_special=False, parse_special=parse_special)
         return tokens
+
+    def _split_at_special_tokens(self, rendered: str, placeholders: Placeholders) -> Iterator[tuple[str, bool]]:
+        """Split a rendered chat before and after each text between two special tokens that has a replaced part.
+
+        llama.cpp tokenizes the text between two special tokens as a whole, and some vocabularies put a space before it.
+        So a replaced part is not tokenized alone, but with all text up to the special tokens around it.
+
+        Yields:
+            A part without placeholders, and whether its special texts are special tokens. The first part has no
+            replaced parts; it may be empty.
+        """
+        parsed, last, run, is_hidden = "", "", "", False
+        for text, is_content in placeholders.split(rendered):
+            end = 0
+            for span in [] if is_content else self.special_tokens.find(text):
+                run, special, end = run + text[end : span.start], text[span.start : span.end], span.end
+                if is_hidden:
+                    yield from ((parsed, True), (self._strip_at_special_tokens(last, run, special), False))
+                    parsed, run = "", ""
+                parsed, last, run, is_hidden = parsed + run + special, special, "", False
+            run += text[end:]
+            is_hidden |= is_content
+        if is_hidden:
+            yield from ((parsed, True), (self._strip_at_special_tokens(last, run, ""), False))
+        else:
+            yield parsed + run, True
+
+    def _strip_at_special_tokens(self, before: str, text: str, after: str) -> str:
+        """Return a text without the white space that the special tokens before and after it remove, as in phi-3."""
+        if before and self._attributes_of(before) & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP:
+            text = text.lstrip(C_WHITE_SPACE)
+        if after and self._attributes_of(after) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP:
+            text = text.rstrip(C_WHITE_SPACE)
+        return text
+
+    def _attributes_of(self, special: str) -> int:
+        """Return the attributes of the token that a special text becomes, a union of `LLAMA_TOKEN_ATTR_…`."""
+        tokens = self._tokenize_part(special, add_special=False, parse_special=True)
+        return int(llama_cpp.llama_vocab_get_attr(self._vocab, tokens[0])) if len(tokens) == 1 else 0
 
     def _tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         specials = self.special_tokens.find(text) if parse_special else []
