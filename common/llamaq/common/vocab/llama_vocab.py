@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import tempfile
 import threading
 import weakref
@@ -50,6 +51,7 @@ C_WHITE_SPACE = " \t\n\v\f\r"
 REASONING_TAGS = (THINK_OPEN, THINK_CLOSE, MISTRAL_THINK_OPEN, MISTRAL_THINK_CLOSE)
 
 NO_OPTIONS = TemplateOptions()
+_WORD = re.compile(r"[^ \t\n\r]+")
 _log_lock = threading.Lock()
 _discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 
@@ -123,8 +125,8 @@ class Vocab:
 
         Args:
             text: The text.
-            max_tokens: A text is refused without tokenizing it if its number of characters proves that it has more
-                tokens than this. All other texts are tokenized, even if the result has more tokens.
+            max_tokens: A text is refused without tokenizing it if its length proves that it has more tokens than this.
+                All other texts are tokenized, even if the result has more tokens.
 
         Raises:
             JobRejected: The text is too long, or llama.cpp cannot tokenize it.
@@ -297,10 +299,19 @@ class Vocab:
         return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & TAG_ATTRIBUTES)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raise `JobRejected` if the number of characters proves that the text has more than `max_tokens` tokens."""
-        if max_tokens is not None and len(text) > max_tokens * self._max_token_bytes:
-            message = f"{len(text)} characters are too large: they have more than {max_tokens} tokens"
-            raise JobRejected(ErrorCode.PROMPT_TOO_LONG, message)
+        """Raise `JobRejected` if the length of the text proves that it has more than `max_tokens` tokens.
+
+        WordPiece and Unigram remove white space, and one unknown token may stand for any number of characters. So the
+        number of characters proves nothing for them. But each word has at least one token of WordPiece.
+        """
+        if max_tokens is None or len(text) <= max_tokens * self._max_token_bytes:
+            return
+        if self.kind == llama_cpp.LLAMA_VOCAB_TYPE_UGM:
+            return
+        if self.kind == llama_cpp.LLAMA_VOCAB_TYPE_WPM and _count_words(text) <= max_tokens:
+            return
+        message = f"{len(text)} characters are too large: they have more than {max_tokens} tokens"
+        raise JobRejected(ErrorCode.PROMPT_TOO_LONG, message)
 
     def _read_separators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sep = _token_or_none(llama_cpp.llama_vocab_sep(self._vocab))
@@ -482,6 +493,14 @@ class Vocab:
 
     def _text_or_empty(self, token: int | None) -> str:
         return "" if token is None else self.token_text(token)
+
+
+def _count_words(text: str) -> int:
+    """Return the number of words that have a letter or digit. WordPiece may remove other words, such as control codes.
+
+    Only white space that each tokenizer takes for white space ends a word.
+    """
+    return sum(any(map(str.isalnum, word)) for word in _WORD.findall(text))
 
 
 def _overlaps(part: Span, spans: Sequence[Span]) -> bool:
