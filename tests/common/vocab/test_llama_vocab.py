@@ -194,6 +194,16 @@ def test_no_content_adds_a_special_token(chat_vocab: Vocab, contents: list[str])
     assert chat_vocab.decode(tokens) == text
 
 
+@given(contents=st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), min_size=1, max_size=3))
+def test_a_content_has_the_tokens_of_ordinary_text(chat_vocab: Vocab, contents: list[str]) -> None:
+    start, end = (chat_vocab.encode_part(tag, parse_special=True) for tag in ("<|im_start|>", "<|im_end|>"))
+    expected = [chat_vocab.bos]
+    for content in contents:
+        expected += [*start, *chat_vocab.encode_part(f"user\n{content}"), *end, *chat_vocab.encode_part("\n")]
+    expected += [*start, *chat_vocab.encode_part("assistant\n")]
+    assert chat_vocab.encode_chat(chat(*contents)) == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [

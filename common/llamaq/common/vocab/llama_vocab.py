@@ -239,11 +239,13 @@ class Vocab:
     ) -> list[int]:
         """Return the tokens of a chat.
 
-        A special token's text inside the content of a message, or inside the arguments of a call, stays text. Only the
-        tags of reasoning in the assistant's messages are shown to a template that does more with them than to print
-        them: it may leave out the reasoning. Each of these tags in its result is the special token. The
-        result equals the tokens of the whole rendered chat in all cases but two: a content has the text of a special
-        token, or a content and the text next to it together form such a text.
+        A special token's text inside the content of a message, or inside the arguments of a call, stays text. If there
+        is none, and no content forms one with the text next to it, the result equals the tokens of the whole rendered
+        chat. Otherwise the template gets placeholders for these texts, and for the beginning and end of a content if
+        they could be parts of such a text. So it prints these parts, but cannot look for them or change them.
+
+        Only the tags of reasoning in the assistant's messages are shown to a template that does more with them than to
+        print them: it may leave out the reasoning. Each of these tags in its result is the special token.
 
         Args:
             messages: The messages, from the oldest to the newest.
@@ -256,15 +258,11 @@ class Vocab:
         self._refuse_special_texts("tools", json.loads(options.tools))
         self._refuse_special_texts("chat_template_kwargs", json.loads(options.kwargs))
         placeholders = Placeholders()
-        found_special = False
-        called: list[Message] = []
-        spans_of: list[list[Span]] = []
         for message in messages:
             self._check_message(message)
-            n_hidden = len(placeholders.originals)
-            called.append(self._hide_arguments(message, placeholders))
-            spans_of.append(self.special_tokens.find(message.content))
-            found_special |= bool(spans_of[-1]) or len(placeholders.originals) > n_hidden
+        called = [self._hide_arguments(message, placeholders) for message in messages]
+        spans_of = [self.special_tokens.find(message.content) for message in messages]
+        found_special = bool(placeholders.originals) or any(spans_of)
         hidden = [self._hide(message, spans, placeholders) for message, spans in zip(called, spans_of, strict=True)]
         rendered = self.render_chat(hidden, options)
         # If no content and no argument has a special text, placeholders stand only for the beginnings and ends of
