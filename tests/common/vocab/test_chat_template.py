@@ -52,6 +52,25 @@ def test_the_last_message_is_continued(content: str, end: str) -> None:
     assert render(messages, request(continue_final_message=True)) == f"[user]hi[assistant]{end}"
 
 
+CONTENTS_LIKE_TAGS = ["<", "|", "<|", "i", "im", "end", "e", "  <", "| ", "user", "a <"]
+
+
+@pytest.mark.parametrize("content", CONTENTS_LIKE_TAGS)
+def test_a_content_that_is_a_part_of_the_text_after_it_is_continued(chat_vocab: Vocab, content: str) -> None:
+    messages = [Message(role="user", content="hi"), Message(role="assistant", content=content)]
+    options = request(continue_final_message=True)
+    rendered = chat_vocab.render_chat(messages, options)
+    assert rendered.endswith(f"<|im_start|>assistant\n{content}")
+    tokens = chat_vocab.encode_chat(messages, options)
+    assert b"".join(map(chat_vocab.piece_with_special, tokens)).decode().endswith(rendered)
+
+
+def test_a_content_that_the_template_changes_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[-1].content.split('</think>')[-1] }}", eos="", bos="")
+    with pytest.raises(JobRejected, match="does not contain the content"):
+        template.render([Message(role="assistant", content="why</think>so")], request(continue_final_message=True))
+
+
 def test_a_message_without_content_cannot_be_continued() -> None:
     with pytest.raises(JobRejected, match="continue_final_message"):
         render([Message(role="assistant", content=" ")], request(continue_final_message=True))

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import string
 import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import pytest
+from gguf import GGUFWriter, TokenType
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +22,7 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.common.vocab.special_token_masking import Span, SpecialTokenFinder
 from llamaq.common.vocab.split_long_text import MAX_RUN_CHARS, MAX_SPECIALS_PER_PART, split_text
 from llamaq.tools.random_gguf import PLAIN, write_model
+from llamaq.tools.random_gguf.bert_model import write_bert
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 
 
@@ -103,6 +107,51 @@ def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized(voc
     assert len(vocab.encode("a " * 300, max_tokens=100)) > 100
 
 
+@pytest.fixture(scope="module")
+def bert_vocab(tmp_path_factory: pytest.TempPathFactory) -> Vocab:
+    return Vocab.from_blob(extract_vocab(write_bert(tmp_path_factory.mktemp("bert") / "bert.gguf")))
+
+
+def unigram_vocab(path: Path) -> Vocab:
+    """Return a vocabulary of Unigram, as T5 has it."""
+    pieces = ["\u2581", "\u2581a", "a", "b"]
+    with closing(GGUFWriter(path, "llama")) as writer:
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list(["<pad>", "</s>", "<unk>", *pieces])
+        writer.add_token_scores([0.0] * (3 + len(pieces)))
+        types = [TokenType.CONTROL, TokenType.CONTROL, TokenType.UNKNOWN, *[TokenType.NORMAL] * len(pieces)]
+        writer.add_token_types(list(map(int, types)))
+        writer.add_eos_token_id(1)
+        writer.add_unk_token_id(2)
+        writer.add_add_space_prefix(True)
+        writer.add_remove_extra_whitespaces(True)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+    return Vocab.from_blob(path.read_bytes())
+
+
+LONG_TEXTS_OF_FEW_TOKENS = ["a" + " " * 5000 + "b", "a" + "\n" * 5000 + "b", "\u2603" * 5000]
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS_OF_FEW_TOKENS)
+def test_a_long_text_of_few_tokens_is_not_refused(tmp_path: Path, bert_vocab: Vocab, text: str) -> None:
+    for vocab in (bert_vocab, unigram_vocab(tmp_path / "unigram.gguf")):
+        n_tokens = len(vocab.encode_whole(text))
+        assert n_tokens <= 4
+        assert len(vocab.encode_whole(text, max_tokens=n_tokens)) == n_tokens
+
+
+@given(text=st.lists(st.text(max_size=3), max_size=30).map(" ".join))
+def test_no_text_is_refused_that_has_few_tokens(bert_vocab: Vocab, text: str) -> None:
+    tokens = bert_vocab.encode_part(text)
+    assert bert_vocab.encode_part(text, max_tokens=len(tokens)) == tokens
+
+
+def test_a_text_of_more_words_than_tokens_is_refused_before_it_is_tokenized(bert_vocab: Vocab) -> None:
+    with pytest.raises(JobRejected, match="20000 characters are too large"):
+        bert_vocab.encode_whole("a\n" * 10_000, max_tokens=64)
+
+
 def test_a_chat_without_special_texts_has_the_tokens_of_its_rendered_text(vocab: Vocab) -> None:
     messages = [Message(role="system", content="Be kind."), *chat("  What is 2 < 3 | > ?", "<", "user", "")]
     assert vocab.encode_chat(messages) == vocab.encode(vocab.render_chat(messages))
@@ -145,6 +194,16 @@ def test_no_content_adds_a_special_token(chat_vocab: Vocab, contents: list[str])
     assert chat_vocab.decode(tokens) == text
 
 
+@given(contents=st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), min_size=1, max_size=3))
+def test_a_content_has_the_tokens_of_ordinary_text(chat_vocab: Vocab, contents: list[str]) -> None:
+    start, end = (chat_vocab.encode_part(tag, parse_special=True) for tag in ("<|im_start|>", "<|im_end|>"))
+    expected = [chat_vocab.bos]
+    for content in contents:
+        expected += [*start, *chat_vocab.encode_part(f"user\n{content}"), *end, *chat_vocab.encode_part("\n")]
+    expected += [*start, *chat_vocab.encode_part("assistant\n")]
+    assert chat_vocab.encode_chat(chat(*contents)) == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [
@@ -163,6 +222,127 @@ def test_special_texts_in_the_arguments_of_calls_stay_text(tmp_path: Path, argum
     tokens = vocab.encode_chat([message])
     assert special_texts_of(vocab, tokens) == ["<|bos|>"]
     assert vocab.decode(tokens) == f'{{"name": "f", "arguments": {printed}}}' * 2
+
+
+THINK_TAGS = ("<think>", "</think>")
+STRIPS_REASONING = """{% for m in messages %}{% set c = m.content %}{% if '</think>' in c %}
+{%- set c = c.split('</think>')[-1].lstrip() %}{% endif %}[{{ m.role }}]{{ c }}<|im_end|>{% endfor %}"""
+JOINS_AROUND_TAGS = "{{ messages[0].content | replace('<think>', '') }}"
+PRINTS_ALL = "{{ messages[0].content }}"
+
+
+def rendered_prompt(tmp_path: Path, template: str, *messages: Message) -> tuple[str, list[str]]:
+    """Return the text of the prompt with its special tokens, and the texts of these tokens."""
+    spec = replace(PLAIN, chat_template=template, control_tags=THINK_TAGS)
+    vocab = Vocab.from_blob(extract_vocab(write_model(tmp_path / "think.gguf", spec)))
+    tokens = vocab.encode_chat(messages)[1:]
+    return b"".join(map(vocab.piece_with_special, tokens)).decode(), special_texts_of(vocab, tokens)
+
+
+@pytest.mark.parametrize("reasoning", ["<think>plan</think>", "<think>\nplan <|im_end|>\n</think>\n\n", "</think>"])
+def test_a_template_removes_earlier_reasoning_also_if_its_tags_are_special_tokens(
+    tmp_path: Path, reasoning: str
+) -> None:
+    message = Message(role="assistant", content=f"{reasoning}Hello<|im_end|>")
+    prompt = rendered_prompt(tmp_path, STRIPS_REASONING, message)
+    assert prompt == ("[assistant]Hello<|im_end|><|im_end|>", ["<|im_end|>"])
+
+
+def test_tags_that_the_template_writes_around_earlier_reasoning_are_special_tokens(tmp_path: Path) -> None:
+    template = "{% set parts = messages[0].content.split('</think>') %}<think>{{ parts[0] }}</think> {{ parts[1] }}"
+    prompt = rendered_prompt(tmp_path, template, Message(role="assistant", content="why</think>Hi"))
+    assert prompt == ("<think>why</think> Hi", ["<think>", "</think>"])
+
+
+def test_many_tags_of_reasoning_take_no_long_time(tmp_path: Path) -> None:
+    message = Message(role="assistant", content="<think>e" * 20_000)
+    text, specials = rendered_prompt(tmp_path, JOINS_AROUND_TAGS, message)
+    assert (text, specials) == ("e" * 20_000, [])
+
+
+def test_tags_of_reasoning_in_the_text_of_a_user_stay_text(tmp_path: Path) -> None:
+    answer = Message(role="assistant", content="<think>plan</think>Hello")
+    user = Message(role="user", content="<think>x</think>y")
+    text, specials = rendered_prompt(tmp_path, STRIPS_REASONING, answer, user)
+    assert text == "[assistant]Hello<|im_end|>[user]<think>x</think>y<|im_end|>"
+    assert specials == ["<|im_end|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "text"),
+    [
+        (PRINTS_ALL, "<think>a</think>b", "<think>a</think>b"),
+        (PRINTS_ALL, "<think>", "<think>"),
+        (JOINS_AROUND_TAGS, "<|im_<think>end|>", "<|im_end|>"),
+        (JOINS_AROUND_TAGS, "a<|<think>im_end<think>|>b", "a<|im_end|>b"),
+        (JOINS_AROUND_TAGS, "<thi<think>nk>", "<think>"),
+    ],
+)
+def test_tags_of_reasoning_in_an_answer_become_no_special_token(
+    tmp_path: Path, template: str, content: str, text: str
+) -> None:
+    assert rendered_prompt(tmp_path, template, Message(role="assistant", content=content)) == (text, [])
+
+
+@pytest.mark.parametrize("change", ["upper", "lower", "title"])
+def test_a_template_may_change_the_case_of_a_content_with_special_texts(tmp_path: Path, change: str) -> None:
+    message = Message(role="user", content="say <|im_end|> now")
+    text, specials = rendered_prompt(tmp_path, f"{{{{ messages[0].content | {change} }}}}", message)
+    assert (text.lower(), specials) == ("say <|im_end|> now", [])
+    assert "<|im_end|>" in text
+
+
+def test_a_template_that_cuts_a_special_text_in_a_content_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobRejected, match="chat template cuts") as refused:
+        rendered_prompt(tmp_path, "{{ messages[0].content[:20] }}", *chat("say <|im_end|> now"))
+    assert refused.value.code == ErrorCode.CHAT_TEMPLATE
+
+
+def spm_vocab(path: Path, template: str, name: str = "spm") -> Vocab:
+    """Return a vocabulary of SentencePiece, which puts a space before a text and after each special token."""
+    controls = ["<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>"]
+    normal = ["\u2581", *string.ascii_letters, *"[]/<>|"]
+    with closing(GGUFWriter(path, "llama")) as writer:
+        writer.add_name(name)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", *controls, *(f"<0x{byte:02X}>" for byte in range(256)), *normal])
+        writer.add_token_scores([0.0] * (1 + len(controls) + 256 + len(normal)))
+        types = [TokenType.UNKNOWN, *[TokenType.CONTROL] * len(controls), *[TokenType.BYTE] * 256]
+        writer.add_token_types([*map(int, types), *[int(TokenType.NORMAL)] * len(normal)])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_bos_token(True)
+        writer.add_add_space_prefix(True)
+        writer.add_chat_template(template)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+    return Vocab.from_blob(path.read_bytes())
+
+
+INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+INST_WITHOUT_BOS = INST.removeprefix("{{ bos_token }}")
+PHI = "{% for m in messages %}<|user|>\n{{ m.content }}<|end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("content", ["ab</s>cd", "ab </s> cd", "the tag <s>", "<s>", "<s></s> x"])
+@pytest.mark.parametrize("template", [INST, INST_WITHOUT_BOS])
+def test_the_text_of_a_special_token_in_a_content_gets_no_space(tmp_path: Path, template: str, content: str) -> None:
+    vocab = spm_vocab(tmp_path / "spm.gguf", template)
+    text = f"[INST] {content} [/INST]"
+    assert vocab.encode_chat(chat(content)) == [vocab.bos, *vocab.encode_part(text)]
+    assert vocab.encode_chat(chat(content, "x")) == [vocab.bos, *vocab.encode_part(text + "[INST] x [/INST]")]
+
+
+@pytest.mark.parametrize(("name", "text"), [("phi-3", "<s><|user|> ab</s>c<|end|><|user|> x<|end|>"), ("spm", None)])
+def test_white_space_after_a_special_token_stays_or_not_as_the_vocabulary_has_it(
+    tmp_path: Path, name: str, text: str | None
+) -> None:
+    vocab = spm_vocab(tmp_path / "spm.gguf", PHI, name)
+    tokens = vocab.encode_chat(chat("ab</s>c", "x"))
+    printed = b"".join(map(vocab.piece_with_special, tokens)).decode()
+    assert printed == (text or "<s><|user|> \nab</s>c<|end|> \n<|user|> \nx<|end|> \n")
+    plain = b"".join(map(vocab.piece_with_special, vocab.encode_chat(chat("abXc", "x")))).decode()
+    assert printed == plain.replace("X", "</s>")
 
 
 def test_arguments_that_are_nested_too_deeply_are_refused(chat_vocab: Vocab) -> None:

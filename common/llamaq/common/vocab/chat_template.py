@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -38,8 +39,32 @@ class ChatTemplate:
         Raises:
             JobRejected: The template raises an error, or the last message cannot be continued.
         """
-        continues = options.continue_final_message
-        formatter = self._with_prompt if options.add_generation_prompt and not continues else self._without_prompt
+        if options.continue_final_message:
+            return self._render_open(messages, options)
+        return self._render(
+            self._with_prompt if options.add_generation_prompt else self._without_prompt, messages, options
+        )
+
+    def _render_open(self, messages: Sequence[Message], options: TemplateOptions) -> str:
+        """Return the chat up to the end of the last message's content, so that the output continues this content.
+
+        A marker finds the end. The content itself would not: the template's text after it may contain it too, as
+        `<|im_end|>` contains `end`. Templates often remove the white space around a content. Then the result does not
+        end with white space either.
+        """
+        content = messages[-1].content
+        core = content.rstrip()
+        tail = content[len(core) :]
+        marker = f"{secrets.randbelow(10**24):024}"  # digits, because a template may change the case of letters
+        marked = messages[-1].model_copy(update={"content": core + marker + tail})
+        rendered = self._render(self._without_prompt, [*messages[:-1], marked], options)
+        before, _, after = rendered.rpartition(marker)
+        if not core or not before.endswith(core.lstrip()):
+            message = "continue_final_message: the rendered chat does not contain the content of the last message"
+            raise JobRejected(ErrorCode.CHAT_TEMPLATE, message)
+        return before + tail if after.startswith(tail) else before
+
+    def _render(self, formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
         dicts: Any = [message_for_template(message) for message in messages]
         try:
             tools = json.loads(options.tools)
@@ -47,10 +72,9 @@ class ChatTemplate:
             functions = json.dumps(tools, indent=2) if tools else ""
             given = {"messages": dicts, "tools": tools, "functions": functions, **json.loads(options.kwargs)}
             variables = default_variables(datetime.now()) | given  # noqa: DTZ005  # the model is told the local date
-            rendered = str(formatter(**variables).prompt)
+            return str(formatter(**variables).prompt)
         except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses the chat: {exc}") from exc
-        return _cut_after(rendered, messages[-1].content) if continues else rendered
 
 
 def default_variables(now: datetime) -> dict[str, Any]:
@@ -60,18 +84,3 @@ def default_variables(now: datetime) -> dict[str, Any]:
         "datetime": now.strftime("%b %d %Y %H:%M:%S"),
         "enable_thinking": True,
     }
-
-
-def _cut_after(rendered: str, content: str) -> str:
-    """Return the rendered chat up to the end of the last message's content.
-
-    Templates often remove the white space around a content. Then the result does not end with white space either.
-    """
-    core = content.strip()
-    start = rendered.rfind(core) if core else -1
-    if start < 0:
-        message = "continue_final_message: the rendered chat does not contain the content of the last message"
-        raise JobRejected(ErrorCode.CHAT_TEMPLATE, message)
-    tail = content[len(content.rstrip()) :]
-    end = start + len(core)
-    return rendered[: end + len(tail)] if rendered.startswith(tail, end) else rendered[:end]

@@ -8,19 +8,28 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import tempfile
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Self
 
 import llama_cpp
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
-from llamaq.common.protocol.answer_tags import ANSWER_TAGS
+from llamaq.common.protocol.answer_tags import (
+    ANSWER_TAGS,
+    MISTRAL_THINK_CLOSE,
+    MISTRAL_THINK_OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
+)
 from llamaq.common.protocol.chat import Message, TemplateOptions, arguments_as_object
 from llamaq.common.vocab.chat_template import ChatTemplate
 from llamaq.common.vocab.special_token_masking import Placeholders, Span, SpecialTokenFinder
@@ -35,8 +44,14 @@ MAX_CACHED_PIECES = 16_384
 # Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 TAG_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+C_WHITE_SPACE = " \t\n\v\f\r"
+"""What llama.cpp removes next to some special tokens."""
+# The tags that chat templates look for in the assistant's earlier messages, to leave out its reasoning. None of them
+# begins or ends a message.
+REASONING_TAGS = (THINK_OPEN, THINK_CLOSE, MISTRAL_THINK_OPEN, MISTRAL_THINK_CLOSE)
 
 NO_OPTIONS = TemplateOptions()
+_WORD = re.compile(r"[^ \t\n\r]+")
 _log_lock = threading.Lock()
 _discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 
@@ -110,8 +125,8 @@ class Vocab:
 
         Args:
             text: The text.
-            max_tokens: A text is refused without tokenizing it if its number of characters proves that it has more
-                tokens than this. All other texts are tokenized, even if the result has more tokens.
+            max_tokens: A text is refused without tokenizing it if its length proves that it has more tokens than this.
+                All other texts are tokenized, even if the result has more tokens.
 
         Raises:
             JobRejected: The text is too long, or llama.cpp cannot tokenize it.
@@ -224,9 +239,13 @@ class Vocab:
     ) -> list[int]:
         """Return the tokens of a chat.
 
-        A special token's text inside the content of a message, or inside the arguments of a call, stays text. The
-        result equals the tokens of the whole rendered chat in all cases but two: a content has the text of a special
-        token, or a content and the text next to it together form such a text.
+        A special token's text inside the content of a message, or inside the arguments of a call, stays text. If there
+        is none, and no content forms one with the text next to it, the result equals the tokens of the whole rendered
+        chat. Otherwise the template gets placeholders for these texts, and for the beginning and end of a content if
+        they could be parts of such a text. So it prints these parts, but cannot look for them or change them.
+
+        Only the tags of reasoning in the assistant's messages are shown to a template that does more with them than to
+        print them: it may leave out the reasoning. Each of these tags in its result is the special token.
 
         Args:
             messages: The messages, from the oldest to the newest.
@@ -239,15 +258,12 @@ class Vocab:
         self._refuse_special_texts("tools", json.loads(options.tools))
         self._refuse_special_texts("chat_template_kwargs", json.loads(options.kwargs))
         placeholders = Placeholders()
-        found_special = False
-        hidden: list[Message] = []
         for message in messages:
             self._check_message(message)
-            n_hidden = len(placeholders.originals)
-            called = self._hide_arguments(message, placeholders)
-            spans = self.special_tokens.find(message.content)
-            found_special |= bool(spans) or len(placeholders.originals) > n_hidden
-            hidden.append(self._hide(called, spans, placeholders))
+        called = [self._hide_arguments(message, placeholders) for message in messages]
+        spans_of = [self.special_tokens.find(message.content) for message in messages]
+        found_special = bool(placeholders.originals) or any(spans_of)
+        hidden = [self._hide(message, spans, placeholders) for message, spans in zip(called, spans_of, strict=True)]
         rendered = self.render_chat(hidden, options)
         # If no content and no argument has a special text, placeholders stand only for the beginnings and ends of
         # contents. If the chat without placeholders has no additional special text, no beginning or end is part of a
@@ -258,6 +274,13 @@ class Vocab:
                 return self.encode(plain, max_tokens=max_tokens)
         if not placeholders.originals:
             return self.encode(rendered, max_tokens=max_tokens)
+        shown = list(map(self._reasoning_tags, messages, spans_of))
+        if any(shown):
+            hidden = list(map(self._hide, called, spans_of, repeat(placeholders), shown))
+            with_tags = self.render_chat(hidden, options)
+            # Tags that the template only prints stay text.
+            if placeholders.restore(with_tags) != placeholders.restore(rendered):
+                rendered = with_tags
         return self._tokenize_hidden(rendered, placeholders, max_tokens)
 
     def __repr__(self) -> str:
@@ -274,10 +297,19 @@ class Vocab:
         return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & TAG_ATTRIBUTES)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raise `JobRejected` if the number of characters proves that the text has more than `max_tokens` tokens."""
-        if max_tokens is not None and len(text) > max_tokens * self._max_token_bytes:
-            message = f"{len(text)} characters are too large: they have more than {max_tokens} tokens"
-            raise JobRejected(ErrorCode.PROMPT_TOO_LONG, message)
+        """Raise `JobRejected` if the length of the text proves that it has more than `max_tokens` tokens.
+
+        WordPiece and Unigram remove white space, and one unknown token may stand for any number of characters. So the
+        number of characters proves nothing for them. But each word has at least one token of WordPiece.
+        """
+        if max_tokens is None or len(text) <= max_tokens * self._max_token_bytes:
+            return
+        if self.kind == llama_cpp.LLAMA_VOCAB_TYPE_UGM:
+            return
+        if self.kind == llama_cpp.LLAMA_VOCAB_TYPE_WPM and _count_words(text) <= max_tokens:
+            return
+        message = f"{len(text)} characters are too large: they have more than {max_tokens} tokens"
+        raise JobRejected(ErrorCode.PROMPT_TOO_LONG, message)
 
     def _read_separators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sep = _token_or_none(llama_cpp.llama_vocab_sep(self._vocab))
@@ -317,23 +349,81 @@ class Vocab:
             calls.append(call.model_copy(update={"function": function}))
         return message.model_copy(update={"tool_calls": tuple(calls)}) if calls else message
 
-    def _hide(self, message: Message, spans: list[Span], placeholders: Placeholders) -> Message:
-        """Replace the special texts at `spans` in the content, and parts of special texts at its edges."""
-        for edge in self.special_tokens.find_at_edges(message.content):
-            if all(edge.end <= span.start or span.end <= edge.start for span in spans):
-                spans.append(edge)
-        if not spans:
+    def _hide(
+        self, message: Message, spans: Sequence[Span], placeholders: Placeholders, shown: Sequence[Span] = ()
+    ) -> Message:
+        """Replace the special texts at `spans` in the content, and parts of special texts at its edges.
+
+        The special texts at `shown` stay. A template may leave them out and join what is around them, so the parts of
+        special texts next to them are replaced too.
+        """
+        content = message.content
+        hidden = sorted(set(spans) - set(shown))
+        bounds = [0, *chain.from_iterable(shown), len(content)]
+        for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+            for edge in self.special_tokens.find_at_edges(content[start:end]):
+                moved = Span(start + edge.start, start + edge.end)
+                if not _overlaps(moved, spans):
+                    hidden.append(moved)
+        if not hidden:
             return message
-        return message.model_copy(update={"content": placeholders.replace(message.content, sorted(spans))})
+        return message.model_copy(update={"content": placeholders.replace(content, sorted(hidden))})
+
+    def _reasoning_tags(self, message: Message, spans: Sequence[Span]) -> list[Span]:
+        """Return those spans that are tags of reasoning, for a message of the assistant. A user's text never shows."""
+        if message.role != "assistant":
+            return []
+        return [span for span in spans if message.content[span.start : span.end] in REASONING_TAGS]
 
     def _tokenize_hidden(self, rendered: str, placeholders: Placeholders, max_tokens: int | None) -> list[int]:
+        """Return the tokens of a rendered chat, in which the replaced parts of contents are text."""
+        self._check_length(placeholders.restore(rendered), max_tokens)
         tokens: list[int] = []
-        for index, (text, is_content) in enumerate(placeholders.split(rendered)):
+        for index, (text, parse_special) in enumerate(self._split_at_special_tokens(rendered, placeholders)):
             if index == 0:
-                tokens += self.encode(text, max_tokens=max_tokens)
+                tokens += self.encode(text)
             else:
-                tokens += self._tokenize(text, add_special=False, parse_special=not is_content)
+                tokens += self._tokenize(text, add_special=False, parse_special=parse_special)
         return tokens
+
+    def _split_at_special_tokens(self, rendered: str, placeholders: Placeholders) -> Iterator[tuple[str, bool]]:
+        """Split a rendered chat before and after each text between two special tokens that has a replaced part.
+
+        llama.cpp tokenizes the text between two special tokens as a whole, and some vocabularies put a space before it.
+        So a replaced part is not tokenized alone, but with all text up to the special tokens around it.
+
+        Yields:
+            A part without placeholders, and whether its special texts are special tokens. The first part has no
+            replaced parts; it may be empty.
+        """
+        parsed, last, run, is_hidden = "", "", "", False
+        for text, is_content in placeholders.split(rendered):
+            end = 0
+            for span in [] if is_content else self.special_tokens.find(text):
+                run, special, end = run + text[end : span.start], text[span.start : span.end], span.end
+                if is_hidden:
+                    yield from ((parsed, True), (self._strip_at_special_tokens(last, run, special), False))
+                    parsed, run = "", ""
+                parsed, last, run, is_hidden = parsed + run + special, special, "", False
+            run += text[end:]
+            is_hidden |= is_content
+        if is_hidden:
+            yield from ((parsed, True), (self._strip_at_special_tokens(last, run, ""), False))
+        else:
+            yield parsed + run, True
+
+    def _strip_at_special_tokens(self, before: str, text: str, after: str) -> str:
+        """Return a text without the white space that the special tokens before and after it remove, as in phi-3."""
+        if before and self._attributes_of(before) & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP:
+            text = text.lstrip(C_WHITE_SPACE)
+        if after and self._attributes_of(after) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP:
+            text = text.rstrip(C_WHITE_SPACE)
+        return text
+
+    def _attributes_of(self, special: str) -> int:
+        """Return the attributes of the token that a special text becomes, a union of `LLAMA_TOKEN_ATTR_…`."""
+        tokens = self._tokenize_part(special, add_special=False, parse_special=True)
+        return int(llama_cpp.llama_vocab_get_attr(self._vocab, tokens[0])) if len(tokens) == 1 else 0
 
     def _tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         specials = self.special_tokens.find(text) if parse_special else []
@@ -401,6 +491,20 @@ class Vocab:
 
     def _text_or_empty(self, token: int | None) -> str:
         return "" if token is None else self.token_text(token)
+
+
+def _count_words(text: str) -> int:
+    """Return the number of words that have a letter or digit. WordPiece may remove other words, such as control codes.
+
+    Only white space that each tokenizer takes for white space ends a word.
+    """
+    return sum(any(map(str.isalnum, word)) for word in _WORD.findall(text))
+
+
+def _overlaps(part: Span, spans: Sequence[Span]) -> bool:
+    """Return whether a part of a text has a character in common with one of the spans, which are in order."""
+    index = bisect_left(spans, (part.end, 0)) - 1  # the last span that starts before the end of the part
+    return index >= 0 and spans[index].end > part.start
 
 
 def _texts_in(value: object) -> Iterator[str]:

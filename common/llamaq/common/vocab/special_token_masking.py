@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from llamaq.common.errors import ErrorCode, JobRejected
+
 _NEVER_MATCHES = re.compile(r"(?!)")
 
 
@@ -26,6 +28,7 @@ class SpecialTokenFinder:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(text for text in texts if text)
+        self._joined = "\n".join(self.texts)  # one search finds a text that is a part of any special text
         self._lengths = sorted({len(text) for text in self.texts}, reverse=True)
         first_characters = "".join(sorted({re.escape(text[0]) for text in self.texts}))
         self._first_character = re.compile(f"[{first_characters}]") if first_characters else _NEVER_MATCHES
@@ -58,7 +61,7 @@ class SpecialTokenFinder:
         core = text.strip()
         if not core:
             return []
-        if any(core in special for special in self.texts):
+        if core in self._joined:
             return [Span(n_leading, n_leading + len(core))]
         n_longest = self._lengths[0] if self._lengths else 0
         lengths = range(min(n_longest, len(core)), 0, -1)
@@ -75,8 +78,10 @@ class Placeholders:
     def __init__(self) -> None:
         self.originals: list[str] = []
         """The replaced parts. The number in a placeholder is the index of its part in this list."""
-        self._nonce = secrets.token_hex(8)
-        self._pattern = re.compile(f"m{self._nonce}x([0-9]+)x")
+        self._nonce = secrets.token_hex(12)
+        # A template may change the case of a content. A special token's text keeps its own case then.
+        self._pattern = re.compile(f"m{self._nonce}x([0-9]+)x", re.IGNORECASE)
+        self._halves = self._nonce[:12], self._nonce[12:]
 
     def replace(self, content: str, spans: Sequence[Span]) -> str:
         """Return `content` with a placeholder in place of each span."""
@@ -94,7 +99,17 @@ class Placeholders:
         Yields:
             A part of the text, and whether it is a replaced part of a content. Joined, the parts are the rendered chat
             without placeholders.
+
+        Raises:
+            JobRejected: The template took a placeholder apart.
         """
         for index, part in enumerate(self._pattern.split(rendered)):
             is_content = index % 2 == 1
+            if not is_content and any(half in part.lower() for half in self._halves):
+                reason = "the model's chat template cuts a content inside the text of a special token"
+                raise JobRejected(ErrorCode.CHAT_TEMPLATE, reason)
             yield (self.originals[int(part)] if is_content else part), is_content
+
+    def restore(self, rendered: str) -> str:
+        """Return a rendered chat with the replaced parts in place of the placeholders. Raises: as in `split`."""
+        return "".join(text for text, _ in self.split(rendered))
