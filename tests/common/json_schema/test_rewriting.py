@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 from llamaq.common.json_schema.overlap import Overlaps
+from llamaq.common.json_schema.patterns import without_nul
 from llamaq.common.json_schema.references import References
 from llamaq.common.json_schema.rewriting import rewrite_schema
 
@@ -29,6 +30,7 @@ class Pair(BaseModel):
 Node = Annotated[Leaf | Pair, Field(discriminator="kind")]
 Pair.model_rebuild()
 
+POINTER = {"pattern": r"^(0|[[1-9]&&[^\x00]][[0-9]&&[^\x00]]{0,8})(#|(/([[^~/]&&[^\x00]]|~[[01]&&[^\x00]])*)*)$"}
 REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "descriptions are left out": ({**INTEGER, "title": "T", "x-order": 1, "nullable": True}, INTEGER),
     "options of llguidance are left out": ({**INTEGER, "x-guidance": {"lenient": True}}, INTEGER),
@@ -52,7 +54,7 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a reference to the root stays": ({"items": {"$ref": "#"}}, {"items": {"$ref": "#"}}),
     "an unknown format does not constrain": ({"type": "string", "format": "password"}, {"type": "string"}),
     "a format becomes a narrower one": ({"format": "iri"}, {"format": "uri"}),
-    "a format becomes a pattern": ({"format": "regex"}, {"pattern": "^[A-Za-z0-9 _,;:=/@-]*$"}),
+    "a format becomes a pattern": ({"format": "relative-json-pointer"}, POINTER),
     "one item is unique": ({"uniqueItems": True, "maxItems": 1}, {"maxItems": 1}),
     "items that may be equal": ({"uniqueItems": False, "maxItems": 3}, {"maxItems": 3}),
     "unevaluated properties are additional ones": (
@@ -104,6 +106,23 @@ def test_a_schema_is_written_with_the_keywords_of_llguidance(schema: dict[str, A
     before = json.dumps(schema)
     assert rewrite_schema(schema) == expected
     assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ('^[^"]*$', r'^[[^"]&&[^\x00]]*$'),
+        (r"[]\]a[^b]][^]]", r"[[]\]a[^b]]&&[^\x00]][[^]]&&[^\x00]]"),
+        (
+            r"\[a\]\PL\p{Cc}\x{0}\u0000\x01",
+            r"\[a\][\PL&&[^\x00]][\p{Cc}&&[^\x00]][\x{0}&&[^\x00]][\u0000&&[^\x00]]\x01",
+        ),
+        ("[a", "[a"),
+    ],
+)
+def test_no_set_of_characters_of_a_pattern_has_the_character_nul(pattern: str, expected: str) -> None:
+    assert without_nul(pattern) == expected
+    assert rewrite_schema({"patternProperties": {pattern: True}}) == {"patternProperties": {expected: True}}
 
 
 def test_a_discriminator_with_a_default_is_required_in_each_model() -> None:

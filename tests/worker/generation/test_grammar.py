@@ -388,6 +388,12 @@ def test_a_bad_schema_is_refused_with_a_reason(sandbox: GrammarSandbox, schema: 
     assert reason in refused.value.message
 
 
+ADMIN = {
+    "type": "object",
+    "properties": {"admin": {"const": False}},
+    "required": ["admin"],
+    "patternProperties": {"^x": {"type": "integer"}},
+}
 TREE = {
     "$ref": "#/$defs/Node",
     "$defs": {
@@ -428,6 +434,21 @@ TREE = {
             ["{}", '{"b": 2}', '{"a": 1, "b": 2}'],
             ['{"a": 1}'],
         ),
+        ({"type": "string", "pattern": '^[^"]*$'}, ['"a\\\\\\n"', '"é"'], ['"\\""', '"a\\""']),
+        ({"type": "string", "pattern": r'^[^<>:"/\\|?*]+$'}, ['"a b"', '"\\t"'], ['"\\""', '"\\\\"', '"a|"']),
+        ({"type": "string", "pattern": r"^(\PP|\p{Cc}|[\x00-\x1f])*$"}, ['"a\\n"'], ['"\\""', '"\\\\"']),
+        ({"type": "string", "pattern": r'^[\x00-\x1f"a-z]+$'}, ['"a\\"\\t"'], ['"\\\\"', '"A"']),
+        (
+            {"patternProperties": {'^[^"]*$': {}}, "additionalProperties": False, "type": "object"},
+            ['{"a": 1}'],
+            ['{"\\"": 1}'],
+        ),
+        (
+            {**ADMIN, "additionalProperties": {"type": "boolean"}},
+            ['{"admin": false, "é\\"": true}'],
+            ['{"admin": false, "\\u0061dmin": true}', '{"admin": false, "\\u0078": true}'],
+        ),
+        (ADMIN, ['{"admin": false, "b": "x"}'], ['{"admin": false, "admi\\u006e": 1}', '{"admin": false, "a\\/b": 1}']),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )

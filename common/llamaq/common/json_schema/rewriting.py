@@ -16,6 +16,7 @@ from typing import Any
 from llamaq.common.json_schema.formats import rewrite_format
 from llamaq.common.json_schema.object_keywords import check_min_properties, rewrite_dependencies, rewrite_property_names
 from llamaq.common.json_schema.overlap import Overlaps
+from llamaq.common.json_schema.patterns import rewrite_patterns
 from llamaq.common.json_schema.references import References, Schema, refused
 
 MAX_NESTING = 128
@@ -120,6 +121,7 @@ class _Rewriting:
         schema = rewrite_format(schema)
         schema = rewrite_dependencies(schema)
         schema = rewrite_property_names(schema, self._references)
+        schema = rewrite_patterns(schema)
         if schema.get("uniqueItems") is False or _is_at_most_one(schema.get("maxItems")):
             schema = _without(schema, "uniqueItems")
         if not any(name in schema for name in _IN_PLACE):
