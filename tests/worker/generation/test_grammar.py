@@ -335,6 +335,8 @@ ws ::= | " " | "\n" [ \t]{0,20}
         ('root ::= word " " root | word\nword ::= [a-z]+ "z"', ["az bz", "zz"], ["az b", "az "]),
         ("root ::= [^a-c\\]]{2,3}", ["de", "xyz"], ["d", "da", "d]", "wxyz"]),
         ('root ::= "a"* "b"? ("c" | "d"){2}', ["cd", "aabcc"], ["abc", "bbcd"]),
+        ('root ::= "a" "b"{0} ("c" | "d"){0,0} "e"', ["ae"], ["abe", "ace"]),
+        ('root ::= [a\\-z]+ "\\-"', ["a-z-"], ["b-", "a"]),
         ('root ::= ("a"{2}){2}', ["aaaa"], ["aa", "aaaaaa"]),
         ('root ::= ["\\\\/.*-]+', ['"\\/.*-'], ["a"]),
         ('root ::= "\\x41\\u0042" [\\U00000043-D]', ["ABC", "ABD"], ["ABE", "ab"]),
@@ -351,6 +353,14 @@ def test_a_grammar_accepts_the_texts_that_gbnf_defines(
 ) -> None:
     assert [text for text in good if not accepts(vocab, gbnf, text)] == []
     assert [text for text in bad if accepts(vocab, gbnf, text)] == []
+
+
+def test_a_negated_token_is_no_end_token(sandbox: GrammarSandbox, vocab: Vocab) -> None:
+    compiled = sandbox.compile(JobParams(grammar='root ::= "a" !<[5]> "b"'))
+    constraint = ConstraintTokenizer(vocab).compile(compiled)
+    constraint.accept([next(token for token in range(vocab.n_tokens) if vocab.piece(token) == b"a")])
+    excluded = {5, *vocab.end_tokens}
+    assert [token for token in range(vocab.n_tokens) if token not in constraint.allowed_tokens()] == sorted(excluded)
 
 
 def test_control_tokens_are_never_allowed_as_text(vocab: Vocab) -> None:
