@@ -13,7 +13,6 @@ DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 _NAME_FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "uuid": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
-        "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
         **PATTERNS,
     }
 )
