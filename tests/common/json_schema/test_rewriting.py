@@ -84,6 +84,16 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"oneOf": [INTEGER, {"type": "string"}]},
         {"anyOf": [INTEGER, {"type": "string"}]},
     ),
+    "bounds of 64 bits": (
+        {**INTEGER, "minimum": -(2**63), "exclusiveMaximum": 2**63},
+        {**INTEGER, "minimum": -(10**18), "maximum": 10**18},
+    ),
+    "large bounds that are exact stay": ({"minimum": -(2**59), "maximum": 5.5}, {"minimum": -(2**59), "maximum": 5.5}),
+    "an exclusive bound of a small interval": (
+        {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5},
+        {"exclusiveMaximum": 0.5, "minimum": 1e-9},
+    ),
+    "other exclusive bounds stay": ({"exclusiveMinimum": 0, "maximum": 1}, {"exclusiveMinimum": 0, "maximum": 1}),
     "oneOf beside anyOf": (
         {"anyOf": [{"minimum": 1}], "oneOf": [INTEGER, {"type": "string"}]},
         {"anyOf": [{"minimum": 1}], "allOf": [{"anyOf": [INTEGER, {"type": "string"}]}]},
@@ -140,6 +150,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unevaluated": ({"allOf": [A_AND_B], "unevaluatedProperties": False}, "use additionalProperties"),
     "names": ({**A_AND_B, "propertyNames": {"pattern": "^a"}}, "use patternProperties"),
     "keys that may be equal": ({"required": ["a"], "minProperties": 3}, "above 2, because a key may occur twice"),
+    "beyond all digits": ({"minimum": 10**400}, "`minimum` at # is not supported beyond 9000000000000000000"),
+    "no number between": ({"exclusiveMinimum": 0, "maximum": 1e-10}, "`exclusiveMinimum` at # is not supported where"),
     "overlap": ({"oneOf": [{"minimum": 1}, {"maximum": 1}]}, "schemas 0 and 1 may match the same value: use anyOf"),
     "oneOf of no type": ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "may match the same value"),
     "remote": ({"$ref": "https://example.com/a"}, "points to 'https://example.com/a', which is not in the schema"),

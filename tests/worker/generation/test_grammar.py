@@ -398,6 +398,14 @@ def test_a_bad_schema_is_refused_with_a_reason(sandbox: GrammarSandbox, schema: 
     assert reason in refused.value.message
 
 
+def number(**keywords: Any) -> dict[str, Any]:
+    return {"type": "number", **keywords}
+
+
+def integer(**keywords: Any) -> dict[str, Any]:
+    return {"type": "integer", **keywords}
+
+
 ADMIN = {
     "type": "object",
     "properties": {"admin": {"const": False}},
@@ -474,6 +482,18 @@ TREE = {
             ['"2024-02-29T10:00:59Z"'],
             ['"2023-02-29T10:00:00Z"', '"2023-01-01T10:00:60Z"', '"2024-02-29T10:00:59.1Z"'],
         ),
+        (number(exclusiveMinimum=0, maximum=0.5), ["0.1", "0.5"], ["0", "0.0", "-0", "0.6"]),
+        (number(exclusiveMinimum=2, maximum=2.5), ["2.1"], ["2", "2.0"]),
+        (number(minimum=-0.5, exclusiveMaximum=0), ["-0.1"], ["0", "-0", "-0.0"]),
+        (number(exclusiveMinimum=0), ["0.0000000001", "7"], ["0", "-1"]),
+        (number(allOf=[{"exclusiveMinimum": 0}, {"maximum": 0.5}]), ["0.1"], ["0", "1"]),
+        (number(minimum=-1e308, maximum=1e308), ["-1000000000000000000", "0.5"], []),
+        (integer(minimum=-(2**63), maximum=2**63 - 1), ["-1", "0", "1000000000000000000"], ["9223372036854775808"]),
+        (integer(minimum=10**18), ["1000000000000000000"], ["999999999999999999", "-1"]),
+        (integer(maximum=-(10**18)), ["-1000000000000000000"], ["-999999999999999999", "1"]),
+        (integer(minimum=2**53 + 1), ["9007199254740994"], ["9007199254740992"]),
+        (integer(exclusiveMinimum=2**53), ["9007199254740994"], ["9007199254740992"]),
+        (integer(exclusiveMaximum=10**18), ["1"], ["1000000000000000000"]),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )
