@@ -398,6 +398,10 @@ def test_a_bad_schema_is_refused_with_a_reason(sandbox: GrammarSandbox, schema: 
     assert reason in refused.value.message
 
 
+def names_of_format(name: str) -> dict[str, Any]:
+    return {"type": "object", "propertyNames": {"format": name}, "additionalProperties": {"type": "integer"}}
+
+
 def number(**keywords: Any) -> dict[str, Any]:
     return {"type": "number", **keywords}
 
@@ -482,6 +486,14 @@ TREE = {
             ['"2024-02-29T10:00:59Z"'],
             ['"2023-02-29T10:00:00Z"', '"2023-01-01T10:00:60Z"', '"2024-02-29T10:00:59.1Z"'],
         ),
+        (names_of_format("ipv4"), ['{"127.0.0.1": 1}', "{}"], ['{"127.0.0.256": 1}', '{"a": 1}']),
+        (names_of_format("date-time"), ['{"2024-02-29T10:00:00Z": 1}'], ['{"2024-02-30T10:00:00Z": 1}']),
+        (names_of_format("idn-email"), ['{"a.b@example.org": 1}'], ['{"a": 1}', '{"a@b@c.d": 1}']),
+        (names_of_format("hostname"), ['{"example.org": 1}'], ['{"-a": 1}', '{"a-": 1}', '{"a..b": 1}']),
+        (names_of_format("uri"), ['{"https://example.org/a": 1}'], ['{"a": 1}']),
+        (names_of_format("ipv6"), ['{"0:0:0:0:0:0:0:1": 1}'], ['{"1:2": 1}']),
+        (names_of_format("duration"), ['{"P3DT4H": 1}', '{"PT5M": 1}'], ['{"P": 1}', '{"P3DT": 1}']),
+        (names_of_format("path"), ['{"a/b": 1}'], ['{"a": "x"}']),
         (number(exclusiveMinimum=0, maximum=0.5), ["0.1", "0.5"], ["0", "0.0", "-0", "0.6"]),
         (number(exclusiveMinimum=2, maximum=2.5), ["2.1"], ["2", "2.0"]),
         (number(minimum=-0.5, exclusiveMaximum=0), ["-0.1"], ["0", "-0", "-0.0"]),
