@@ -90,6 +90,11 @@ def test_penalties_are_those_of_llama_cpp(
         {"typical_p": 0.7},
         {"top_k": 0, "typical_p": 0.5, "top_p": 0.9},
         {"top_k": 4000, "top_p": 0.99, "min_p": 0.001, "temperature": 1.7, "repeat_penalty": 1.3},
+        {"top_n_sigma": 1.0, "dynatemp_range": 0.7},
+        {"top_n_sigma": 1.0, "dynatemp_range": 0.7, "top_k": 4000, "top_p": 1.0, "min_p": 0.0},
+        {"top_n_sigma": 1.0, "dynatemp_range": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"top_n_sigma": 1.0, "dynatemp_range": 0.7, "top_k": 0, "min_keep": 3000},
+        {"samplers": ["temperature", "top_n_sigma", "temperature"], "top_n_sigma": 2.0, "dynatemp_range": 0.4},
     ],
     ids=str,
 )
