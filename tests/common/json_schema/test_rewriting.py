@@ -93,6 +93,10 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5},
         {"exclusiveMaximum": 0.5, "minimum": 1e-9},
     ),
+    "a range without numbers stays": (
+        {"exclusiveMinimum": 0, "maximum": -0.5},
+        {"exclusiveMinimum": 0, "maximum": -0.5},
+    ),
     "other exclusive bounds stay": ({"exclusiveMinimum": 0, "maximum": 1}, {"exclusiveMinimum": 0, "maximum": 1}),
     "oneOf beside anyOf": (
         {"anyOf": [{"minimum": 1}], "oneOf": [INTEGER, {"type": "string"}]},

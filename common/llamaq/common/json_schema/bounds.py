@@ -87,7 +87,8 @@ def _inclusive(bound: _Bound | None, opposite: _Bound | None, place: str, side: 
     if bound is None or not bound.is_exclusive or bound.value != int(bound.value):
         return bound
     end = inf if opposite is None else -opposite.value
-    if end - bound.value >= 1 and not (opposite is None and is_part):
+    is_near = is_part if opposite is None else bound.value < end < bound.value + 1
+    if not is_near:
         return bound
     value = bound.value + max(_STEP, nextafter(abs(bound.value), inf) - abs(bound.value))
     if value > end:
