@@ -55,14 +55,23 @@ class LlamaSampler:
 
 
 def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] = ()) -> dict[int, float]:
-    """Apply samplers of llama.cpp. Return the logits of the tokens that they keep, by token id."""
+    """Apply samplers of llama.cpp. Return the logits of the tokens that they keep, by token id.
+
+    Typical sampling gets no masked tokens: with them, its entropy is not a number.
+    """
     kept = dict(enumerate(logits.tolist()))
     for pointer in samplers:
         sampler = LlamaSampler(pointer)
         sampler.accept(history)
+        if b"typical" in llama_cpp.llama_sampler_name(pointer):
+            kept = _unmasked(kept)
         kept, _ = sampler.apply(kept, with_masked=True)  # the next sampler may count them
         sampler.close()
-    return {token: logit for token, logit in kept.items() if logit > -np.inf}
+    return _unmasked(kept)
+
+
+def _unmasked(logits: Mapping[int, float]) -> dict[int, float]:
+    return {token: logit for token, logit in logits.items() if logit > -np.inf}
 
 
 def llama_dry(

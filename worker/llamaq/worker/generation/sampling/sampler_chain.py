@@ -231,7 +231,8 @@ def _counting(step: Step, params: SamplingDefaults, masked: _MaskedCount) -> App
     """Return a step that updates or uses the number of masked candidates."""
     if step.name == "temperature":
         return _dynamic_temperature(params, masked)
-    n_least = {"top_k": params.top_k, "typ_p": params.min_keep, "top_p": params.min_keep, "min_p": params.min_keep}
+    # Typical sampling of llama.cpp is not defined with masked candidates, because ln(0) is not.
+    n_least = {"top_k": params.top_k, "typ_p": 0, "top_p": params.min_keep, "min_p": params.min_keep}
 
     def apply(candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
         kept = step.apply(candidates, history, position)
