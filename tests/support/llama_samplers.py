@@ -63,7 +63,7 @@ def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] 
     for pointer in samplers:
         sampler = LlamaSampler(pointer)
         sampler.accept(history)
-        if b"typical" in llama_cpp.llama_sampler_name(pointer):
+        if llama_cpp.llama_sampler_name(pointer) == b"typical":  # without effect, it is "?typical"
             kept = _unmasked(kept)
         kept, _ = sampler.apply(kept, with_masked=True)  # the next sampler may count them
         sampler.close()
