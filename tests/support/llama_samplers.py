@@ -25,8 +25,13 @@ class LlamaSampler:
         for token in tokens:
             llama_cpp.llama_sampler_accept(self._pointer, token)
 
-    def apply(self, logits: Mapping[int, float]) -> tuple[dict[int, float], int]:
-        """Return the logits of the tokens that the sampler keeps, by token id, and the token that it selects."""
+    def apply(self, logits: Mapping[int, float], *, with_masked: bool = False) -> tuple[dict[int, float], int]:
+        """Return the logits of the tokens that the sampler keeps, by token id, and the token that it selects.
+
+        Args:
+            logits: The logits of the candidates by token id.
+            with_masked: Whether to return the tokens with the logit minus infinity, too.
+        """
         candidates = np.zeros(len(logits), TOKEN_DATA)
         candidates["id"] = list(logits)
         candidates["logit"] = list(logits.values())
@@ -39,7 +44,7 @@ class LlamaSampler:
         start = (moved - candidates.ctypes.data) // TOKEN_DATA.itemsize
         remaining = candidates[start : start + array.size]
         selected = int(remaining[array.selected]["id"]) if array.selected >= 0 else -1
-        kept = {int(each["id"]): float(each["logit"]) for each in remaining if each["logit"] > -np.inf}
+        kept = {int(each["id"]): float(each["logit"]) for each in remaining if with_masked or each["logit"] > -np.inf}
         return kept, selected
 
     def reset(self) -> None:
@@ -50,14 +55,23 @@ class LlamaSampler:
 
 
 def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] = ()) -> dict[int, float]:
-    """Apply samplers of llama.cpp. Return the logits of the tokens that they keep, by token id."""
+    """Apply samplers of llama.cpp. Return the logits of the tokens that they keep, by token id.
+
+    Typical sampling gets no masked tokens: with them, its entropy is not a number.
+    """
     kept = dict(enumerate(logits.tolist()))
     for pointer in samplers:
         sampler = LlamaSampler(pointer)
         sampler.accept(history)
-        kept, _ = sampler.apply(kept)
+        if llama_cpp.llama_sampler_name(pointer) == b"typical":  # without effect, it is "?typical"
+            kept = _unmasked(kept)
+        kept, _ = sampler.apply(kept, with_masked=True)  # the next sampler may count them
         sampler.close()
-    return kept
+    return _unmasked(kept)
+
+
+def _unmasked(logits: Mapping[int, float]) -> dict[int, float]:
+    return {token: logit for token, logit in logits.items() if logit > -np.inf}
 
 
 def llama_dry(

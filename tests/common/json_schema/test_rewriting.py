@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 from llamaq.common.json_schema.overlap import Overlaps
+from llamaq.common.json_schema.patterns import without_nul
 from llamaq.common.json_schema.references import References
 from llamaq.common.json_schema.rewriting import rewrite_schema
 
@@ -29,6 +30,7 @@ class Pair(BaseModel):
 Node = Annotated[Leaf | Pair, Field(discriminator="kind")]
 Pair.model_rebuild()
 
+POINTER = {"pattern": r"^(0|[[1-9]&&[^\x00]][[0-9]&&[^\x00]]{0,8})(#|(/([[^~/]&&[^\x00]]|~[[01]&&[^\x00]])*)*)$"}
 REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "descriptions are left out": ({**INTEGER, "title": "T", "x-order": 1, "nullable": True}, INTEGER),
     "options of llguidance are left out": ({**INTEGER, "x-guidance": {"lenient": True}}, INTEGER),
@@ -52,7 +54,7 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a reference to the root stays": ({"items": {"$ref": "#"}}, {"items": {"$ref": "#"}}),
     "an unknown format does not constrain": ({"type": "string", "format": "password"}, {"type": "string"}),
     "a format becomes a narrower one": ({"format": "iri"}, {"format": "uri"}),
-    "a format becomes a pattern": ({"format": "regex"}, {"pattern": "^[A-Za-z0-9 _,;:=/@-]*$"}),
+    "a format becomes a pattern": ({"format": "relative-json-pointer"}, POINTER),
     "one item is unique": ({"uniqueItems": True, "maxItems": 1}, {"maxItems": 1}),
     "items that may be equal": ({"uniqueItems": False, "maxItems": 3}, {"maxItems": 3}),
     "unevaluated properties are additional ones": (
@@ -82,6 +84,20 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"oneOf": [INTEGER, {"type": "string"}]},
         {"anyOf": [INTEGER, {"type": "string"}]},
     ),
+    "bounds of 64 bits": (
+        {**INTEGER, "minimum": -(2**63), "exclusiveMaximum": 2**63},
+        {**INTEGER, "minimum": -(10**18), "maximum": 10**18},
+    ),
+    "large bounds that are exact stay": ({"minimum": -(2**59), "maximum": 5.5}, {"minimum": -(2**59), "maximum": 5.5}),
+    "an exclusive bound of a small interval": (
+        {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5},
+        {"exclusiveMaximum": 0.5, "minimum": 1e-9},
+    ),
+    "a range without numbers stays": (
+        {"exclusiveMinimum": 0, "maximum": -0.5},
+        {"exclusiveMinimum": 0, "maximum": -0.5},
+    ),
+    "other exclusive bounds stay": ({"exclusiveMinimum": 0, "maximum": 1}, {"exclusiveMinimum": 0, "maximum": 1}),
     "oneOf beside anyOf": (
         {"anyOf": [{"minimum": 1}], "oneOf": [INTEGER, {"type": "string"}]},
         {"anyOf": [{"minimum": 1}], "allOf": [{"anyOf": [INTEGER, {"type": "string"}]}]},
@@ -106,6 +122,23 @@ def test_a_schema_is_written_with_the_keywords_of_llguidance(schema: dict[str, A
     assert json.dumps(schema) == before
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ('^[^"]*$', r'^[[^"]&&[^\x00]]*$'),
+        (r"[]\]a[^b]][^]]", r"[[]\]a[^b]]&&[^\x00]][[^]]&&[^\x00]]"),
+        (
+            r"\[a\]\PL\p{Cc}\x{0}\u0000\x01",
+            r"\[a\][\PL&&[^\x00]][\p{Cc}&&[^\x00]][\x{0}&&[^\x00]][\u0000&&[^\x00]]\x01",
+        ),
+        ("[a", "[a"),
+    ],
+)
+def test_no_set_of_characters_of_a_pattern_has_the_character_nul(pattern: str, expected: str) -> None:
+    assert without_nul(pattern) == expected
+    assert rewrite_schema({"patternProperties": {pattern: True}}) == {"patternProperties": {expected: True}}
+
+
 def test_a_discriminator_with_a_default_is_required_in_each_model() -> None:
     rewritten = rewrite_schema(TypeAdapter(Node).json_schema())
     assert [one["required"] for one in rewritten["$defs"].values()] == [["value", "kind"], ["left", "right", "kind"]]
@@ -121,6 +154,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unevaluated": ({"allOf": [A_AND_B], "unevaluatedProperties": False}, "use additionalProperties"),
     "names": ({**A_AND_B, "propertyNames": {"pattern": "^a"}}, "use patternProperties"),
     "keys that may be equal": ({"required": ["a"], "minProperties": 3}, "above 2, because a key may occur twice"),
+    "beyond all digits": ({"minimum": 10**400}, "`minimum` at # is not supported beyond 9000000000000000000"),
+    "no number between": ({"exclusiveMinimum": 0, "maximum": 1e-10}, "`exclusiveMinimum` at # is not supported where"),
     "overlap": ({"oneOf": [{"minimum": 1}, {"maximum": 1}]}, "schemas 0 and 1 may match the same value: use anyOf"),
     "oneOf of no type": ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "may match the same value"),
     "remote": ({"$ref": "https://example.com/a"}, "points to 'https://example.com/a', which is not in the schema"),

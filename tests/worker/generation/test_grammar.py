@@ -335,6 +335,8 @@ ws ::= | " " | "\n" [ \t]{0,20}
         ('root ::= word " " root | word\nword ::= [a-z]+ "z"', ["az bz", "zz"], ["az b", "az "]),
         ("root ::= [^a-c\\]]{2,3}", ["de", "xyz"], ["d", "da", "d]", "wxyz"]),
         ('root ::= "a"* "b"? ("c" | "d"){2}', ["cd", "aabcc"], ["abc", "bbcd"]),
+        ('root ::= "a" "b"{0} ("c" | "d"){0,0} "e"', ["ae"], ["abe", "ace"]),
+        ('root ::= [a\\-z]+ "\\-"', ["a-z-"], ["b-", "a"]),
         ('root ::= ("a"{2}){2}', ["aaaa"], ["aa", "aaaaaa"]),
         ('root ::= ["\\\\/.*-]+', ['"\\/.*-'], ["a"]),
         ('root ::= "\\x41\\u0042" [\\U00000043-D]', ["ABC", "ABD"], ["ABE", "ab"]),
@@ -351,6 +353,14 @@ def test_a_grammar_accepts_the_texts_that_gbnf_defines(
 ) -> None:
     assert [text for text in good if not accepts(vocab, gbnf, text)] == []
     assert [text for text in bad if accepts(vocab, gbnf, text)] == []
+
+
+def test_a_negated_token_is_no_end_token(sandbox: GrammarSandbox, vocab: Vocab) -> None:
+    compiled = sandbox.compile(JobParams(grammar='root ::= "a" !<[5]> "b"'))
+    constraint = ConstraintTokenizer(vocab).compile(compiled)
+    constraint.accept([next(token for token in range(vocab.n_tokens) if vocab.piece(token) == b"a")])
+    excluded = {5, *vocab.end_tokens}
+    assert [token for token in range(vocab.n_tokens) if token not in constraint.allowed_tokens()] == sorted(excluded)
 
 
 def test_control_tokens_are_never_allowed_as_text(vocab: Vocab) -> None:
@@ -388,6 +398,24 @@ def test_a_bad_schema_is_refused_with_a_reason(sandbox: GrammarSandbox, schema: 
     assert reason in refused.value.message
 
 
+def names_of_format(name: str) -> dict[str, Any]:
+    return {"type": "object", "propertyNames": {"format": name}, "additionalProperties": {"type": "integer"}}
+
+
+def number(**keywords: Any) -> dict[str, Any]:
+    return {"type": "number", **keywords}
+
+
+def integer(**keywords: Any) -> dict[str, Any]:
+    return {"type": "integer", **keywords}
+
+
+ADMIN = {
+    "type": "object",
+    "properties": {"admin": {"const": False}},
+    "required": ["admin"],
+    "patternProperties": {"^x": {"type": "integer"}},
+}
 TREE = {
     "$ref": "#/$defs/Node",
     "$defs": {
@@ -428,6 +456,56 @@ TREE = {
             ["{}", '{"b": 2}', '{"a": 1, "b": 2}'],
             ['{"a": 1}'],
         ),
+        ({"type": "string", "pattern": '^[^"]*$'}, ['"a\\\\\\n"', '"é"'], ['"\\""', '"a\\""']),
+        ({"type": "string", "pattern": r'^[^<>:"/\\|?*]+$'}, ['"a b"', '"\\t"'], ['"\\""', '"\\\\"', '"a|"']),
+        ({"type": "string", "pattern": r"^(\PP|\p{Cc}|[\x00-\x1f])*$"}, ['"a\\n"'], ['"\\""', '"\\\\"']),
+        ({"type": "string", "pattern": r'^[\x00-\x1f"a-z]+$'}, ['"a\\"\\t"'], ['"\\\\"', '"A"']),
+        (
+            {"patternProperties": {'^[^"]*$': {}}, "additionalProperties": False, "type": "object"},
+            ['{"a": 1}'],
+            ['{"\\"": 1}'],
+        ),
+        (
+            {**ADMIN, "additionalProperties": {"type": "boolean"}},
+            ['{"admin": false, "é\\"": true}'],
+            ['{"admin": false, "\\u0061dmin": true}', '{"admin": false, "\\u0078": true}'],
+        ),
+        (ADMIN, ['{"admin": false, "b": "x"}'], ['{"admin": false, "admi\\u006e": 1}', '{"admin": false, "a\\/b": 1}']),
+        (
+            {"type": "string", "format": "date"},
+            ['"2023-01-31"', '"2024-02-29"', '"2000-02-29"', '"0004-02-29"', '"2023-02-28"'],
+            ['"2023-02-29"', '"1900-02-29"', '"2024-02-30"', '"2023-04-31"', '"2023-13-01"', '"0000-01-01"'],
+        ),
+        (
+            {"type": "string", "format": "time"},
+            ['"23:59:59Z"', '"00:00:00.123+05:30"'],
+            ['"10:10:60Z"', '"24:00:00Z"', '"10:10:10"', '"10:10:10+24:00"'],
+        ),
+        (
+            {"type": "string", "format": "date-time", "maxLength": 20},
+            ['"2024-02-29T10:00:59Z"'],
+            ['"2023-02-29T10:00:00Z"', '"2023-01-01T10:00:60Z"', '"2024-02-29T10:00:59.1Z"'],
+        ),
+        (names_of_format("ipv4"), ['{"127.0.0.1": 1}', "{}"], ['{"127.0.0.256": 1}', '{"a": 1}']),
+        (names_of_format("date-time"), ['{"2024-02-29T10:00:00Z": 1}'], ['{"2024-02-30T10:00:00Z": 1}']),
+        (names_of_format("idn-email"), ['{"a.b@example.org": 1}'], ['{"a": 1}', '{"a@b@c.d": 1}']),
+        (names_of_format("hostname"), ['{"example.org": 1}'], ['{"-a": 1}', '{"a-": 1}', '{"a..b": 1}']),
+        (names_of_format("uri"), ['{"https://example.org/a": 1}'], ['{"a": 1}']),
+        (names_of_format("ipv6"), ['{"0:0:0:0:0:0:0:1": 1}'], ['{"1:2": 1}']),
+        (names_of_format("duration"), ['{"P3DT4H": 1}', '{"PT5M": 1}'], ['{"P": 1}', '{"P3DT": 1}']),
+        (names_of_format("path"), ['{"a/b": 1}'], ['{"a": "x"}']),
+        (number(exclusiveMinimum=0, maximum=0.5), ["0.1", "0.5"], ["0", "0.0", "-0", "0.6"]),
+        (number(exclusiveMinimum=2, maximum=2.5), ["2.1"], ["2", "2.0"]),
+        (number(minimum=-0.5, exclusiveMaximum=0), ["-0.1"], ["0", "-0", "-0.0"]),
+        (number(exclusiveMinimum=0), ["0.0000000001", "7"], ["0", "-1"]),
+        (number(allOf=[{"exclusiveMinimum": 0}, {"maximum": 0.5}]), ["0.1"], ["0", "1"]),
+        (number(minimum=-1e308, maximum=1e308), ["-1000000000000000000", "0.5"], []),
+        (integer(minimum=-(2**63), maximum=2**63 - 1), ["-1", "0", "1000000000000000000"], ["9223372036854775808"]),
+        (integer(minimum=10**18), ["1000000000000000000"], ["999999999999999999", "-1"]),
+        (integer(maximum=-(10**18)), ["-1000000000000000000"], ["-999999999999999999", "1"]),
+        (integer(minimum=2**53 + 1), ["9007199254740994"], ["9007199254740992"]),
+        (integer(exclusiveMinimum=2**53), ["9007199254740994"], ["9007199254740992"]),
+        (integer(exclusiveMaximum=10**18), ["1"], ["1000000000000000000"]),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )

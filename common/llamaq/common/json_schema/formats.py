@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-IMPLEMENTED = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""The formats that llguidance implements."""
+IMPLEMENTED = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""The formats whose implementation in llguidance is used."""
 NARROWER: Mapping[str, str] = MappingProxyType(
     {
         "idn-email": "email",
@@ -22,8 +22,19 @@ NARROWER: Mapping[str, str] = MappingProxyType(
 _POINTER = "(/([^~/]|~[01])*)*"
 _BASE64 = "^([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?$"
 _HEX = "[0-9a-f]"
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # many libraries have no year 0
+_LEAP = "(0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"|([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+)
+_HOUR_AND_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR_AND_MINUTE})"
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {
+        "date": f"^{_DATE}$",  # llguidance has a February 30, and a second 60
+        "time": f"^{_TIME}$",
+        "date-time": f"^{_DATE}T{_TIME}$",
         "json-pointer": f"^{_POINTER}$",
         "relative-json-pointer": f"^(0|[1-9][0-9]{{0,8}})(#|{_POINTER})$",
         "regex": "^[A-Za-z0-9 _,;:=/@-]*$",  # letters and digits stand for themselves in a regular expression

@@ -6,17 +6,26 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from llamaq.common.json_schema.formats import PATTERNS
+from llamaq.common.json_schema.formats import NARROWER, PATTERNS
 from llamaq.common.json_schema.references import References, Schema, refused
 
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LABEL = "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?"
 _NAME_FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "uuid": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
-        "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
+        "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",
+        "ipv6": "^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$",
+        "hostname": rf"^{_LABEL}(\.{_LABEL}){{0,7}}$",
+        "email": rf"^[a-z0-9_+-]{{1,30}}(\.[a-z0-9_+-]{{1,30}})?@{_LABEL}(\.{_LABEL}){{1,7}}$",
+        "uri": rf"^https?://{_LABEL}(\.{_LABEL}){{0,7}}(/[A-Za-z0-9._~-]*)*$",
+        "duration": "^P([0-9]{1,6}D(T[0-9]{1,6}[HMS])?|T[0-9]{1,6}[HMS])$",
         **PATTERNS,
     }
 )
+"""Maps each format to a regular expression whose strings have the format. llguidance has formats of values only."""
+_ANY_NAME = r"^[^\x00-\x1f]*$"
 _ANNOTATIONS = frozenset({"type", "title", "description", "examples", "default", "$comment"})
 
 
@@ -83,10 +92,19 @@ def _name_pattern(names: dict[str, Any]) -> str | None:
     if names.keys() == {"pattern"} and isinstance(names["pattern"], str):
         return str(names["pattern"])
     if names.keys() == {"format"}:
-        return _NAME_FORMATS.get(names["format"])
+        return _format_pattern(names["format"])
     if names.keys() <= {"minLength", "maxLength"} and all(isinstance(length, int) for length in names.values()):
         return f"^[^\\x00-\\x1f]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
     return None
+
+
+def _format_pattern(name: Any) -> str | None:
+    """Return a regular expression for names of a format. A format that the standard does not define allows each
+    name.
+    """
+    if not isinstance(name, str):
+        return None
+    return _NAME_FORMATS.get(NARROWER.get(name, name), _ANY_NAME)
 
 
 def check_min_properties(schema: dict[str, Any], place: str) -> None:

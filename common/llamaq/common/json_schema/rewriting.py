@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from llamaq.common.json_schema.bounds import rewrite_bounds
 from llamaq.common.json_schema.formats import rewrite_format
 from llamaq.common.json_schema.object_keywords import check_min_properties, rewrite_dependencies, rewrite_property_names
 from llamaq.common.json_schema.overlap import Overlaps
+from llamaq.common.json_schema.patterns import rewrite_patterns
 from llamaq.common.json_schema.references import References, Schema, refused
 
 MAX_NESTING = 128
@@ -104,7 +106,7 @@ class _Rewriting:
             return schema
         if "$id" in schema and place != "#" and '"$ref"' in json.dumps(schema):
             raise refused("$id", place, "is not supported where its schema has references: remove it")
-        schema = self._simplify(schema)
+        schema = self._simplify(schema, place)
         for keyword, way_out in REFUSED.items():
             if keyword in schema:
                 raise refused(keyword, place, f"is not supported: {way_out}")
@@ -115,11 +117,14 @@ class _Rewriting:
             schema = {**schema, "$ref": self._rewrite_ref(schema["$ref"], place)}
         return self._rewrite_parts({name: value for name, value in schema.items() if name in IMPLEMENTED}, place)
 
-    def _simplify(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _simplify(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
         """Return a schema with some keywords expressed by others."""
         schema = rewrite_format(schema)
         schema = rewrite_dependencies(schema)
         schema = rewrite_property_names(schema, self._references)
+        schema = rewrite_patterns(schema)
+        is_part = any(name in schema for name in _IN_PLACE) or place.rpartition("/")[0].endswith("/allOf")
+        schema = rewrite_bounds(schema, place, is_part=is_part)
         if schema.get("uniqueItems") is False or _is_at_most_one(schema.get("maxItems")):
             schema = _without(schema, "uniqueItems")
         if not any(name in schema for name in _IN_PLACE):

@@ -8,7 +8,7 @@ Otherwise llguidance matches each terminal with the longest possible text, as th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from llamaq.common.errors import ErrorCode, JobRejected
@@ -30,7 +30,7 @@ _SYMBOL = re.compile(
 )
 _CHARACTER = re.compile(
     r"""\\x(?P<x>[0-9a-fA-F]{2}) | \\u(?P<u>[0-9a-fA-F]{4}) | \\U(?P<U>[0-9a-fA-F]{8})
-      | \\(?P<escape>[tnr"\\\[\]]) | (?P<bad>\\) | (?P<plain>.)""",
+      | \\(?P<escape>[tnr"\\\[\]\-]) | (?P<bad>\\) | (?P<plain>.)""",
     re.VERBOSE | re.DOTALL,
 )
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r"}
@@ -49,17 +49,19 @@ class _Item:
 _Alternatives = list[list[_Item]]
 
 
-def gbnf_to_lark(text: str, root: str) -> str:
+def gbnf_to_lark(text: str, root: str, end_tokens: Collection[int] = ()) -> str:
     """Return the grammar as Lark.
 
     Args:
         text: The grammar in GBNF.
         root: The name of the rule that the whole output must match.
+        end_tokens: The tokens that end a generation. No negated token such as `!<[5]>` matches them, because an output
+            would end in the middle of its grammar.
 
     Raises:
         JobRejected: The grammar has a syntax error, or refers to a rule that it does not define.
     """
-    rules = _Reader(text).read()
+    rules = _Reader(text, end_tokens).read()
     if not rules:
         raise _rejected("it has no rules")
     if root not in rules:
@@ -70,8 +72,9 @@ def gbnf_to_lark(text: str, root: str) -> str:
 class _Reader:
     """Reads the rules of a grammar."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, end_tokens: Collection[int]) -> None:
         self._text = text
+        self._end_tokens = end_tokens
         self._position = 0
         self._rules: dict[str, _Alternatives] = {}
         self._open: list[_Alternatives] = []
@@ -101,7 +104,7 @@ class _Reader:
             case "class":
                 self._add(_Item(self._character_class(match["class"], negated=bool(match["negated"]))))
             case "token":
-                self._add(_Item(f"<[^{symbol[3:-2]}]>" if symbol.startswith("!") else symbol))
+                self._add(_Item(self._any_token_but(symbol[3:-2]) if symbol.startswith("!") else symbol))
             case "repeat":
                 self._repeat(re.sub(r"\s", "", symbol))
             case "punctuation":
@@ -126,6 +129,9 @@ class _Reader:
         items = self._alternatives()[-1]
         if not items:
             raise self._error("a repetition of nothing")
+        if repeat in ("{0}", "{0,0}"):
+            items[-1] = _Item('""')  # Lark has no repetition of zero times
+            return
         # In `a*{2}`, the second repetition applies to `a*` as a whole.
         items[-1] = _Item(group=[[items[-1]]], repeat=repeat)
 
@@ -146,6 +152,10 @@ class _Reader:
             self._current = self._open.pop()
         else:
             raise self._error("a group that is not opened")
+
+    def _any_token_but(self, token: str) -> str:
+        """Return the range of Lark for all tokens except one and the end tokens."""
+        return f"<[^{','.join(map(str, sorted({int(token), *self._end_tokens})))}]>"
 
     def _character_class(self, text: str, *, negated: bool) -> str:
         """Return a character class such as `[a-z]` as a regular expression of Lark."""

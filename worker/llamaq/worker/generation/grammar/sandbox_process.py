@@ -46,7 +46,7 @@ class GrammarTrial:
         Raises:
             JobRejected: The constraint cannot be used. The message gives the reason.
         """
-        compiled = _convert(request)
+        compiled = _convert(request, self._tokenizer.end_tokens)
         constraint = self._tokenizer.compile_on_this_stack(compiled)
         if not constraint.allowed_tokens():
             message = "the grammar cannot be used: no token of this model's vocabulary is allowed first"
@@ -54,14 +54,14 @@ class GrammarTrial:
         return compiled
 
 
-def _convert(request: dict[str, Any]) -> str:
+def _convert(request: dict[str, Any], end_tokens: frozenset[int]) -> str:
     """Return the constraint of a request in the form that llguidance compiles."""
     kind, value = request["kind"], request["value"]
     name = "JSON schema" if kind == "json_schema" else kind
     try:
         match kind:
             case "grammar":
-                return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"]))
+                return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"], end_tokens))
             case "json_schema":
                 options: Any = SCHEMA_OPTIONS  # a typed dictionary of llguidance, which `common` does not import
                 return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(value)), overrides=options)

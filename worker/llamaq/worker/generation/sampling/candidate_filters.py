@@ -156,19 +156,29 @@ def exclude_top_choices(candidates: Candidates, threshold: float, min_keep: int)
     return candidates.take(np.flatnonzero(kept))
 
 
-def dynamic_temperature(candidates: Candidates, temperature: float, spread: float, exponent: float) -> float:
+def dynamic_temperature(
+    candidates: Candidates, temperature: float, spread: float, exponent: float, n_masked: int = 0
+) -> float:
     """Return the temperature for these candidates: low + (high - low) * (H / ln(n)) ** exponent.
 
-    H is the entropy of the candidates in nats, n their number, low and high are `temperature` minus (at least 0) and
-    plus `spread`. Source: llama_sampler_temp_ext.
+    H is the entropy of the candidates in nats, n their number with those of probability 0, low and high are
+    `temperature` minus (at least 0) and plus `spread`. Source: llama_sampler_temp_ext.
+
+    Args:
+        candidates: The candidates.
+        temperature: The middle of the range.
+        spread: Half the width of the range.
+        exponent: The exponent of the normalized entropy.
+        n_masked: Number of candidates with the probability 0 that an earlier filter dropped, but llama.cpp keeps.
     """
     low, high = max(0.0, temperature - spread), temperature + spread
-    if len(candidates) < 2:
+    n = len(candidates) + n_masked
+    if n < 2:
         return high
     probabilities = candidates.probabilities()
     present = probabilities[probabilities > 0]
     entropy = max(0.0, -float((present * np.log(present)).sum()))  # not `@`, for which numpy starts threads
-    normalized = entropy / log(len(candidates))
+    normalized = entropy / log(n)
     return low + (high - low) * float(normalized**exponent)
 
 

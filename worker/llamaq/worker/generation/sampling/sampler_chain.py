@@ -100,10 +100,11 @@ class SamplerChain:
         self.top_k_draw = _top_k_draw(others, params)
         if others and others[0].name == "top_k":
             self.reduce = others[0].apply
-            self.filters = [step.apply for step in _join_top_p_min_p(others[1:], params)]
+            joined = _count_masked(_join_top_p_min_p(others[1:], params), params)
+            self.filters = [step.apply for step in joined]
         else:
             self.reduce = _drop_masked_of_few
-            joined = _join_top_p_min_p(others, params)
+            joined = _count_masked(_join_top_p_min_p(others, params), params)
             self.filters = _filters_without_masked(joined, draw_accepts_masked=draw_accepts_masked)
 
 
@@ -194,6 +195,56 @@ def _join_top_p_min_p(chain: Sequence[Step], params: SamplingDefaults) -> list[S
     return joined
 
 
+class _MaskedCount:
+    """How many candidates llama.cpp has with the probability 0 where the chain has dropped them."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+def _count_masked(chain: Sequence[Step], params: SamplingDefaults) -> Sequence[Step]:
+    """Return the chain with steps that count masked candidates, if it has top-n-sigma and then a dynamic temperature.
+
+    In llama.cpp, top-n-sigma only masks candidates. The samplers after it drop them, unless fewer candidates are left
+    than they keep. The dynamic temperature depends on the number of all candidates.
+    """
+    names = [step.name for step in chain]
+    if _has_fixed_temperature(params) or "top_n_sigma" not in names or "temperature" not in names:
+        return chain
+    first, masked = names.index("top_n_sigma"), _MaskedCount()
+    counting = [step._replace(apply=_counting(step, params, masked)) for step in chain[first:]]
+    counting[0] = counting[0]._replace(apply=_beginning_count(counting[0].apply, masked))
+    return [*chain[:first], *counting]
+
+
+def _beginning_count(apply: Apply, masked: _MaskedCount) -> Apply:
+    """Return a step that forgets the candidates which were masked in the last draw."""
+
+    def begin(candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
+        masked.n = 0
+        return apply(candidates, history, position)
+
+    return begin
+
+
+def _counting(step: Step, params: SamplingDefaults, masked: _MaskedCount) -> Apply:
+    """Return a step that updates or uses the number of masked candidates."""
+    if step.name == "temperature":
+        return _dynamic_temperature(params, masked)
+    # Typical sampling of llama.cpp is not defined with masked candidates, because ln(0) is not.
+    n_least = {"top_k": params.top_k, "typ_p": 0, "top_p": params.min_keep, "min_p": params.min_keep}
+
+    def apply(candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
+        kept = step.apply(candidates, history, position)
+        if step.name == "top_n_sigma":
+            masked.n += len(candidates) - len(kept)
+        elif step.name in n_least:
+            masked.n = min(masked.n, max(0, n_least[step.name] - len(kept)))
+        return kept
+
+    return apply
+
+
 def _filters_without_masked(chain: Sequence[Step], *, draw_accepts_masked: bool) -> list[Apply]:
     """Return the steps of a chain, and before the first step that does not accept masked candidates, one that drops
     them.
@@ -259,16 +310,29 @@ def _xtc(params: SamplingDefaults, uniform: UniformNumbers) -> Apply | None:
 
 
 def _temperature(params: SamplingDefaults) -> Apply | None:
-    fixed, spread, exponent = params.temperature, params.dynatemp_range, params.dynatemp_exponent
-    is_fixed = _has_fixed_temperature(params)
-    if is_fixed and fixed == 1:
+    if not _has_fixed_temperature(params):
+        return _dynamic_temperature(params, _MaskedCount())
+    fixed = params.temperature
+    if fixed == 1:
         return None
 
     def apply(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
-        temperature = fixed if is_fixed else dynamic_temperature(candidates, fixed, spread, exponent)
-        if is_fixed and fixed < GREEDY_BELOW:
+        if fixed < GREEDY_BELOW:
             return candidates.take(np.array([candidates.logits.argmax()]))
-        logits = candidates.logits / np.float32(max(temperature, GREEDY_BELOW))
-        return candidates.with_logits(logits, is_sorted=candidates.is_sorted)
+        return _divided(candidates, fixed)
 
     return apply
+
+
+def _dynamic_temperature(params: SamplingDefaults, masked: _MaskedCount) -> Apply:
+    fixed, spread, exponent = params.temperature, params.dynatemp_range, params.dynatemp_exponent
+
+    def apply(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
+        return _divided(candidates, dynamic_temperature(candidates, fixed, spread, exponent, masked.n))
+
+    return apply
+
+
+def _divided(candidates: Candidates, temperature: float) -> Candidates:
+    logits = candidates.logits / np.float32(max(temperature, GREEDY_BELOW))
+    return candidates.with_logits(logits, is_sorted=candidates.is_sorted)
