@@ -261,7 +261,7 @@ def test_children_that_wait_for_redis_end_when_their_supervisor_is_killed(
     ("variable", "value", "message"),
     [
         ("LLAMAQ_MODEL", "no-such-file.gguf", "--model: there is no file 'no-such-file.gguf'"),
-        ("LLAMAQ_REDIS_URL", "http://localhost", "--redis-url (LLAMAQ_REDIS_URL): Redis URL must specify"),
+        ("LLAMAQ_REDIS_URL", "http://localhost", "--redis-url (LLAMAQ_REDIS_URL): the schemes of URLs are"),
     ],
 )
 def test_a_child_that_cannot_start_ends_its_supervisor_with_one_error_line(
