@@ -27,7 +27,7 @@ from llamaq.producer.testing import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTIONS = ("common", "producer", "worker")
-MAX_CLIENT_BYTES = 680_000
+MAX_CLIENT_BYTES = 640_000
 """Upper bound on the wheel of a web backend, which has the clients, the command line, bulk runs and the HTTP server."""
 MAX_FILE_BYTES = 64_000
 """Upper bound on each file in it: a larger one would be data or a library, not code of llamaq."""

@@ -105,7 +105,9 @@ def generation_for(
         _refuse_delays(jobs)
     key, trace = api_key_of(request), _trace_of(request)
     allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
-    own_key = _idempotency_key(request, key, is_kept=is_kept)
+    own_key = idempotency_key_of(request)
+    if own_key is None and is_kept:  # jobs with a key are never cancelled
+        own_key = f"kept-{secrets.token_hex(16)}"
     context = context_of(request)
     return Generation(
         client,
@@ -133,16 +135,18 @@ def _trace_of(request: Request) -> dict[str, str]:
     return {"traceparent": given} if is_used else {}
 
 
-def _idempotency_key(request: Request, key: KeyRecord | None, *, is_kept: bool) -> str | None:
-    """Return the key of the jobs of a request. None: they belong to this request alone.
+def idempotency_key_of(request: Request) -> str | None:
+    """Return a text that a repeated request has too, by its header `Idempotency-Key`. None: it has no such header.
 
-    The jobs of a kept request get a new key, because jobs with a key are never cancelled.
+    Raises:
+        RequestRefused: The header is not valid.
     """
     given = request.headers.get(IDEMPOTENCY_HEADER)
     if given is None:
-        return f"kept-{secrets.token_hex(16)}" if is_kept else None
+        return None
     if not 0 < len(given) <= MAX_IDEMPOTENCY_CHARS:
         raise invalid(f"{IDEMPOTENCY_HEADER}: 1 to {MAX_IDEMPOTENCY_CHARS} characters are required", IDEMPOTENCY_HEADER)
     # The same key of another caller, or at another endpoint, means another request.
+    key = api_key_of(request)
     parts = (key.name if key else "", request.url.path, given)
     return "http-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 import time
@@ -39,7 +38,8 @@ def read_batch_request(
             servers must compute a line in the same way.
         key: The API key of the request. None: the server requires none.
         is_revocable: Whether the key is in Redis.
-        idempotency_key: The key of the request. Requests with the same key get the same id. None: the id is random.
+        idempotency_key: What a repeated request has too, in hexadecimal digits after a prefix. It determines the id.
+            None: the id is random.
 
     Raises:
         RequestRefused: A field is missing or not valid.
@@ -53,7 +53,7 @@ def read_batch_request(
         raise invalid(f"endpoint: one of {', '.join(BatchEndpoint)} is required", "endpoint") from exc
     created_ms = time.time_ns() // 1_000_000
     return BatchRequest(
-        id=_id_of(idempotency_key, key),
+        id=f"batch_{secrets.token_hex(16) if idempotency_key is None else idempotency_key[-32:]}",
         key=key,
         is_revocable=is_revocable,
         queue=settings.queue,
@@ -66,14 +66,6 @@ def read_batch_request(
         max_tokens=settings.default_max_tokens,
         metadata=_read_metadata(body.get("metadata")),
     )
-
-
-def _id_of(idempotency_key: str | None, key: KeyRecord | None) -> str:
-    if idempotency_key is None:
-        return f"batch_{secrets.token_hex(16)}"
-    parts = ("" if key is None else key.name, idempotency_key)  # the same key of another caller means another request
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    return f"batch_{digest[:32]}"
 
 
 def asks_for_the_same(request: BatchRequest, other: BatchRequest) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamaq.gateway.http.errors import error_response
+from llamaq.gateway.http.sent_response import SentResponse
 
 
 class Defects:
@@ -22,16 +23,10 @@ class Defects:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        has_begun = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
+        response = SentResponse(send)
         try:
-            await self.app(scope, receive, send_and_note)
+            await self.app(scope, receive, response)
         except Exception as exc:
-            if not has_begun:
-                await error_response(exc, scope)(scope, receive, send)
+            if not response.has_begun:
+                await error_response(exc, scope)(scope, receive, response)
             raise

@@ -10,7 +10,7 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.responses.input_items import Messages, read_input, read_instructions
 from llamaq.gateway.responses.tool_fields import read_response_tools
 from llamaq.producer.openai_format.chat_messages import check_encodable, with_effort
-from llamaq.producer.openai_format.request_body import read_flag, read_options, refuse_unsupported
+from llamaq.producer.openai_format.request_body import check_length, read_flag, read_options, refuse_unsupported
 from llamaq.producer.openai_format.tools import ToolChoice
 
 SHOWN: dict[str, Any] = {
@@ -96,6 +96,7 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
 
 
 def _read_job_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    check_length(body, "max_output_tokens")
     text, include = _object(body, "text"), body.get("include") or []
     renamed = {
         **body,

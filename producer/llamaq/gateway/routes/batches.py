@@ -14,7 +14,7 @@ from llamaq.gateway.files.record import UPLOAD_PURPOSE
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.pages import read_page
-from llamaq.gateway.queue_of_request import IDEMPOTENCY_HEADER, MAX_IDEMPOTENCY_CHARS, api_key_of
+from llamaq.gateway.queue_of_request import IDEMPOTENCY_HEADER, api_key_of, idempotency_key_of
 from llamaq.gateway.routes.files import files_of
 
 MAX_LISTED, LISTED = 100, 20
@@ -28,7 +28,7 @@ async def create(request: Request) -> Response:
     body = await read_object(request)
     key = api_key_of(request)
     is_revocable = key is not None and await context.keys.named(key.name) is not None
-    own_key = _idempotency_key(request)
+    own_key = idempotency_key_of(request)
     asked = read_batch_request(body, context.settings, key, is_revocable=is_revocable, idempotency_key=own_key)
     if own_key is not None and (earlier := await context.batches.store.read(asked.id)) is not None:
         return json_response(batch_object(_same(earlier, asked)))
@@ -40,13 +40,6 @@ async def create(request: Request) -> Response:
     batch = await context.batches.store.create(asked)
     context.batches.wake()
     return json_response(batch_object(_same(batch, asked)))
-
-
-def _idempotency_key(request: Request) -> str | None:
-    given = request.headers.get(IDEMPOTENCY_HEADER)
-    if given is not None and not 0 < len(given) <= MAX_IDEMPOTENCY_CHARS:
-        raise invalid(f"{IDEMPOTENCY_HEADER}: 1 to {MAX_IDEMPOTENCY_CHARS} characters are required", IDEMPOTENCY_HEADER)
-    return given
 
 
 def _same(batch: Batch, asked: BatchRequest) -> Batch:

@@ -36,9 +36,6 @@ RESERVED = frozenset(
 PROGRESS_FIELDS = ("prompt_progress", "return_progress", "timings_per_token")
 """Fields for which the job of a stream publishes the progress of its prompt."""
 
-LENGTHS = ("max_completion_tokens", "max_output_tokens")
-"""OpenAI's names of `max_tokens`. The second is that of responses, whose reader adds the value as `max_tokens`."""
-
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -158,7 +155,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = (JobRequest.model_fields.keys() | SYNONYMS.keys()) - RESERVED - TEMPLATE_FIELDS
     options = {name: value for name, value in body.items() if name in known and value is not None}
-    _check_length(body)
+    check_length(body, "max_completion_tokens")
     options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias"))
     _translate_values(options)
     limit_ms = body.get("t_max_predict_ms")
@@ -175,18 +172,15 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _check_length(body: Mapping[str, Any]) -> None:
-    """Refuse a length of the answer below 1 under the name that the request has for it.
+def check_length(body: Mapping[str, Any], name: str) -> None:
+    """Refuse a length of the answer below 1, under the name that the request has for it.
 
     Raises:
         InvalidRequest: The length is below 1.
     """
-    for name in LENGTHS:
-        value = body.get(name)
-        # In other bodies, max_output_tokens is not known. -1 is llama-server's name for no limit.
-        is_used = name == "max_completion_tokens" or value == body.get("max_tokens")
-        if is_used and value != -1 and _is_below(value, 1):
-            raise InvalidRequest(f"{name}: a number of at least 1 is required, not {str(value)[:50]}")
+    value = body.get(name)
+    if value != -1 and _is_below(value, 1):  # -1 is llama-server's name for no limit
+        raise InvalidRequest(f"{name}: a number of at least 1 is required, not {str(value)[:50]}")
 
 
 def _translate_values(options: dict[str, Any]) -> None:

@@ -43,14 +43,30 @@ def claim_folder(folder: Path, key: str) -> tuple[Path, int]:
     for number in range(MAX_FOLDERS):
         claimed = folder / (f"{key}.{number}" if number else key)
         make_private_folder(claimed)
-        lock = os.open(claimed / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-        else:
+        lock = lock_folder(claimed)
+        if lock is not None:
             return claimed, lock
     raise OSError(f"{MAX_FOLDERS} other workers use {folder}")
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Lock a folder.
+
+    Returns:
+        The file descriptor of the lock, which ends when the descriptor is closed. None: another process has locked it.
+
+    Raises:
+        OSError: The file system returns an error.
+    """
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(lock)
+        if isinstance(exc, BlockingIOError):
+            return None
+        raise
+    return lock
 
 
 def write_file(path: Path, *parts: Data, is_synced: bool = False) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
 MAX_PENDING_BYTES = 256 * 1024**2
-_FILE_NAME = re.compile(r"([0-9a-f]{64})\.kv")
+FILE_NAME = re.compile(r"([0-9a-f]{64})\.kv")
 _ERASED_FAULTS = frozenset({Fault.TORN, Fault.TOO_LARGE})
 """Files with these faults are erased when the worker starts. Other files may belong to another model or program."""
 
@@ -232,7 +232,7 @@ class DiskBlockFiles:
         return headers
 
     def _read_header(self, path: Path) -> BlockHeader | Fault:
-        match = _FILE_NAME.fullmatch(path.name)
+        match = FILE_NAME.fullmatch(path.name)
         if match is None:
             return Fault.FOREIGN
         name = bytes.fromhex(match[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -11,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaq.worker.offload.atomic_files import LOCK
+from llamaq.worker.offload.atomic_files import lock_folder
+from llamaq.worker.offload.disk_block_files import FILE_NAME
 
 log = logging.getLogger(__name__)
 
 _FOLDER_NAME = re.compile(r"[0-9a-f]{32}(\.\d+)?")
-_FILE_NAME = re.compile(r"[0-9a-f]{64}\.kv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +41,16 @@ def erase_old_blocks(cache_dir: Path, max_bytes: int) -> None:
     """
     try:
         folders = sorted(_old_folders(cache_dir), key=lambda folder: folder.used_s)
+        n_bytes = sum(folder.n_bytes for folder in folders)
+        for folder in folders:
+            if n_bytes <= max_bytes:
+                return
+            with _locked(folder.path) as is_locked:
+                if is_locked:
+                    _erase(folder)
+                    n_bytes -= folder.n_bytes
     except OSError as exc:
-        log.warning("disk_cache.old_blocks_unknown folder=%s error=%s", cache_dir, exc)
-        return
-    n_bytes = sum(folder.n_bytes for folder in folders)
-    for folder in folders:
-        if n_bytes <= max_bytes:
-            return
-        with _locked(folder.path) as is_locked:
-            if is_locked:
-                _erase(folder)
-                n_bytes -= folder.n_bytes
+        log.warning("disk_cache.old_blocks_not_erased folder=%s error=%s", cache_dir, exc)
 
 
 def _old_folders(cache_dir: Path) -> Iterator[_OldFolder]:
@@ -68,30 +66,19 @@ def _old_folders(cache_dir: Path) -> Iterator[_OldFolder]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock a folder, unless a worker has locked it. Yields whether it is locked here."""
+    lock = lock_folder(folder)
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        yield False
-        return
-    try:
-        yield _try_lock(lock)
+        yield lock is not None
     finally:
-        os.close(lock)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        if lock is not None:
+            os.close(lock)
 
 
 def _read(path: Path) -> _OldFolder:
     files, n_bytes, used_s = [], 0, 0.0
     with os.scandir(path) as entries:
         for entry in entries:
-            if _FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 status = entry.stat(follow_symlinks=False)
                 files.append(Path(entry.path))
                 n_bytes += status.st_size
@@ -101,10 +88,6 @@ def _read(path: Path) -> _OldFolder:
 
 def _erase(folder: _OldFolder) -> None:
     """Erase the blocks. The folder and its lock stay, because another process may be about to lock it."""
-    try:
-        for file in folder.files:
-            file.unlink(missing_ok=True)
-    except OSError as exc:
-        log.warning("disk_cache.not_erased folder=%s error=%s", folder.path, exc)
-    else:
-        log.info("disk_cache.old_blocks_erased bytes=%d folder=%s", folder.n_bytes, folder.path)
+    for file in folder.files:
+        file.unlink(missing_ok=True)
+    log.info("disk_cache.old_blocks_erased bytes=%d folder=%s", folder.n_bytes, folder.path)
