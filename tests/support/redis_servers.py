@@ -10,8 +10,8 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -246,6 +246,24 @@ class ClusterServers(ServerGroup):
             lambda: all(_cluster(server, "INFO")[name] == value for server in self.servers),
             f"{name} is {value} on every server",
         )
+
+    @contextmanager
+    def slot_moves(self, slot: int, new: Server, *moved_first: str) -> Iterator[None]:
+        """Move a hash slot to another master. The block runs while only the keys `moved_first` have moved.
+
+        With IMPORTING, the new master gets a new epoch at the end. Otherwise, the old master could take the slot back.
+        """
+        old = self.master_of(slot)
+        with old.client() as at_old:
+            _cluster(new, "SETSLOT", slot, "IMPORTING", _cluster(old, "MYID").decode())
+            _cluster(old, "SETSLOT", slot, "MIGRATING", _cluster(new, "MYID").decode())
+            for key in moved_first:
+                at_old.execute_command("MIGRATE", HOST, new.port, key, 0, 1000)
+            yield
+            for key in _cluster(old, "GETKEYSINSLOT", slot, 1000):
+                at_old.execute_command("MIGRATE", HOST, new.port, key, 0, 1000)
+            for server in (new, old):
+                _cluster(server, "SETSLOT", slot, "NODE", _cluster(new, "MYID").decode())
 
     def master_of(self, slot: int) -> Server:
         """Return the master of a hash slot, according to the first running server."""

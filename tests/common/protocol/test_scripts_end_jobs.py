@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 import pytest
 from redis.crc import key_slot
 from tests.support.fake_redis import url_of_each_server
-from tests.support.ports import HOST
 from tests.support.redis_servers import ClusterServers
 
 from llamaq.common.protocol import codec
@@ -37,18 +36,8 @@ def slot_moves(servers: ClusterServers, keys: JobKeys, *moved_first: str) -> Ite
     slot = key_slot(keys.job.encode())
     old = servers.master_of(slot)
     new = next(master for master in servers.masters if master is not old)
-    with ExitStack() as stack:
-        at_old, at_new = (stack.enter_context(server.client()) for server in (old, new))
-        old_name, new_name = (client.execute_command("CLUSTER MYID").decode() for client in (at_old, at_new))
-        at_new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", old_name)
-        at_old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", new_name)
-        for key in moved_first:
-            at_old.execute_command("MIGRATE", HOST, new.port, key, 0, 1000)
+    with servers.slot_moves(slot, new, *moved_first):
         yield
-        for key in at_old.execute_command("CLUSTER GETKEYSINSLOT", slot, 1000):
-            at_old.execute_command("MIGRATE", HOST, new.port, key, 0, 1000)
-        for client in (at_new, at_old):
-            client.execute_command("CLUSTER SETSLOT", slot, "NODE", new_name)
 
 
 def terminal_write() -> TerminalWrite:

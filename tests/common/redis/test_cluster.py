@@ -121,34 +121,23 @@ async def test_moved_and_ask_replies_are_followed(servers: ClusterServers) -> No
     slot = key_slot(key.encode())
     redis = connect(servers.url, name="test")
     await redis.set(key, "before")
-    with old.client() as at_old, new.client() as at_new:
-        names = {
-            port: client.execute_command("CLUSTER MYID").decode() for port, client in [("old", at_old), ("new", at_new)]
-        }
-        at_new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", names["old"])
-        at_old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", names["new"])
-        at_old.execute_command("MIGRATE", HOST, new.port, key, 0, 1000)
+    with servers.slot_moves(slot, new, key):
         assert await redis.get(key) == b"before"  # ASK
-        for client in (at_new, at_old):
-            client.execute_command("CLUSTER SETSLOT", slot, "NODE", names["new"])
-        assert await redis.get(key) == b"before"  # MOVED
-        async with redis.pipeline(transaction=False) as pipe:
-            pipe.get(key)
-            assert await pipe.execute() == [b"before"]
-        assert node_of(redis, key) == f"{HOST}:{new.port}"
+    assert await redis.get(key) == b"before"  # MOVED
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.get(key)
+        assert await pipe.execute() == [b"before"]
+    assert node_of(redis, key) == f"{HOST}:{new.port}"
     await redis.aclose()
 
 
 async def test_a_transaction_follows_a_slot_that_moves(servers: ClusterServers) -> None:
     old, new = servers.masters[1], servers.masters[0]
     key = next(f"moved-{n}" for n in range(10**6) if servers.master_of(key_slot(f"moved-{n}".encode())) is old)
-    slot = key_slot(key.encode())
     redis = connect(servers.url, name="test", failover_s=10)
     await redis.ping()
-    with old.client() as at_old, new.client() as at_new:
-        name = at_new.execute_command("CLUSTER MYID").decode()
-        for client in (at_new, at_old):
-            client.execute_command("CLUSTER SETSLOT", slot, "NODE", name)
+    with servers.slot_moves(key_slot(key.encode()), new):
+        pass
     async with redis.pipeline(transaction=True) as pipe:
         pipe.set(key, "after")
         pipe.get(key)
@@ -159,7 +148,6 @@ async def test_a_transaction_follows_a_slot_that_moves(servers: ClusterServers) 
 async def test_a_blocking_read_and_the_command_behind_it_follow_a_slot_that_moves(servers: ClusterServers) -> None:
     old, new = servers.masters[1], servers.masters[2]
     key = keys_of(servers)[old.port]
-    slot = key_slot(key.encode())
     redis = connect(servers.url, name="test")
     assert isinstance(redis, RetryingRedis)
     wait = ("XREAD", "COUNT", 1, "BLOCK", 10, "STREAMS", key, "0-0")
@@ -168,9 +156,8 @@ async def test_a_blocking_read_and_the_command_behind_it_follow_a_slot_that_move
     assert (await redis.send_together(key, commands))[0] == []
     with old.client() as at_old, new.client() as at_new:
         at_old.execute_command("DEL", key)
-        name = at_new.execute_command("CLUSTER MYID").decode()
-        for client in (at_new, at_old):
-            client.execute_command("CLUSTER SETSLOT", slot, "NODE", name)
+        with servers.slot_moves(key_slot(key.encode()), new):
+            pass
         _, entry = await redis.send_together(key, commands)
         assert at_new.execute_command("XLEN", key) == 1
     assert (await redis.send_together(key, commands))[0] == [[key.encode(), [(entry, {b"name": b"value"})]]]
