@@ -30,7 +30,7 @@ class Pair(BaseModel):
 Node = Annotated[Leaf | Pair, Field(discriminator="kind")]
 Pair.model_rebuild()
 
-POINTER = {"pattern": r"^(0|[[1-9]&&[^\x00]][[0-9]&&[^\x00]]{0,8})(#|(/([[^~/]&&[^\x00]]|~[[01]&&[^\x00]])*)*)$"}
+POINTER = {"pattern": r"^(0|[1-9][0-9]{0,8})(#|(/([[^~/]&&[^\x00]]|~[01])*)*)$"}
 REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "descriptions are left out": ({**INTEGER, "title": "T", "x-order": 1, "nullable": True}, INTEGER),
     "options of llguidance are left out": ({**INTEGER, "x-guidance": {"lenient": True}}, INTEGER),

@@ -20,6 +20,8 @@ _LARGEST, _LAST = 10**18, 9 * 10**18
 _STEP = 1e-9
 """An exclusive bound is moved by this number where it would be taken for an inclusive one."""
 _KEYWORDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+BOUNDS = frozenset({"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"})
+"""The keywords of bounds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
+_KEYWORDS = ("pattern", "patternProperties")
 _NO_NUL = r"&&[^\x00]]"
 _SYMBOL = re.compile(
     r"""(?P<set> \\[pP](?:\{[^}]*\}|.) | \\(?:x00|u0000|U00000000|[xuU]\{0+\}) | \x00 )
-      | \\. | (?P<open> \[\^?\]? ) | (?P<close> \] ) | .""",
+      | \\. | \[(?!\^)[ -Z^-~]+\] | (?P<open> \[\^?\]? ) | (?P<close> \] ) | .""",
     re.VERBOSE | re.DOTALL,
 )
 
 
 def rewrite_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose regular expressions never match the character NUL. See `without_nul`."""
+    if schema.keys().isdisjoint(_KEYWORDS):
+        return schema
     result = dict(schema)
     if isinstance(schema.get("pattern"), str):
         result["pattern"] = without_nul(schema["pattern"])
@@ -28,8 +31,10 @@ def without_nul(pattern: str) -> str:
 
     If a set has all control characters, llguidance also lets it match `\"` and `\\` in a string of JSON: `[^"]` would
     match what it forbids. Without NUL, it matches what it says. No string has this character anyway: `SCHEMA_OPTIONS`
-    does not allow `\u0000`.
+    does not allow `\u0000`. A set of printable characters stays as it is.
     """
+    if "[^" not in pattern and "\\" not in pattern and pattern.isprintable():
+        return pattern
     parts: list[str] = []
     depth = 0
     for match in _SYMBOL.finditer(pattern):

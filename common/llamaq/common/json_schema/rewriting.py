@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from llamaq.common.json_schema.bounds import rewrite_bounds
+from llamaq.common.json_schema.bounds import BOUNDS, rewrite_bounds
 from llamaq.common.json_schema.formats import rewrite_format
 from llamaq.common.json_schema.object_keywords import check_min_properties, rewrite_dependencies, rewrite_property_names
 from llamaq.common.json_schema.overlap import Overlaps
@@ -123,8 +123,9 @@ class _Rewriting:
         schema = rewrite_dependencies(schema)
         schema = rewrite_property_names(schema, self._references)
         schema = rewrite_patterns(schema)
-        is_part = any(name in schema for name in _IN_PLACE) or place.rpartition("/")[0].endswith("/allOf")
-        schema = rewrite_bounds(schema, place, is_part=is_part)
+        if not schema.keys().isdisjoint(BOUNDS):
+            is_part = any(name in schema for name in _IN_PLACE) or place.rpartition("/")[0].endswith("/allOf")
+            schema = rewrite_bounds(schema, place, is_part=is_part)
         if schema.get("uniqueItems") is False or _is_at_most_one(schema.get("maxItems")):
             schema = _without(schema, "uniqueItems")
         if not any(name in schema for name in _IN_PLACE):
