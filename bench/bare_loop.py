@@ -151,8 +151,8 @@ def context_options(settings: WorkerSettings) -> dict[str, int]:
         "n_ubatch": settings.ubatch_tokens,
         "n_seq_max": settings.n_parallel,
         "n_outputs_max": settings.n_parallel,
-        "n_threads": settings.n_threads,
-        "n_threads_batch": settings.n_threads,
+        "n_threads": settings.n_threads_alone,
+        "n_threads_batch": settings.n_threads_alone,
     }
 
 

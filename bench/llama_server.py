@@ -186,8 +186,8 @@ def _params(settings: WorkerSettings, folder: str) -> dict[str, Any]:
         "slot_prompt_similarity": 0.1,
         "cont_batching": True,
         # settings of the worker
-        "cpuparams.n_threads": settings.n_threads,
-        "cpuparams_batch.n_threads": settings.n_threads,
+        "cpuparams.n_threads": settings.n_threads_alone,
+        "cpuparams_batch.n_threads": settings.n_threads_alone,
         "n_gpu_layers": settings.n_gpu_layers,
         "fit_params": False,  # use n_ctx and n_gpu_layers as they are given
         "n_threads_http": 64,  # one thread for each request, so that no request waits for another

@@ -30,7 +30,7 @@ def write_group(folder: Path, **files: str) -> None:
 
 
 def test_hardware_threads_of_one_core_count_once(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_cores() == WorkerSettings().n_threads == 4
+    assert usable_cores() == WorkerSettings().n_threads_alone == 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 4, 5})
     assert usable_cores() == 2
 

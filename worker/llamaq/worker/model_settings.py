@@ -62,12 +62,13 @@ class ModelSettings(BaseModel):
         "its own), `mean`, `cls` (the first), `last` or `rank` (a score, for models that rerank). If not set: as the "
         "model's file says, otherwise `none`.",
     )
-    n_threads: int = Field(
-        default_factory=usable_cores,
+    n_threads: int | None = Field(
+        None,
         ge=1,
-        description="Number of llama.cpp's threads. By default one for each physical CPU core that the process may "
-        "use, within the CPU quota of its container. Set fewer when other programs need the cores, because each step "
-        "waits for the slowest thread.",
+        description="Number of llama.cpp's threads. If not set: one for each physical CPU core that the process may "
+        "use, within the CPU quota of its container; while several workers compute on this host without a GPU, each "
+        "takes its share of the cores. Set fewer when other programs need the cores, because each step waits for the "
+        "slowest thread.",
     )
     n_threads_batch: int | None = Field(
         None, ge=1, description="Number of threads for batches of more than one token. If not set: `n_threads`."
@@ -98,6 +99,11 @@ class ModelSettings(BaseModel):
     warmup: bool = Field(
         True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
     )
+
+    @property
+    def n_threads_alone(self) -> int:
+        """Number of llama.cpp's threads while no other worker of this host computes."""
+        return self.n_threads or usable_cores()
 
     @property
     def batch_budget(self) -> int:

@@ -184,6 +184,15 @@ class Context:
             self.pending_copies.clear()
         return status
 
+    def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """Change the number of threads from the next decode on.
+
+        Args:
+            n_threads: Number of threads for batches of one token.
+            n_threads_batch: Number of threads for larger batches.
+        """
+        llama_cpp.llama_set_n_threads(self.pointer, n_threads, n_threads_batch)
+
     def synchronize(self) -> None:
         """Wait until the device has computed the last batch. `logits` waits too."""
         llama_cpp.llama_synchronize(self.pointer)

@@ -141,8 +141,8 @@ class TickLoop:
         self._capacity = capacity
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._is_idle = False
-        """Whether the engine thread waits for a command."""
+        self.is_idle = False
+        """Whether the engine thread has no work and waits for a command. Any thread may read it."""
         self._stop_s: float | None = None
         self.tick_started_s = clock()
         """When the last tick began, or the idle engine last woke up."""
@@ -170,7 +170,7 @@ class TickLoop:
         """
         if not jobs:
             return
-        was_idle = self._is_idle
+        was_idle = self.is_idle
         self._commands.put(partial(self._submit, jobs))
         if was_idle:
             time.sleep(WAKE_UP_S)
@@ -271,11 +271,11 @@ class TickLoop:
         return self._next_command(IDLE_WAIT_S)
 
     def _next_command(self, timeout_s: float) -> Callable[[], object]:
-        self._is_idle = True
+        self.is_idle = True
         try:
             return self._commands.get(timeout=timeout_s)
         finally:
-            self._is_idle = False
+            self.is_idle = False
 
     def _tick(self) -> None:
         """Run one tick: decide what to compute, compute it while the last tick is published, and apply the results.

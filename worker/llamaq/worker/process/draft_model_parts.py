@@ -107,7 +107,7 @@ def _n_sequences(settings: WorkerSettings, model: Model) -> int:
 def _context_options(settings: WorkerSettings, model: Model, n_ctx: int) -> ContextOptions:
     n_sequences = _n_sequences(settings, model)
     n_batch = max(min(MAX_MISSING_TOKENS, settings.batch_budget), STEP_TOKENS * settings.n_parallel, n_sequences)
-    n_threads = settings.n_threads_draft or settings.n_threads
+    n_threads = settings.n_threads_draft or settings.n_threads_alone
     options = context_options(
         settings,
         n_ctx=n_ctx,

@@ -42,6 +42,7 @@ class EmbeddingParts:
     def __init__(self, path: Path, settings: WorkerSettings, worker: str) -> None:
         model = load_model(path, settings)
         self.max_tokens = min(settings.embedding_batch_tokens, model.n_ctx_train)
+        self._n_threads_batch = settings.n_threads_batch
         self.engine = load_embedding_engine(model, settings, self.max_tokens)
         if self.engine.pooling is Pooling.RANK and not has_classifier(path):
             self.engine.close()
@@ -71,6 +72,10 @@ class EmbeddingParts:
     def make_slot_commands(self, ticks: TickLoop) -> NoSlotStates:
         """Return a handler that only lists the slots, because an embedding leaves no state that could be saved."""
         return NoSlotStates(ticks)
+
+    def set_n_threads(self, n_threads: int) -> None:
+        """Change the number of llama.cpp's threads where the settings leave it open. Call it on the engine thread."""
+        self.engine.context.set_n_threads(n_threads, self._n_threads_batch or n_threads)
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""

@@ -30,8 +30,8 @@ def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
         **sizes: The options that depend on what the worker's jobs compute.
     """
     return ContextOptions(
-        n_threads=settings.n_threads,
-        n_threads_batch=settings.n_threads_batch or settings.n_threads,
+        n_threads=settings.n_threads_alone,
+        n_threads_batch=settings.n_threads_batch or settings.n_threads_alone,
         flash_attn=settings.flash_attn,
         swa_full=settings.swa_full,
         cache_type_k=settings.cache_type_k,

@@ -98,6 +98,13 @@ class GenerationParts:
         self._slot_commands = SlotCommandHandler(ticks, operations, files)
         return self._slot_commands
 
+    def set_n_threads(self, n_threads: int) -> None:
+        """Change the number of llama.cpp's threads where the settings leave it open. Call it on the engine thread."""
+        n_threads_batch = self._settings.n_threads_batch or n_threads
+        self.engine.context.set_n_threads(n_threads, n_threads_batch)
+        if self.drafter is not None and self._settings.n_threads_draft is None:
+            self.drafter.context.set_n_threads(n_threads, n_threads_batch)
+
     def describe(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""
         return {

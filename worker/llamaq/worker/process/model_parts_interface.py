@@ -42,6 +42,9 @@ class ModelParts(Protocol):
     def make_slot_commands(self, ticks: TickLoop) -> CommandHandler:
         """Return the handler of the commands of operators about slots."""
 
+    def set_n_threads(self, n_threads: int) -> None:
+        """Change the number of llama.cpp's threads where the settings leave it open. Call it on the engine thread."""
+
     def describe(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""
 

@@ -28,6 +28,7 @@ from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.plugins import load_hooks, load_strategy
 from llamaq.worker.process.compiled_modules import has_compiled_ticks
+from llamaq.worker.process.core_sharing import share_cores
 from llamaq.worker.process.embedding_parts import EmbeddingParts
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.free_heap import return_free_heap
@@ -136,6 +137,13 @@ class WorkerProcess:
     def _describe_state(self, now_ms: int) -> Worker:
         return describe_worker(self.card, self._ticks, self._shared.telemetry, now_ms)
 
+    def _core_sharing(self) -> AbstractContextManager[object]:
+        """Return a context in which this worker and others share the CPU cores. With a GPU, the cores hardly matter."""
+        if self.card.device != "cpu":
+            return nullcontext()
+        telemetry = self._shared.telemetry
+        return share_cores(self._settings, self._ticks, self._parts.set_n_threads, lambda: telemetry.n_ticks)
+
     def _device(self) -> str:
         """Return the `device` of the worker's card."""
         if not has_gpu() or self._settings.n_gpu_layers == 0:
@@ -155,7 +163,7 @@ class WorkerProcess:
             card = self.card
             ready = (card.worker, card.queue, card.n_parallel, has_compiled_ticks())
             log.info("worker.ready id=%s queue=%s slots=%d compiled=%s", *ready)
-            with self._watch(self._ticks), self._metrics:
+            with self._watch(self._ticks), self._metrics, self._core_sharing():
                 self._ticks.run()
         except BaseException:
             self._io_thread.has_crashed = True

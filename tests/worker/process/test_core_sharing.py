@@ -1,0 +1,169 @@
+"""Workers that compute at the same time share the CPU cores of their host."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import pytest
+
+from llamaq.worker.engine.llama_bindings import Context
+from llamaq.worker.plugins import load_strategy
+from llamaq.worker.process.core_sharing import IDLE_CHECKS, Announcement, CoreSharing, share_cores
+from llamaq.worker.process.generation_parts import GenerationParts
+from llamaq.worker.settings import WorkerSettings, load_settings
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets exist on Linux only")
+
+ANNOUNCE_AND_WAIT = """
+import socket, sys
+announcement = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+announcement.bind("\\0" + sys.argv[1] + "another-process")
+print("announced", flush=True)
+sys.stdin.read()
+"""
+
+
+class EngineThread:
+    """Runs each call at once."""
+
+    def __init__(self) -> None:
+        self.is_idle = True
+        self.n_ticks = 0
+
+    def call(self, work: Callable[[], None]) -> None:
+        work()
+
+
+class SharingWorker:
+    """A worker with eight cores."""
+
+    def __init__(self, prefix: str) -> None:
+        self.engine_thread = EngineThread()
+        self.announcement = Announcement(prefix)
+        self.n_threads: list[int] = []
+        self.sharing = CoreSharing(
+            self.announcement,
+            self.engine_thread,
+            self.n_threads.append,
+            count_ticks=lambda: self.engine_thread.n_ticks,
+            n_cores=8,
+        )
+
+
+@pytest.fixture
+def prefix() -> str:
+    """The start of names that no worker of another test uses."""
+    return f"llamaq.test/{secrets.token_hex(8)}/"
+
+
+def test_a_worker_takes_its_share_while_others_compute(prefix: str) -> None:
+    worker = SharingWorker(prefix)
+    others = [Announcement(prefix) for _ in range(2)]
+    worker.sharing.check()
+    assert worker.n_threads == []
+    for other, n_threads in zip(others, (4, 2), strict=True):
+        other.set_computing(True)
+        worker.sharing.check()
+        assert worker.n_threads[-1] == worker.sharing.n_threads == n_threads
+    for other in others:
+        other.set_computing(False)
+    worker.sharing.check()
+    assert worker.n_threads == [4, 2, 8]
+
+
+def test_a_worker_keeps_one_thread_among_many(prefix: str) -> None:
+    worker = SharingWorker(prefix)
+    others = [Announcement(prefix) for _ in range(20)]
+    for other in others:
+        other.set_computing(True)
+    worker.sharing.check()
+    assert worker.n_threads == [1]
+    for other in others:
+        other.set_computing(False)
+
+
+def test_a_worker_computes_during_a_long_tick_and_after_short_ones(prefix: str) -> None:
+    worker, observer = SharingWorker(prefix), Announcement(prefix)
+    worker.sharing.check()
+    assert observer.n_others() == 0
+    worker.engine_thread.is_idle = False  # in the first tick, which is not counted yet
+    worker.sharing.check()
+    assert observer.n_others() == 1
+    worker.engine_thread.is_idle = True
+    worker.engine_thread.n_ticks = 5
+    for _ in range(IDLE_CHECKS):
+        worker.sharing.check()
+        assert observer.n_others() == 1
+    worker.sharing.check()
+    assert observer.n_others() == 0
+
+
+@pytest.mark.starts_processes
+def test_the_announcement_of_a_worker_ends_with_its_process(prefix: str) -> None:
+    observer = Announcement(prefix)
+    arguments = [sys.executable, "-c", ANNOUNCE_AND_WAIT, prefix]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"announced\n"
+        assert observer.n_others() == 1
+        process.kill()
+        process.wait()
+        assert observer.n_others() == 0
+
+
+def test_the_end_of_the_context_withdraws_the_announcement(prefix: str) -> None:
+    worker, observer = SharingWorker(prefix), Announcement(prefix)
+    with worker.sharing:
+        worker.announcement.set_computing(True)
+    assert observer.n_others() == 0
+
+
+def test_a_number_of_threads_in_the_settings_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaq.worker.model_settings.usable_cores", lambda: 4)
+
+    def share(n_threads: int | None) -> object:
+        return share_cores(WorkerSettings(n_threads=n_threads), EngineThread(), lambda _: None, lambda: 0)
+
+    assert isinstance(share(4), nullcontext)
+    assert isinstance(share(None), CoreSharing)
+    monkeypatch.setattr("llamaq.worker.model_settings.usable_cores", lambda: 1)
+    assert isinstance(share(None), nullcontext)
+
+
+def threads_of(context: Context) -> tuple[int, int]:
+    pointer = context.pointer
+    return llama_cpp.llama_n_threads(pointer), llama_cpp.llama_n_threads_batch(pointer)
+
+
+@pytest.mark.parametrize(
+    ("values", "threads", "threads_of_drafts"),
+    [
+        ({}, (3, 3), (3, 3)),
+        ({"n_threads_batch": 2}, (3, 2), (3, 2)),
+        ({"n_threads_draft": 1}, (3, 3), (1, 1)),
+    ],
+)
+def test_the_threads_of_the_contexts_change_where_the_settings_leave_them_open(
+    demo_model: Path, values: dict[str, Any], threads: tuple[int, int], threads_of_drafts: tuple[int, int]
+) -> None:
+    values = values | {
+        "model": str(demo_model),
+        "model_draft": str(demo_model),
+        "speculation": "model",
+        "warmup": False,
+    }
+    settings = load_settings(n_ctx=256, n_batch=64, **values)
+    parts = GenerationParts(demo_model, settings, load_strategy("balanced", 0.0), "worker")
+    parts.set_n_threads(3)
+    assert threads_of(parts.engine.context) == threads
+    assert parts.drafter is not None
+    assert threads_of(parts.drafter.context) == threads_of_drafts
+    parts.close()
+    parts.free_model()

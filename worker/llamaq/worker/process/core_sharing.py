@@ -1,0 +1,164 @@
+"""Workers that compute at the same time on one host share its CPU cores.
+
+In each step, the threads of llama.cpp wait actively for each other many times. When all workers together have more
+threads than cores, a waiting thread keeps the thread that it waits for off its core. Two workers with two threads each
+on two cores then generate a tenth of the tokens that they generate with one thread each.
+
+A worker that computes announces it by a name in the abstract namespace of Unix sockets. The kernel lists these names in
+a file and removes them when their process ends. Containers with their own network do not see each other's names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from llamaq.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 0.25
+"""How often a worker looks for other workers that compute."""
+IDLE_CHECKS = 8
+"""A worker gives its cores to the others after this many checks without work. Fewer would change the number of threads
+between jobs that follow each other closely."""
+UNIX_SOCKETS = Path("/proc/net/unix")
+"""Lists the Unix sockets of this host, one in a line. An abstract name is shown with a leading `@`."""
+NAME_PREFIX = "llamaq.computing/"
+
+
+class EngineThread(Protocol):
+    """The parts of a tick loop that this module uses."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine thread has no work."""
+
+    def call(self, work: Callable[[], None]) -> object:
+        """Run `work` on the engine thread before the next tick."""
+
+
+class Announcement:
+    """Tells the other workers of this host whether this worker computes, and counts those that do."""
+
+    def __init__(self, prefix: str = NAME_PREFIX) -> None:
+        """Create the announcement of one worker, which does not compute yet.
+
+        Args:
+            prefix: First part of the names of all workers that share the cores.
+        """
+        self._prefix = prefix
+        self._name = f"\0{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+        self._socket: socket.socket | None = None
+
+    def set_computing(self, is_computing: bool) -> None:
+        """Publish whether this worker computes."""
+        if is_computing and self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.bind(self._name)
+        elif not is_computing and self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def n_others(self) -> int:
+        """Return the number of other workers that compute."""
+        n_computing = UNIX_SOCKETS.read_bytes().count(f" @{self._prefix}".encode())
+        return n_computing - (self._socket is not None)
+
+
+class CoreSharing:
+    """Adjusts the number of threads of one worker. A context manager: inside it, a separate thread looks for others."""
+
+    def __init__(
+        self,
+        announcement: Announcement,
+        engine_thread: EngineThread,
+        set_n_threads: Callable[[int], None],
+        *,
+        count_ticks: Callable[[], int],
+        n_cores: int,
+    ) -> None:
+        """Create the adjustment. The worker has one thread for each core now.
+
+        Args:
+            announcement: Tells the other workers when this one computes.
+            engine_thread: Runs the ticks, and changes the number of threads between two of them.
+            set_n_threads: Changes the number of threads; called on the engine thread.
+            count_ticks: Returns the number of ticks until now.
+            n_cores: Number of cores that the worker may use.
+        """
+        self._announcement = announcement
+        self._engine_thread = engine_thread
+        self._set_n_threads = set_n_threads
+        self._count_ticks = count_ticks
+        self._n_cores = n_cores
+        self._n_ticks = count_ticks()
+        self._n_idle_checks = IDLE_CHECKS
+        self.n_threads = n_cores
+        """The number of threads that the engine has, or will have in its next tick."""
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="llamaq-cores", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._has_ended.set()
+        self._thread.join()
+        self._announcement.set_computing(False)
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(CHECK_EVERY_S):
+            with suppress(OSError):  # e.g. no file descriptor is free at the moment
+                self.check()
+
+    def check(self) -> None:
+        """Announce whether this worker computes, and take its share of the cores.
+
+        A worker without jobs takes its share too, so that it has the right number of threads when a job arrives.
+        """
+        self._n_idle_checks = 0 if self._has_computed() else self._n_idle_checks + 1
+        self._announcement.set_computing(self._n_idle_checks < IDLE_CHECKS)
+        n_workers = 1 + self._announcement.n_others()
+        n_threads = max(1, self._n_cores // n_workers)
+        if n_threads != self.n_threads:
+            self.n_threads = n_threads
+            log.debug("cores.shared n_threads=%d computing_workers=%d", n_threads, n_workers)
+            self._engine_thread.call(partial(self._set_n_threads, n_threads))
+
+    def _has_computed(self) -> bool:
+        """Return whether the engine thread computes now, or has computed since the last check."""
+        n_ticks_before, self._n_ticks = self._n_ticks, self._count_ticks()
+        return self._n_ticks > n_ticks_before or not self._engine_thread.is_idle
+
+
+def share_cores(
+    settings: WorkerSettings,
+    engine_thread: EngineThread,
+    set_n_threads: Callable[[int], None],
+    count_ticks: Callable[[], int],
+) -> AbstractContextManager[object]:
+    """Return a context in which the worker shares the cores. It does nothing where a number of threads is set.
+
+    Args:
+        settings: The settings of the worker.
+        engine_thread: See `CoreSharing`.
+        set_n_threads: See `CoreSharing`.
+        count_ticks: See `CoreSharing`.
+    """
+    n_cores = settings.n_threads_alone
+    if settings.n_threads is not None or n_cores == 1 or sys.platform != "linux":
+        return nullcontext()
+    return CoreSharing(Announcement(), engine_thread, set_n_threads, count_ticks=count_ticks, n_cores=n_cores)
