@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaq.common.vocab import llama_vocab
+from llamaq.common.vocab import token_table
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.common.vocab.token_pieces import TokenPieces
 from llamaq.worker.engine.gguf_vocab import extract_vocab
@@ -62,7 +62,7 @@ def test_a_vocabulary_has_the_same_pieces_with_and_without_the_table(chat_model:
 
 
 def test_a_vocabulary_caches_a_bounded_number_of_pieces(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_vocab, "MAX_CACHED_PIECES", 10)
+    monkeypatch.setattr(token_table, "MAX_CACHED_PIECES", 10)
     vocab._cached_pieces.clear()  # other tests have used this vocabulary
     texts = [vocab.piece(token) for token in range(vocab.n_tokens)]
     assert 1 <= len(vocab._cached_pieces) <= 10
