@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.chat import Message, TemplateOptions
-from llamaq.common.vocab.masked_messages import MaskedMessages
-from llamaq.common.vocab.refuse_special_texts import refuse_special_texts
-from llamaq.common.vocab.special_token_masking import Placeholders
+from llamaq.common.vocab.special_token_masking import MaskedMessages, Placeholders, SpecialTokenFinder
 from llamaq.common.vocab.text_tokenizer import TextTokenizer
 
 
@@ -33,7 +33,7 @@ class ChatTokenizer:
 
     def encode(self, messages: Sequence[Message], options: TemplateOptions, max_tokens: int | None) -> list[int]:
         """Return the tokens of a chat. Args and Raises: as in `Vocab.encode_chat`."""
-        refuse_special_texts(messages, options, self._special_tokens)
+        _refuse_special_texts(messages, options, self._special_tokens)
         masked = MaskedMessages(messages, self._special_tokens)
         rendered = self._render(masked.without_special_texts(), options)
         if not masked.placeholders.originals:
@@ -92,3 +92,39 @@ class ChatTokenizer:
             yield from ((parsed, True), (self._tokenizer.strip_at_special_tokens(last, run, ""), False))
         else:
             yield parsed + run, True
+
+
+def _refuse_special_texts(
+    messages: Sequence[Message], options: TemplateOptions, special_tokens: SpecialTokenFinder
+) -> None:
+    """Raise `JobRejected` if an option or a field of a message has the text of a special token.
+
+    The contents of messages and the arguments of calls may have it.
+    """
+    _refuse_in("tools", json.loads(options.tools), special_tokens)
+    _refuse_in("chat_template_kwargs", json.loads(options.kwargs), special_tokens)
+    for message in messages:
+        values = message.model_dump(exclude_none=True)
+        for call in values.get("tool_calls", ()):
+            del call["function"]["arguments"]
+        for name, value in values.items():
+            if name not in ("role", "content"):
+                _refuse_in(f"messages: {name}", value, special_tokens)
+
+
+def _refuse_in(place: str, value: object, special_tokens: SpecialTokenFinder) -> None:
+    if any(map(special_tokens.find, _texts_in(value))):
+        raise JobRejected(ErrorCode.INVALID_REQUEST, f"{place} contains the text of a special token")
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield all texts in a value that JSON could contain."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts_in(name)
+            yield from _texts_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts_in(inner)
