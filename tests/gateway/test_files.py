@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import OutOfMemoryError
+from tests.support.batches import upload
 from tests.support.http_server import sending, serving_http
 
 from llamaq.common.errors import ProtocolError
@@ -24,12 +25,6 @@ from llamaq.gateway.files import store as store_module
 from llamaq.gateway.files.blocks import BLOCK_BYTES, compress, decompress
 from llamaq.gateway.files.form_parts import FormParts
 from llamaq.gateway.http.errors import RequestRefused, error_fields, status_of
-
-
-async def upload(http: httpx.AsyncClient, content: bytes, **fields: str) -> httpx.Response:
-    return await http.post(
-        "/v1/files", files={"file": ("../../etc/in.jsonl", content)}, data={"purpose": "batch", **fields}
-    )
 
 
 async def test_a_file_is_stored_shown_listed_and_removed(redis_url: str, queue: str) -> None:

@@ -11,31 +11,20 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.api_keys import bearer, key_store
 from tests.support.command_line import failing, llamaq
 from tests.support.http_server import post_of, sending, serving_http
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.keys import Keys
-from llamaq.common.redis.connect import connect
 from llamaq.gateway.app import build_app
 from llamaq.gateway.keys import key_store as key_store_module
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of
-from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.settings import serve_settings
 from llamaq.producer.testing import FakeWorker
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@asynccontextmanager
-async def key_store(redis_url: str, prefix: str) -> AsyncIterator[KeyStore]:
-    redis = connect(redis_url, name="test")
-    try:
-        yield KeyStore(redis, Keys(prefix))
-    finally:
-        await redis.aclose()
 
 
 @asynccontextmanager
@@ -57,10 +46,6 @@ async def answering(redis_url: str, queue: str, **settings: Any) -> AsyncIterato
         finally:
             serving.cancel()
             await asyncio.wait([serving])
-
-
-def bearer(secret: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {secret}"}
 
 
 async def test_only_requests_with_a_valid_key_pass(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:

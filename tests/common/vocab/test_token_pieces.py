@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaq.common.vocab import llama_vocab
-from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.common.vocab.token_pieces import TokenPieces
-from llamaq.worker.engine.gguf_vocab import extract_vocab
 
 PIECES = [b"", b"the", b" th", b"", b"e t", b"\xe4\xb9", b"<|end|>", b"the"]
 
@@ -50,20 +46,3 @@ def test_a_table_takes_five_bytes_for_a_token_besides_its_text() -> None:
     pieces = TokenPieces(str(token).encode() for token in range(10_000))
     n_bytes = sum(map(sys.getsizeof, vars(pieces).values()))
     assert n_bytes < len(b"".join(pieces)) + 5 * len(pieces)
-
-
-def test_a_vocabulary_has_the_same_pieces_with_and_without_the_table(chat_model: Path) -> None:
-    vocab = Vocab.from_blob(extract_vocab(chat_model))
-    read = [(vocab.piece(token), vocab.piece_with_special(token)) for token in range(vocab.n_tokens)]
-    vocab._cached_pieces.clear()
-    assert read == [(vocab.pieces.in_output(token), vocab.pieces[token]) for token in range(vocab.n_tokens)]
-    assert read == [(vocab.piece(token), vocab.piece_with_special(token)) for token in range(vocab.n_tokens)]
-    assert vocab.pieces is vocab.pieces
-
-
-def test_a_vocabulary_caches_a_bounded_number_of_pieces(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_vocab, "MAX_CACHED_PIECES", 10)
-    vocab._cached_pieces.clear()  # other tests have used this vocabulary
-    texts = [vocab.piece(token) for token in range(vocab.n_tokens)]
-    assert 1 <= len(vocab._cached_pieces) <= 10
-    assert texts == [vocab.pieces.in_output(token) for token in range(vocab.n_tokens)]

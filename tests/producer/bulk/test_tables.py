@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.bulk_runs import served_client
 
 from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkRun
+from llamaq.producer.bulk import BulkRun, execute
 from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.bulk.input_file import read_records
 from llamaq.producer.bulk.input_row import read_row, row_key
@@ -133,3 +134,35 @@ async def test_a_cancelled_run_leaves_no_job_behind_blank_lines(redis_url: str, 
             await client.submit("x", idempotency_key=row_key("run", line, 0))
         assert await cancel_rows_in_flight(client, "run", 10) == 10
         assert (await client.queue_depth()).waiting == 0
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+async def test_tables_are_read_and_written(redis_url: str, queue: str, tmp_path: Path, suffix: str) -> None:
+    table, copy = tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}"
+    records = [{"id": f"row {n}", "prompt": f"prompt {n}", "max_tokens": 5, "note": "ignored"} for n in range(1, 6)]
+    _write_table(table, records)
+    run = BulkRun(input=table, output=copy, ordered=True)
+    async with served_client(redis_url, queue) as (client, _):
+        progress = await execute(run, client)
+    assert (progress.rows_total, progress.rows_failed) == (5, 0)
+    written = _read_table(copy)
+    assert [(int(row["line"]), row["id"], row["text"]) for row in written] == [
+        (n, f"row {n}", f"re: prompt {n}") for n in range(1, 6)
+    ]
+
+
+def _write_table(path: Path, records: list[dict[str, Any]]) -> None:
+    if path.suffix == ".csv":
+        lines = ["id,prompt,max_tokens,note", *(",".join(str(value) for value in row.values()) for row in records)]
+        path.write_text("\n".join(lines) + "\n")
+        return
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(records), path)
+
+
+def _read_table(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".csv":
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+    table: list[dict[str, Any]] = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    return table

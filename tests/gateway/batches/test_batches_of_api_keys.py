@@ -1,0 +1,106 @@
+"""Batches of an API key run within its limits, and no other key sees them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from tests.support.api_keys import bearer, key_store
+from tests.support.batches import CHAT, answering, begin, end_of, jsonl, line, lines_of
+from tests.support.http_server import serving_http
+
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.protocol.job_request import JobRequest, Priority
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.connect import connect
+from llamaq.gateway.batches import runner
+from llamaq.gateway.batches.record import BatchStatus
+from llamaq.gateway.batches.store import BatchStore
+from llamaq.producer.testing import FakeWorker
+
+
+async def test_the_batches_of_a_key_with_limits_run_one_after_the_other_within_them(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", 0.05)
+    async with (
+        key_store(redis_url, queue) as keys,
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True, batch_lease_s=0.3) as url,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+    ):
+        first = await begin(http, jsonl(*(line(str(number), "x") for number in range(4))))
+        attempt = await worker.start_next()
+        second = await begin(http, jsonl(line("a", "x")))
+        while (n_jobs := await worker.redis.xlen(worker.keys.jobs(queue, 0, Priority.BULK))) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert n_jobs == 2
+        assert (await http.get(f"/v1/batches/{second['id']}")).json()["status"] == "validating"
+        await attempt.answer(["ok"])
+        for _ in range(4):
+            await (await worker.start_next()).answer(["ok"])
+        ends = [await end_of(http, batch) for batch in (first, second)]
+    assert [each["request_counts"]["completed"] for each in ends] == [4, 1]
+    assert ends[0]["completed_at"] <= ends[1]["in_progress_at"]
+
+
+async def test_a_line_may_have_more_jobs_than_its_key_may_have_open(redis_url: str, queue: str) -> None:
+    async with (
+        key_store(redis_url, queue) as keys,
+        answering(redis_url, queue, prefix=queue),
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+    ):
+        lines = [line("many", "x", n=9), line("one", "y"), line("too many", "x", n=200)]
+        done = await end_of(http, await begin(http, jsonl(*lines)))
+        answers = {each["custom_id"]: each["response"]["body"] for each in await lines_of(http, done["output_file_id"])}
+        (error,) = await lines_of(http, done["error_file_id"])
+    assert done["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert [each["message"]["content"] for each in answers["many"]["choices"]] == ["re: x"] * 9
+    assert answers["many"]["usage"]["completion_tokens"] == 18
+    assert (error["custom_id"], error["response"]["status_code"]) == ("too many", 400)
+
+
+async def test_a_key_sees_its_own_files_and_batches_and_its_jobs_keep_its_rules(redis_url: str, queue: str) -> None:
+    requests: list[JobRequest] = []
+
+    def answer(request: JobRequest) -> list[str]:
+        requests.append(request)
+        return ["ok"]
+
+    async with (
+        key_store(redis_url, queue) as keys,
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="alice", max_open=2))) as alice,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="bob", queues=("other",)))) as bob,
+    ):
+        serving = asyncio.create_task(worker.serve(answer))
+        batch = await begin(alice, jsonl(*(line(str(number), "x", tenant="bob") for number in range(5))))
+        done = await end_of(alice, batch)
+        foreign = [
+            await bob.get(f"/v1/batches/{batch['id']}"),
+            await bob.post(f"/v1/batches/{batch['id']}/cancel"),
+            *[await bob.get(f"/v1/files/{done[name]}/content") for name in ("input_file_id", "output_file_id")],
+            await bob.delete(f"/v1/files/{done['input_file_id']}"),
+            await bob.post("/v1/batches", json={"input_file_id": done["input_file_id"], "endpoint": CHAT}),
+        ]
+        lists = [(await bob.get(f"/v1/{name}")).json()["data"] for name in ("files", "batches")]
+        refused = await end_of(bob, await begin(bob, jsonl(line("a", "x"))))
+        await cancel_tasks(serving)
+        revoked = await begin(alice, jsonl(line("a", "x")))
+        await end_of(alice, revoked, "in_progress")
+        await keys.revoke("alice")
+        redis, names = connect(redis_url, name="test"), Keys(queue)
+        store = BatchStore(redis, names)
+        while (stored := await store.read(revoked["id"])) and not stored.status.has_ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await redis.aclose()
+    assert done["status"] == "completed"
+    assert {(each.tenant, each.cache_salt, each.priority) for each in requests} == {("alice", "alice", "bulk")}
+    assert [each.status_code for each in foreign] == [404, 404, 404, 404, 404, 400]
+    assert lists == [[], []]
+    assert (refused["status"], refused["errors"]["data"][0]["code"]) == ("failed", "queue_not_allowed")
+    assert stored is not None
+    assert stored.status is BatchStatus.CANCELLED

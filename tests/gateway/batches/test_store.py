@@ -1,0 +1,76 @@
+"""What Redis stores of a batch: once for each idempotency key, and written by its runner alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.batches import CHAT, answering, end_of, jsonl, line, upload
+from tests.support.http_server import serving_http
+
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.connect import connect
+from llamaq.gateway.batches import request_body
+from llamaq.gateway.batches.record import BatchStatus
+from llamaq.gateway.batches.store import BatchStore, LeaseLost
+from llamaq.gateway.files.blocks import compress
+from llamaq.gateway.settings import serve_settings
+
+
+async def test_a_repeated_request_with_an_idempotency_key_gets_the_same_batch(redis_url: str, queue: str) -> None:
+    async with (
+        answering(redis_url, queue),
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        file_id = (await upload(http, jsonl(line("a", "x")))).json()["id"]
+
+        async def create(key: str, **fields: Any) -> httpx.Response:
+            body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **fields}
+            return await http.post("/v1/batches", json=body, headers={"Idempotency-Key": key})
+
+        together = [each.json() for each in await asyncio.gather(*(create(queue) for _ in range(3)))]
+        completed = await end_of(http, together[0])
+        await http.delete(f"/v1/files/{file_id}")
+        later = (await create(queue)).json()
+        conflict = await create(queue, metadata={"job": "other"})
+        listed = [each["id"] for each in (await http.get("/v1/batches?limit=100")).json()["data"]]
+        now = await end_of(http, together[0])
+    assert {each["id"] for each in together} == {later["id"]}
+    assert later == now == completed
+    assert listed.count(later["id"]) == 1
+    assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "idempotency_conflict")
+    assert conflict.headers["x-should-retry"] == "false"
+
+
+async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_nothing(
+    redis_url: str, queue: str
+) -> None:
+    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    store = BatchStore(redis, keys)
+    body = {"input_file_id": "file-x", "endpoint": CHAT}
+    request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
+    await store.create(request)
+    assert (await store.claim(request.id, "one", 30)).code == "mine"
+    assert (await store.claim(request.id, "two", 30)).code == "held"
+    assert await store.due(1) == []
+
+    async def write(runner: str) -> None:
+        blocks = await compress(b"x\n")
+        await store.write(request, runner, n_before=0, output=blocks, errors=[], counters={"completed": 1})
+
+    await write("one")
+    await write("one")
+    assert await redis.llen(keys.http_file(request.output_file_id)) == 1
+    await store.claim(request.id, "one", 0)
+    assert (await store.claim(request.id, "two", 30)).code == "mine"
+    with pytest.raises(LeaseLost):
+        await write("one")
+    with pytest.raises(LeaseLost):
+        await store.advance(request, "one", BatchStatus.COMPLETED)
+    batch = await store.read(request.id)
+    assert batch is not None
+    assert (batch.number("completed"), batch.status) == (1, "validating")
+    await redis.aclose()

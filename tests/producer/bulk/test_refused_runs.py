@@ -1,0 +1,73 @@
+"""Bulk runs that are refused: another input, other parameters, damaged files, another process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.support.bulk_runs import Rows, served_client
+
+from llamaq.common.errors import BulkRunBusy, BulkRunRefused
+from llamaq.producer import AsyncClient
+from llamaq.producer.bulk import execute
+
+
+def delete_files(sentence: str) -> None:
+    for path in sentence.replace(" and ", ", ").split(", "):
+        Path(path).unlink()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+async def test_the_way_out_of_another_input_names_all_files(
+    redis_url: str, queue: str, tmp_path: Path, suffix: str
+) -> None:
+    run = Rows(tmp_path, {"prompt": "good"}, "bad").with_fields(output=tmp_path / f"out.{suffix}")
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(run, client)
+        run.input.write_text('{"prompt": "other"}\n')
+        with pytest.raises(BulkRunRefused, match="was begun with another input") as caught:
+            await execute(run, client)
+        delete_files(str(caught.value).partition(", or delete ")[2])
+        again = await execute(run.model_copy(update={"run_id": "another"}), client)
+    assert (again.rows_done, again.rows_failed) == (1, 0)
+
+
+async def test_a_damaged_description_names_all_files(redis_url: str, queue: str, tmp_path: Path) -> None:
+    rows = Rows(tmp_path, {"prompt": "good"}, "bad")
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(rows.run, client)
+        (tmp_path / "out.jsonl.run.json").write_text("{")
+        with pytest.raises(BulkRunRefused, match=r"delete \S+out.jsonl, \S+out.errors.jsonl and \S+run.json "):
+            await execute(rows.run, client)
+
+
+async def test_a_run_of_another_input_or_with_other_parameters_is_refused(
+    redis_url: str, queue: str, rows: Rows, tmp_path: Path
+) -> None:
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(rows.run, client)
+        with pytest.raises(BulkRunRefused, match="other values of options"):
+            await execute(rows.with_fields(options={"temperature": 0.5}), client)
+        rows.input.write_text(rows.input.read_text().replace("prompt 3", "prompt x"))
+        with pytest.raises(BulkRunRefused, match="another input"):
+            await execute(rows.run, client)
+        with pytest.raises(BulkRunRefused, match="no such file"):
+            await execute(rows.with_fields(input=tmp_path / "missing.jsonl"), client)
+        foreign = tmp_path / "foreign.jsonl"
+        foreign.write_text("{}\n")
+        with pytest.raises(BulkRunRefused, match="is not of a bulk run"):
+            await execute(rows.with_fields(output=foreign), client)
+    assert foreign.read_text() == "{}\n"
+
+
+async def test_a_run_that_another_process_executes_is_refused(redis_url: str, queue: str, rows: Rows) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        running = asyncio.create_task(execute(rows.run, client))
+        while not (await client.queue_depth()).waiting:  # noqa: ASYNC110  # Redis has no event for it
+            await asyncio.sleep(0.01)
+        with pytest.raises(BulkRunBusy):
+            await execute(rows.run, client)
+        running.cancel()
+        await asyncio.wait([running])
+        assert not (await client.queue_depth()).waiting  # the jobs of a cancelled call are cancelled

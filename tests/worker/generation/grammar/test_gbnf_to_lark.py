@@ -1,0 +1,133 @@
+"""Grammars in GBNF: the texts that they allow, and the reasons why they are refused."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.grammars import allows, constraint_of
+
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.job_request import JobParams
+from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.generation.grammar.gbnf_to_lark import MAX_NESTING
+from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
+from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
+
+NESTED = "(" * (MAX_NESTING + 1) + '"a"' + ")" * (MAX_NESTING + 1)
+BAD_GRAMMARS = {
+    "empty": (" ", "no rules"),
+    "comment": ("# nothing", "no rules"),
+    "no root": ('a ::= "x"', "no rule 'root'"),
+    "undefined rule": ('root ::= "x" nothing', "'nothing', which is not defined"),
+    "second rule": ('root ::= "x"\nroot ::= "y"', "a second rule 'root' at line 2, column 1"),
+    "syntax": ('root ::= "a"\n  b := "c"', "a syntax error at line 2, column 5"),
+    "unterminated": ('root ::= "abc', "a syntax error at line 1, column 10"),
+    "open group": ('root ::= ("a"', "not closed"),
+    "closed group": ('root ::= "a")', "not opened"),
+    "repetition of nothing": ("root ::= *", "a repetition of nothing"),
+    "range": ("root ::= [z-a]", "descending order"),
+    "bad escape": (r'root ::= "\q"', "unknown escape sequence at line 1, column 10"),
+    "nested": (f"root ::= {NESTED}", "nest deeper"),
+    "nested 20,000 deep": ("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "nest deeper"),
+    "no character": ("root ::= [^\\x00-\\U0010FFFF]", "no character matches"),
+    "not Unicode": ('root ::= "\\U00FFFFFF"', "not a character of Unicode"),
+    "no token": ('root ::= root "x"', "cannot be used"),
+}
+
+
+@pytest.mark.parametrize(("grammar", "reason"), BAD_GRAMMARS.values(), ids=BAD_GRAMMARS)
+def test_a_bad_grammar_is_refused_with_a_reason(sandbox: GrammarSandbox, grammar: str, reason: str) -> None:
+    with pytest.raises(JobRejected) as refused:
+        sandbox.compile(JobParams(grammar=grammar))
+    assert refused.value.code == ErrorCode.INVALID_GRAMMAR
+    assert reason in refused.value.message
+
+
+GOOD_GRAMMARS = {
+    "empty output": 'root ::= ""',
+    "right recursion": 'root ::= "a" root | "b"',
+    "nested repetition": 'root ::= (("a"*)* "x"?)* "b"',
+    "many repetitions": 'root ::= ("x"{40}){40}',
+    "brackets in literals": 'root ::= "<a>((((" [(<] # (((\n',
+    "unicode": 'root ::= [äöü]+ "€" "\\u00e9"',
+    "escapes": 'root ::= "\\"\\\\" [\\]\\[a-z] ("b")?',
+    "other rules first": 'a ::= "x"\nroot ::= a |\n  "y"',
+    "left recursion": 'root ::= root "x" | "y"',
+    "hidden left recursion": 'root ::= [a-z]{900} c\nc ::= a c "x" | "y"\na ::= b\nb ::= "z"?',
+    "indirect left recursion": 'root ::= a\na ::= (b | "x") "y"\nb ::= "z"* root',
+    "keywords of Lark": 'root ::= start ignore\nstart ::= "x" root?\nignore ::= "y"',
+    "similar names": 'root ::= fooBar foo-bar\nfooBar ::= "x"\nfoo-bar ::= "y"',
+    "token": "root ::= <[5]> !<[6]>",
+    "any character": 'root ::= . [^"] [^\\x00-\\x1f]',
+    "thousands of rules": "\n".join(f"{'root' if not n else f'r{n}'} ::= r{n + 1}" for n in range(4000))
+    + '\nr4000 ::= "x"',
+    "two parses of each text": 'root ::= [a-z ] root "b" | [a-z ] root "c" | "d"',
+}
+
+
+@pytest.mark.parametrize("grammar", GOOD_GRAMMARS.values(), ids=GOOD_GRAMMARS)
+def test_a_good_grammar_compiles(sandbox: GrammarSandbox, vocab: Vocab, grammar: str) -> None:
+    compiled = sandbox.compile(JobParams(grammar=grammar))
+    assert ConstraintTokenizer(vocab).compile(compiled).allowed_tokens()
+
+
+def accepts(vocab: Vocab, gbnf: str, text: str) -> bool:
+    """Return whether a grammar accepts a whole text, given as tokens of one byte or character each."""
+    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+    constraint = constraint_of(vocab, gbnf)
+    try:
+        constraint.accept([pieces[bytes([byte])] for byte in text.encode()])
+    except JobRejected:
+        return False
+    return allows(constraint, vocab.eos)
+
+
+JSON = r"""
+root ::= object
+value ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gbnf", "good", "bad"),
+    [
+        ('root ::= [a-z]+ "z"', ["az", "zz", "azz"], ["z", "ab", ""]),
+        ('root ::= word " " root | word\nword ::= [a-z]+ "z"', ["az bz", "zz"], ["az b", "az "]),
+        ("root ::= [^a-c\\]]{2,3}", ["de", "xyz"], ["d", "da", "d]", "wxyz"]),
+        ('root ::= "a"* "b"? ("c" | "d"){2}', ["cd", "aabcc"], ["abc", "bbcd"]),
+        ('root ::= "a" "b"{0} ("c" | "d"){0,0} "e"', ["ae"], ["abe", "ace"]),
+        ('root ::= [a\\-z]+ "\\-"', ["a-z-"], ["b-", "a"]),
+        ('root ::= ("a"{2}){2}', ["aaaa"], ["aa", "aaaaaa"]),
+        ('root ::= ["\\\\/.*-]+', ['"\\/.*-'], ["a"]),
+        ('root ::= "\\x41\\u0042" [\\U00000043-D]', ["ABC", "ABD"], ["ABE", "ab"]),
+        ('root ::= "a\\nb\\t\\"/"', ['a\nb\t"/'], ["a b"]),
+        (
+            JSON,
+            ['{"a": [1, -2.5e3, "\\u00e9", {}], "b":true}', "{}"],
+            ['{"a": [1,]}', "[1]", '{"a": "\n"}', '{"a": 01'],
+        ),
+    ],
+)
+def test_a_grammar_accepts_the_texts_that_gbnf_defines(
+    vocab: Vocab, gbnf: str, good: list[str], bad: list[str]
+) -> None:
+    assert [text for text in good if not accepts(vocab, gbnf, text)] == []
+    assert [text for text in bad if accepts(vocab, gbnf, text)] == []
+
+
+def test_a_negated_token_is_no_end_token(sandbox: GrammarSandbox, vocab: Vocab) -> None:
+    compiled = sandbox.compile(JobParams(grammar='root ::= "a" !<[5]> "b"'))
+    constraint = ConstraintTokenizer(vocab).compile(compiled)
+    constraint.accept([next(token for token in range(vocab.n_tokens) if vocab.piece(token) == b"a")])
+    excluded = {5, *vocab.end_tokens}
+    assert [token for token in range(vocab.n_tokens) if token not in constraint.allowed_tokens()] == sorted(excluded)
+
+
+def test_a_grammar_may_have_another_root_and_a_schema_may_not(sandbox: GrammarSandbox) -> None:
+    assert sandbox.compile(JobParams(grammar='start ::= "x"', grammar_root="start"))
+    with pytest.raises(JobRejected, match="grammar_root"):
+        sandbox.compile(JobParams(json_schema={}, grammar_root="start"))
