@@ -175,8 +175,8 @@ class BaseJob:
     resumed_tag_offsets: list[int] = field(default_factory=list, kw_only=True)
     """`Detokenizer.tag_offset` of those of these tokens that have it."""
     times: JobTimes = field(default_factory=JobTimes, kw_only=True)
-    started_s: float = field(default=0.0, kw_only=True)
-    """When this attempt was submitted to the scheduler, on its clock. Set by the `submit` of the scheduler."""
+    received_s: float = field(default=0.0, kw_only=True)
+    """When the scheduler received this attempt, on its clock. Its `submit` sets it."""
 
     @property
     def id(self) -> str:

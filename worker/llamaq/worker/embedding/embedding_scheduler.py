@@ -66,9 +66,9 @@ class EmbeddingScheduler:
         """Add a job. It replaces another attempt of the same job, which has lost its lease."""
         if (replaced := self._find(job.id)) is not None:
             self._remove(replaced)
-        job.started_s = self._clock()
+        job.received_s = self._clock()
         if job.times.submitted_s is None:
-            job.times.submitted_s = job.started_s
+            job.times.submitted_s = job.received_s
         self._waiting.append(job)
 
     def cancel(self, job_id: str) -> bool:
@@ -111,7 +111,7 @@ class EmbeddingScheduler:
         """End the jobs that have reached their deadline, or had a slot for `timeout_s`."""
         now_s = self._clock()
         for job in self._running:
-            job.times.slot_s += now_s - max(self._expired_s, job.times.started_s or 0.0)
+            job.times.slot_s += now_s - max(self._expired_s, job.times.first_slot_s or 0.0)
         self._expired_s = now_s
         for job in [*self._running, *self._waiting]:
             if job.times.has_expired(now_s, job.request.timeout_s):
@@ -123,7 +123,7 @@ class EmbeddingScheduler:
             job = self._next_waiting()
             self._waiting.remove(job)
             self._slots[self._slots.index(None)] = job
-            job.times.start(self._clock())
+            job.times.gain_slot(self._clock())
             self._outputs.append(SlotAcquired(job))
             log.info("job.admitted id=%s texts=%d prompt_tokens=%d", job.id, len(job.texts), job.n_tokens)
 

@@ -30,7 +30,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
     measured: dict[str, Any] = {
         "prompt_tokens": len(job.prompt),
         "generated_tokens": len(job.resumed),
-        "duration_ms": _ms(now_s - (now_s if job.times.started_s is None else job.times.started_s)),
+        "duration_ms": _ms(now_s - (now_s if job.times.first_slot_s is None else job.times.first_slot_s)),
         "queue_ms": round(job.times.waited_ms(now_s), 3),
         "preempted_ms": job.times.preempted_ms(now_s),
         "worker": worker,
@@ -62,7 +62,7 @@ def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
         n_evaluated = run.n_prompt + len(job.resumed) - run.cached_tokens
         n_after_first = run.n_generated - len(job.resumed) - 1
         measured |= {
-            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - (job.times.started_s or run.admitted_s)),
+            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - (job.times.first_slot_s or run.admitted_s)),
             "prompt_eval_rate": _rate(n_evaluated, run.prefilled_s - run.admitted_s),
             "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
         }

@@ -122,9 +122,9 @@ class Scheduler:
         """
         if (replaced := self._find(job.id)) is not None:
             self._remove(replaced)
-        job.started_s = self._clock()
+        job.received_s = self._clock()
         if job.times.submitted_s is None:
-            job.times.submitted_s = job.started_s
+            job.times.submitted_s = job.received_s
         job.context_limit = min(job.context_limit, self._memory.n_cells)
         self._waiting.append(job)
         if finish := finish_on_submit(job, self._end_tokens, len(self._memory.slots)):
@@ -167,9 +167,9 @@ class Scheduler:
         n_surplus = len(self._memory.active_slots) + self.n_waiting - n_jobs
         if n_surplus <= 0:
             return []
-        submitted_before_s = self._clock() - SURPLUS_AFTER_S
+        received_before_s = self._clock() - SURPLUS_AFTER_S
         surplus = [*self._waiting.bulk][self._bulk_share.n_slots :]
-        old = [job for job in surplus if job.times.started_s is None and job.started_s <= submitted_before_s]
+        old = [job for job in surplus if job.times.first_slot_s is None and job.received_s <= received_before_s]
         withdrawn = old[::-1][:n_surplus]
         for job in withdrawn:
             self._remove(job)
@@ -353,7 +353,7 @@ class Scheduler:
         """Give the job a slot."""
         now_s = self._clock()
         slot = self._memory.admit(candidate, now_s)
-        candidate.job.times.start(now_s)
+        candidate.job.times.gain_slot(now_s)
         self._outputs.append(SlotAcquired(candidate.job))
         run = slot.active
         log.info("job.admitted id=%s slot=%d prompt_tokens=%d %s", run.job.id, slot.index, run.n_prompt, run.admission)
