@@ -12,8 +12,8 @@ LEAST_GAIN = 1.2
 the work that tokens cause on other threads is not part of the tick that yields them."""
 
 
-class Candidate(NamedTuple):
-    """The draft of a slot."""
+class DraftOption(NamedTuple):
+    """A draft that a tick may verify."""
 
     n_tokens: int
     probability: float
@@ -30,7 +30,7 @@ class _Choice(NamedTuple):
 
 
 def choose_lengths(
-    drafts: Sequence[Candidate], n_decode: int, plain_s: float, times: DraftTimes, room: int, step_s: float = 0.0
+    drafts: Sequence[DraftOption], n_decode: int, plain_s: float, times: DraftTimes, room: int, step_s: float = 0.0
 ) -> list[int]:
     """Return for each draft how many of its tokens to verify, 0 for a draft that promises no gain.
 
@@ -60,7 +60,7 @@ def choose_lengths(
 
 
 def _choose_within(
-    n_places: int, drafts: Sequence[Candidate], n_decode: int, tick_s: float, times: DraftTimes, room: int
+    n_places: int, drafts: Sequence[DraftOption], n_decode: int, tick_s: float, times: DraftTimes, room: int
 ) -> _Choice:
     """Return the best lengths that are at most `n_places`. `tick_s` is the time of the tick without verification."""
     tokens = sorted(

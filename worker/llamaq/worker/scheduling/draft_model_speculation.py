@@ -21,7 +21,7 @@ from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftWork
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
-from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, Candidate, can_gain, choose_lengths
+from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
 from llamaq.worker.scheduling.draft_model_times import DraftModelTimes
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
 from llamaq.worker.scheduling.draft_times import NO_TIMES, DraftTimes
@@ -43,7 +43,7 @@ FIRST_MISSING, LEAST_MISSING = 32, 16
 """Number of missing tokens that are computed in a tick before their time is known, and the least number afterwards."""
 
 
-class _Proposal(NamedTuple):
+class _ProposedLength(NamedTuple):
     slot: Slot
     drafting: Drafting
     n_max: int
@@ -206,20 +206,20 @@ class DraftModelSpeculation(Speculation):
             return trial_s <= FIRST_TRIAL_SHARE * self._since_trial_s
         return self._n_since_trial >= TRIAL_AFTER and trial_s <= TRIAL_SHARE * self._since_trial_s
 
-    def _propose_length(self, slot: Slot) -> _Proposal | None:
+    def _propose_length(self, slot: Slot) -> _ProposedLength | None:
         """Return the largest draft of a slot. None: it cannot have one."""
         drafting, n_missing = slot.active.job.drafting, self._sequences.n_missing(slot)
         if drafting is None or n_missing is None:
             return None
-        return _Proposal(slot, drafting, self._n_max(slot.active), n_missing, self._probability(drafting, GRADE))
+        return _ProposedLength(slot, drafting, self._n_max(slot.active), n_missing, self._probability(drafting, GRADE))
 
-    def _choose_drafts(self, proposals: Sequence[_Proposal], room: int, costs: _Costs) -> Mapping[Slot, int]:
+    def _choose_drafts(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the lengths of the drafts that promise a gain. If the time of a step is old, they are short."""
         worthwhile = [one for one in proposals if self._pays_off(one, costs)]
         longest = MAX_DRAFT_TOKENS if costs.is_step_new else SHORT_TOKENS
-        candidates = [Candidate(min(longest, one.n_max), one.probability) for one in worthwhile]
+        options = [DraftOption(min(longest, one.n_max), one.probability) for one in worthwhile]
         lengths = choose_lengths(
-            candidates,
+            options,
             costs.n_decode,
             costs.plain_s,
             costs.times or NO_TIMES,
@@ -228,13 +228,13 @@ class DraftModelSpeculation(Speculation):
         )
         return {one.slot: length for one, length in zip(worthwhile, lengths, strict=True) if length}
 
-    def _pays_off(self, proposal: _Proposal, costs: _Costs) -> bool:
+    def _pays_off(self, proposal: _ProposedLength, costs: _Costs) -> bool:
         """Return whether the rest of the job may gain the time that its missing tokens take from all jobs."""
         run = proposal.slot.active
         rest_s = costs.plain_s * (run.max_length - len(run.tokens))
         return costs.missing_s(proposal.n_missing) * costs.n_decode <= (1 - 1 / LEAST_GAIN) * rest_s
 
-    def _choose_trial(self, proposals: Sequence[_Proposal], room: int, costs: _Costs) -> Mapping[Slot, int]:
+    def _choose_trial(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the slot and the length of a trial, if a trial is due or not complete."""
         current = next((one for one in proposals if one.slot.active.admission_number == self._trial), None)
         if current is None:
