@@ -291,7 +291,10 @@ class TickLoop:
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
         if not self._can_publish_later(batch):
             self._publish()
-        tick = self._repeat(self._compute(self._prepare(self._draft(batch))))
+        batch = self._draft(batch)
+        self._start_masks(batch)
+        tick = self._compute(batch)
+        tick = self._repeat(tick)
         outputs = scheduler.apply(tick.batch, tick.results)
         self._report(tick, outputs)
         if not (batch or outputs or has_loaded):
@@ -340,11 +343,10 @@ class TickLoop:
         self._draft_s = self._clock() - started_s
         return drafted
 
-    def _prepare(self, batch: TickBatch) -> TickBatch:
+    def _start_masks(self, batch: TickBatch) -> None:
         """Let the publishing thread compute the masks of grammars while the engine computes the batch."""
         if self._late is not None and (preparation := self._late.repeater.preparation(batch)) is not None:
             self._publisher.run(preparation)
-        return batch
 
     def _compute(self, batch: TickBatch) -> ComputedTick:
         """Compute the batch. An empty batch is not computed."""
