@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import Output
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
@@ -14,8 +15,8 @@ from llamaq.worker.engine_loop.shared_state import SharedState
 class ComputedTick(NamedTuple):
     """A tick that the engine has computed."""
 
-    batch: Any
-    """What was computed, a `TickBatch`."""
+    batch: TickBatch
+    """What was computed."""
     results: Any
     """The results of the engine."""
     eval_s: float

@@ -144,8 +144,8 @@ class TickLoop:
         self.is_idle = False
         """Whether the engine thread has no work and waits for a command. Any thread may read it."""
         self._stop_s: float | None = None
-        self.tick_started_s = clock()
-        """When the last tick began, or the idle engine last woke up."""
+        self.alive_s = clock()
+        """When the engine thread last showed that it runs."""
         self._slowest_tick_s = 0.0
         self._tick_times = TickTimePredictor()
         self._publisher = Publisher(shared)
@@ -208,7 +208,7 @@ class TickLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine does not hang: the last tick began less than `hang_after_s` ago."""
+        """Whether the engine does not hang: its thread showed less than `hang_after_s` ago that it runs."""
         return self.tick_age_s < self.hang_after_s
 
     @property
@@ -218,8 +218,8 @@ class TickLoop:
 
     @property
     def tick_age_s(self) -> float:
-        """How many seconds ago the last tick began."""
-        return self._clock() - self.tick_started_s
+        """How many seconds ago the engine thread last showed that it runs."""
+        return self._clock() - self.alive_s
 
     # ---- the engine thread
 
@@ -228,14 +228,14 @@ class TickLoop:
         with self._publisher:
             while not self._has_stopped():
                 self._run_commands()
-                self.tick_started_s = self._clock()
+                self.alive_s = self._clock()
                 self._tick()
                 self._end_tick()
 
     def _end_tick(self) -> None:
         now_s = self._clock()
-        self._slowest_tick_s = max(self._slowest_tick_s, now_s - self.tick_started_s)
-        self.tick_started_s = now_s
+        self._slowest_tick_s = max(self._slowest_tick_s, now_s - self.alive_s)
+        self.alive_s = now_s
 
     def _has_stopped(self) -> bool:
         if self._stop_s is None:
@@ -260,7 +260,7 @@ class TickLoop:
     def _save_ahead(self) -> None:
         """Save cells that the next job will evict, until a command arrives or there is nothing to save now."""
         while self._commands.empty() and self._scheduler.save_ahead():
-            self.tick_started_s = self._clock()
+            self.alive_s = self._clock()
 
     def _wait_for_command(self) -> Callable[[], object]:
         """Return the next command. If none arrives within `SETTLE_S`, first take a snapshot and save cells ahead."""
