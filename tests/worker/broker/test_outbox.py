@@ -33,8 +33,9 @@ from llamaq.worker.broker import outbox as outbox_module
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
+from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis

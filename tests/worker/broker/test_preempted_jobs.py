@@ -24,7 +24,8 @@ from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.streaming.job_state import RUNNING_GRACE_MS
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
-from llamaq.worker.core.job import Job, JobEnded, NewToken, SlotAcquired, SlotLost
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired, SlotLost
 from llamaq.worker.engine_loop.output_mailbox import Message
 
 

@@ -20,7 +20,7 @@ from llamaq.producer.streaming.poll_schedule import LookSchedule
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.job_output_buffer import JobProgress
-from llamaq.worker.core.job import JobEnded
+from llamaq.worker.core.outputs import JobEnded
 
 BROKEN = JobRejected(ErrorCode.DECODE_FAILED, "no room")
 

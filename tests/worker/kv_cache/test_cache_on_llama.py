@@ -12,7 +12,8 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier, JobStats
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
-from llamaq.worker.core.job import Job, JobEnded
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions

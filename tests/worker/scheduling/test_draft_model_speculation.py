@@ -11,7 +11,8 @@ import pytest
 
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_plan import DraftPart, DraftWork
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotLost
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotLost
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache

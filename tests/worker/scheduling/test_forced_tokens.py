@@ -12,7 +12,8 @@ from tests.worker.scheduling.test_speculation import Oracle
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer

@@ -12,7 +12,8 @@ from llamaq.common.errors import EngineError, ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore

@@ -10,7 +10,8 @@ import pytest
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache

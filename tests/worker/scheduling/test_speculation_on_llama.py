@@ -15,7 +15,8 @@ import pytest
 
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
-from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.engine.draft_model import DraftModel
 from llamaq.worker.engine.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
-from llamaq.worker.core.job import JobEnded
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model

@@ -19,8 +19,9 @@ from llamaq.common.protocol.script_types import Increment, StoredEnd, TerminalWr
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.broker.token_times import TokenTimes
 from llamaq.worker.broker.wall_clock_timeline import timeline_of
-from llamaq.worker.core.job import BaseJob, JobEnded, Lease
+from llamaq.worker.core.job import BaseJob, Lease
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.scheduling.finished_job_stats import mode_of
 

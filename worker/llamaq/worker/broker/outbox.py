@@ -29,8 +29,9 @@ from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_departures import JobDepartures
 from llamaq.worker.broker.job_output_buffer import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.broker.token_times import TokenTimes
-from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.job import BaseJob, Lease
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.core.outputs import JobEnded, NewToken, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
 

@@ -6,6 +6,12 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
 
+NOT_NUMBERS = (
+    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, or "
+    "its values may be too large for this device (try --flash-attn off, or another quantization)"
+)
+"""Why a job fails whose next token cannot be drawn."""
+
 JobFinish = FinishReason | JobRejected
 """How a job finishes: a finish reason, or the error when the job fails."""
 

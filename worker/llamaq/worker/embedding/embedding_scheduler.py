@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
-from llamaq.worker.core.job import JobEnded, Lease, Output, SlotAcquired
+from llamaq.worker.core.job import Lease
+from llamaq.worker.core.outputs import JobEnded, Output, SlotAcquired
 from llamaq.worker.embedding.embedding_job import EmbeddingJob, Text, TextBatch, TextResult, measure
 from llamaq.worker.scheduling.bulk_share import BulkShare
 

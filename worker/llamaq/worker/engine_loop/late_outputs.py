@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.core.job import Output
+from llamaq.worker.core.outputs import Output
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
 

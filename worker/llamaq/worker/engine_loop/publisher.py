@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 
 from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.core.job import NewToken
+from llamaq.worker.core.outputs import NewToken
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.shared_state import SharedState
 

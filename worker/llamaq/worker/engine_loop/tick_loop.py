@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.core.job import BaseJob, Lease, Output
+from llamaq.worker.core.job import BaseJob, Lease
+from llamaq.worker.core.outputs import Output
 from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs, TickRepeater
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord

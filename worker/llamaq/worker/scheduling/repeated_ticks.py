@@ -25,7 +25,7 @@ from functools import partial
 from llamaq.common.errors import EngineError
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
-from llamaq.worker.core.job import NewToken
+from llamaq.worker.core.outputs import NewToken
 from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy

@@ -30,7 +30,8 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
-from llamaq.worker.core.job import Job, JobEnded, Lease, Output, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.job import Job, Lease
+from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT
 from llamaq.worker.kv_cache.eviction import Room

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llamaq.worker.core.batch import SampledToken
-from llamaq.worker.core.job import Job, NewToken
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import NewToken
 
 
 def new_token(job: Job, sampled: SampledToken, time_s: float) -> NewToken:

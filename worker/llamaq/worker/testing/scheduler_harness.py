@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Output
+from llamaq.worker.core.outputs import Output
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
