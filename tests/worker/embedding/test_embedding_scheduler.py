@@ -49,7 +49,7 @@ class Rig:
         self.scheduler.expire()
         self.scheduler.admit()
         batch = self.scheduler.plan()
-        self.outputs += self.scheduler.apply(batch, self.compute(batch, failing))
+        self.outputs += self.scheduler.apply(batch, self.compute(batch, failing)).outputs
         return [(text.job.id, len(text.tokens)) for text in batch.texts]
 
     def compute(self, batch: TextBatch, failing: str) -> list[TextResult]:

@@ -67,7 +67,7 @@ class Rig:
             self.scheduler.move(0.001)
             batch = self.scheduler.plan()
             results = self.engine.run(batch) if batch else []
-            for output in self.scheduler.apply(batch, results):
+            for output in self.scheduler.apply(batch, results).outputs:
                 if isinstance(output, JobEnded):
                     assert output.error is None
                     ended[output.job.id] = output.stats

@@ -88,7 +88,7 @@ class Rig:
         self.scheduler.move(0.0005)
         batch = self.scheduler.plan()
         results = self.engine.run(batch) if batch else []
-        for output in self.scheduler.apply(batch, results):
+        for output in self.scheduler.apply(batch, results).outputs:
             if isinstance(output, NewToken):
                 self.generated.setdefault(output.job.id, []).append(output.token)
             elif isinstance(output, JobEnded):

@@ -155,7 +155,7 @@ class Rig:
         scheduler.move(0.0)
         batch = self.draft_model.add_drafts(scheduler.plan())
         self.clock.now_s += TICK_S + self.slot_s * batch.n_decode + TOKEN_S * batch.n_drafted if batch else 0.0
-        outputs = scheduler.apply(batch, self.engine.run(batch))
+        outputs = [*scheduler.apply(batch, self.engine.run(batch)).outputs]
         scheduler.check_integrity()
         return outputs
 

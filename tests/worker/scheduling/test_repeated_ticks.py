@@ -201,9 +201,9 @@ def test_a_fault_of_the_late_tick_of_a_job_that_has_ended_has_no_effect(fault: s
         case "fail_job":
             rig.engine.fail_job(job.id)
     late = rig.engine.run(batch)
-    rig.outputs += rig.scheduler.repeater.late_outputs(batch, results, 0.0)
+    rig.outputs += rig.scheduler.repeater.late_outputs(batch, results, 0.0).outputs
     assert rig.scheduler.repeater.has_stopped
-    rig.outputs += rig.scheduler.apply(batch, late)
+    rig.outputs += rig.scheduler.apply(batch, late).outputs
     rig.scheduler.check_integrity()
     assert (rig.end(job).reason, rig.end(job).error) == (FinishReason.STOP, None)
     assert rig.tokens(job) == letters(5)

@@ -126,7 +126,7 @@ class Rig:
                 batch = self.draft_model.add_drafts(batch)
                 assert not batch.draft_work.has_failed
             self.n_drafted += batch.n_drafted
-            for output in self.scheduler.apply(batch, self.engine.run(batch) if batch else []):
+            for output in self.scheduler.apply(batch, self.engine.run(batch) if batch else []).outputs:
                 if isinstance(output, NewToken):
                     tokens[names[output.job.id]].append(output)
                 elif isinstance(output, JobEnded):

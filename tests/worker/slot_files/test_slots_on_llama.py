@@ -76,7 +76,7 @@ class Setup:
         self.scheduler.admit()
         self.scheduler.move(0.001)
         batch = self.scheduler.plan()
-        outputs = self.scheduler.apply(batch, self.engine.run(batch) if batch else [])
+        outputs = self.scheduler.apply(batch, self.engine.run(batch) if batch else []).outputs
         self.scheduler.check_integrity()
         return [output for output in outputs if isinstance(output, JobEnded)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,3 +65,12 @@ class JobEnded:
 
 
 Output = SlotAcquired | SlotLost | PromptAdvanced | NewToken | JobEnded
+
+
+class TickOutcome(NamedTuple):
+    """What a tick has brought about."""
+
+    outputs: Sequence[Output]
+    """The outputs of all jobs, in order."""
+    n_accepted: int = 0
+    """Number of draft tokens that became tokens of an output."""

@@ -14,7 +14,7 @@ from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.job import Lease
-from llamaq.worker.core.outputs import JobEnded, Output, SlotAcquired
+from llamaq.worker.core.outputs import JobEnded, Output, SlotAcquired, TickOutcome
 from llamaq.worker.embedding.embedding_job import EmbeddingJob, Text, TextBatch, TextResult, measure
 from llamaq.worker.scheduling.bulk_share import BulkShare
 
@@ -155,7 +155,7 @@ class EmbeddingScheduler:
             pending = remaining
         return TextBatch(tuple(texts))
 
-    def apply(self, batch: TextBatch, results: Iterable[TextResult]) -> list[Output]:
+    def apply(self, batch: TextBatch, results: Iterable[TextResult]) -> TickOutcome:
         """Store the results, end the jobs that are complete, and return all outputs since the last call."""
         if batch:
             n_bulk = sum(job.is_bulk for job in self._running)
@@ -172,7 +172,7 @@ class EmbeddingScheduler:
             if job.is_complete:
                 self._end(job, FinishReason.STOP)
         outputs, self._outputs = self._outputs, []
-        return outputs
+        return TickOutcome(outputs)
 
     # ---- views
 
@@ -184,11 +184,6 @@ class EmbeddingScheduler:
     def n_prefill_next(self) -> int:
         """Upper bound on the tokens of the next tick."""
         return min(self._batch_tokens, sum(job.n_tokens for job in self._running))
-
-    @property
-    def n_accepted(self) -> int:
-        """Number of draft tokens that were accepted: nothing is drafted."""
-        return 0
 
     @property
     def has_work(self) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.core.outputs import Output
+from llamaq.worker.core.outputs import TickOutcome
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
 
@@ -29,7 +29,7 @@ class TickRepeater(Protocol):
     """Makes the next batch without a plan. `RepeatedTicks` documents the methods."""
 
     def next_batch(self, results: Any) -> Any: ...
-    def late_outputs(self, batch: Any, results: Any, ended_s: float) -> Sequence[Output]: ...
+    def late_outputs(self, batch: Any, results: Any, ended_s: float) -> TickOutcome: ...
 
     def preparation(self, batch: Any) -> Callable[[], None] | None: ...
 
@@ -109,8 +109,7 @@ class LateOutputs:
 
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
         for tick in ticks:
-            outputs = self.repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
-            n_accepted = len(outputs) - tick.batch.n_decode  # without its draft, each stream gets one token
+            outputs, n_accepted = self.repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
             n_waiting = self._shared.queue_depth.n_waiting
             self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, n_accepted, n_waiting))
             self._publisher.add(outputs)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import BaseJob, Lease
-from llamaq.worker.core.outputs import Output
+from llamaq.worker.core.outputs import TickOutcome
 from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs, TickRepeater
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
@@ -75,15 +75,12 @@ class JobScheduler(Protocol):
     def move(self, budget_s: float) -> bool: ...
     def save_ahead(self) -> bool: ...
     def plan(self, queue_depth: int = 0) -> TickBatch: ...
-    def apply(self, batch: Any, results: Any) -> list[Output]: ...
+    def apply(self, batch: Any, results: Any) -> TickOutcome: ...
     def snapshot(self) -> tuple[SlotSnapshot, ...]: ...
     def cache_snapshot(self) -> CacheSnapshot: ...
 
     @property
     def n_prefill_next(self) -> int: ...
-
-    @property
-    def n_accepted(self) -> int: ...
 
     @property
     def has_work(self) -> bool: ...
@@ -296,9 +293,9 @@ class TickLoop:
         self._start_masks(batch)
         tick = self._compute(batch)
         tick = self._repeat(tick)
-        outputs = scheduler.apply(tick.batch, tick.results)
-        self._report(tick, outputs)
-        if not (batch or outputs or has_loaded):
+        outcome = scheduler.apply(tick.batch, tick.results)
+        self._report(tick, outcome)
+        if not (batch or outcome.outputs or has_loaded):
             time.sleep(DISK_WAIT_S)
         if self._is_snapshot_due:
             self.snapshot = self._take_snapshot()
@@ -390,12 +387,12 @@ class TickLoop:
         """Whether no command has arrived, no snapshot is due, and the time of a stopping loop is not over."""
         return self._commands.empty() and not self._is_snapshot_due and not self._has_stopped()
 
-    def _report(self, tick: ComputedTick, outputs: Sequence[Output]) -> None:
+    def _report(self, tick: ComputedTick, outcome: TickOutcome) -> None:
         """Add the measurements and the outputs of a tick to what is published. Publish it if no tick follows."""
         if tick.batch:
-            n_accepted, n_waiting = self._scheduler.n_accepted, self._shared.queue_depth.n_waiting
-            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, n_accepted, n_waiting))
-        self._publisher.add(outputs)
+            n_waiting = self._shared.queue_depth.n_waiting
+            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, outcome.n_accepted, n_waiting))
+        self._publisher.add(outcome.outputs)
         if not self._scheduler.has_work:
             self._publish()
 

@@ -25,7 +25,7 @@ from functools import partial
 from llamaq.common.errors import EngineError
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
-from llamaq.worker.core.outputs import NewToken
+from llamaq.worker.core.outputs import NewToken, TickOutcome
 from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
@@ -210,22 +210,22 @@ class RepeatedTicks:
         self._n_unsearched = self._tokens_ahead.n_unsearched([part.slot.active for part in batch.decode])
         return batch
 
-    def late_outputs(self, batch: Batch, results: Iterable[SlotResult], ended_s: float) -> list[NewToken]:
-        """Return the outputs of a tick that had a next batch. The texts of its tokens are made now.
+    def late_outputs(self, batch: Batch, results: Iterable[SlotResult], ended_s: float) -> TickOutcome:
+        """Return the outcome of a tick that had a next batch. The texts of its tokens are made now.
 
         Args:
             batch: The batch.
             results: Its results.
             ended_s: When the engine ended.
         """
-        outputs = []
+        outputs: list[NewToken] = []
         for slot, _, sampled, _, _ in results:
             job = slot.active.job
             outputs += [new_token(job, one, ended_s) for one in sampled]
             if job.detokenizer.stop_string is not None:
                 self._stopped.add(slot)
         self._on_tick(batch, ended_s)
-        return outputs
+        return TickOutcome(outputs, len(outputs) - batch.n_decode)  # without its draft, each stream gets one token
 
     def preparation(self, batch: Batch) -> Callable[[], None] | None:
         """Return a call that computes what the next draws need besides the logits. None: they need nothing.

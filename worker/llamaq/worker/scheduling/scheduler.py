@@ -7,7 +7,7 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
     scheduler.move(budget_s)
     batch = scheduler.plan(queue_depth)
     results = engine.run(batch)
-    outputs = scheduler.apply(batch, results)
+    outcome = scheduler.apply(batch, results)
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
 outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced` for each chunk if the
@@ -31,7 +31,7 @@ from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSna
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, Lease
-from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost, TickOutcome
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT
 from llamaq.worker.kv_cache.eviction import Room
@@ -89,8 +89,6 @@ class Scheduler:
         self._end_tokens = end_tokens
         self._worker = worker
         self._tokens_ahead = TokensAhead(memory, strategy, speculation)
-        self.n_accepted = 0
-        """Number of draft tokens that became tokens of an output, in the last `apply`."""
         self._clock = clock
         self._tick_timer = TickTimer(clock)
         self._waiting = WaitingQueue()
@@ -251,15 +249,15 @@ class Scheduler:
             self.repeater.consider(batch, now_s)
         return batch
 
-    def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
-        """Update the slots with the engine's results. Returns all outputs since the last call.
+    def apply(self, batch: Batch, results: Iterable[SlotResult]) -> TickOutcome:
+        """Update the slots with the engine's results. Returns all outputs since the last call, and the accepted tokens.
 
         Raises:
             LookupError: A result belongs to a slot that is not in the batch.
         """
         if batch:
             self._record_tick()
-        self.n_accepted = 0
+        n_accepted = 0
         now_s = self._clock()
         stopped = self.repeater.take_stopped()
         parts = {part.slot: part for part in batch.parts}
@@ -272,7 +270,7 @@ class Scheduler:
                 self._memory.remove_after(result.slot, len(result.slot.active.tokens))  # its draft is not used
                 self._finish(result.slot, FinishReason.STOP)
                 continue
-            self._apply_result(result, parts[result.slot], now_s)
+            n_accepted += self._apply_result(result, parts[result.slot], now_s)
             if result.no_room:
                 without_room = result.slot
         if without_room:
@@ -280,7 +278,7 @@ class Scheduler:
         self._preemption.keep_room()
         self._time_tick(batch, self._clock())
         outputs, self._outputs = self._outputs, []
-        return outputs
+        return TickOutcome(outputs, n_accepted)
 
     # ---- views
 
@@ -381,7 +379,8 @@ class Scheduler:
 
     # ---- results of a tick
 
-    def _apply_result(self, result: SlotResult, part: DecodeToken | PrefillChunk, now_s: float) -> None:
+    def _apply_result(self, result: SlotResult, part: DecodeToken | PrefillChunk, now_s: float) -> int:
+        """Update a slot with its result. Returns the number of draft tokens that became tokens of the output."""
         slot = result.slot
         run = slot.active
         has_advanced, n_before = result.n_past > run.n_past, len(run.tokens)
@@ -392,13 +391,12 @@ class Scheduler:
         draft = part.draft if isinstance(part, DecodeToken) else NO_DRAFT
         n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
         self._tokens_ahead.end_tick(result, draft, n_before, n_accepted)
-        if draft.tokens:
-            self.n_accepted += n_accepted
         if finish is not None:
             self._finish(slot, finish)
         elif slot.state is SlotState.DECODE and run.n_pending > 1:
             log.warning("job.cells_lost id=%s slot=%d n_past=%d", run.job.id, slot.index, run.n_past)
             slot.transition_to(SlotState.PREFILL)
+        return n_accepted if draft.tokens else 0
 
     def _report_progress(self, run: Run, now_s: float) -> None:
         self._outputs.append(PromptAdvanced(run.job, progress_of(run, now_s)))

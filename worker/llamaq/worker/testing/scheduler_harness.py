@@ -139,10 +139,10 @@ def run_tick(
         late.append((batch, results, ended_s))
         batch, results, ended_s = following, engine.run(following), clock()
         if repeater.have_stop_strings or len(late) >= n_late:
-            outputs += repeater.late_outputs(*late.popleft())
+            outputs += repeater.late_outputs(*late.popleft()).outputs
     for earlier in late:
-        outputs += repeater.late_outputs(*earlier)
-    outputs += scheduler.apply(batch, results)
+        outputs += repeater.late_outputs(*earlier).outputs
+    outputs += scheduler.apply(batch, results).outputs
     scheduler.check_integrity()
     return outputs
 
