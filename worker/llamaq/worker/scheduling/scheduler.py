@@ -139,10 +139,10 @@ class Scheduler:
         Returns:
             False when this worker does not have the job, or has another attempt of it.
         """
-        found = self._find(lease.job_id)
-        if found is None or _job_of(found).lease is not lease:
+        job = self._find(lease.job_id)
+        if job is None or job.lease is not lease:
             return False
-        self._remove(found)
+        self._remove(job)
         log.info("job.released id=%s attempt=%d", lease.job_id, lease.attempt)
         return True
 
@@ -180,10 +180,10 @@ class Scheduler:
         Outputs that were created before this call are still returned by the next `apply`.
         """
         jobs = self.withdraw_waiting()
-        for slot in self._memory.active_slots:
-            jobs.append(slot.active.job)
-            self._remove(slot, reusable=True)
-        return jobs
+        running = [slot.active.job for slot in self._memory.active_slots]
+        for job in running:
+            self._remove(job, reusable=True)
+        return jobs + running
 
     # ---- one tick
 
@@ -268,7 +268,7 @@ class Scheduler:
             if result.slot in stopped:
                 self._memory.record_progress(result.slot, result.n_past)
                 self._memory.remove_after(result.slot, len(result.slot.active.tokens))  # its draft is not used
-                self._finish(result.slot, FinishReason.STOP)
+                self._finish(result.slot.active.job, FinishReason.STOP)
                 continue
             n_accepted += self._apply_result(result, parts[result.slot], now_s)
             if result.no_room:
@@ -334,8 +334,12 @@ class Scheduler:
             if self._preemption.preempt_for(candidate.job):
                 return True
             passed.append(candidate.job)
+        return not passed and self._preempt_for_first_interactive()
+
+    def _preempt_for_first_interactive(self) -> bool:
+        """Preempt a running job for the first interactive job, which has no idle slot. Returns False if it cannot."""
         first = next(iter(self._waiting.interactive), None)
-        return not passed and first is not None and self._preemption.preempt_for(first)
+        return first is not None and self._preemption.preempt_for(first)
 
     def _candidates(self) -> Iterable[Candidate]:
         """Return the waiting jobs that have an idle slot, with their reusable prefixes, in the order of trial."""
@@ -392,7 +396,7 @@ class Scheduler:
         n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
         self._tokens_ahead.end_tick(result, draft, n_before, n_accepted)
         if finish is not None:
-            self._finish(slot, finish)
+            self._finish(run.job, finish)
         elif slot.state is SlotState.DECODE and run.n_pending > 1:
             log.warning("job.cells_lost id=%s slot=%d n_past=%d", run.job.id, slot.index, run.n_past)
             slot.transition_to(SlotState.PREFILL)
@@ -429,48 +433,40 @@ class Scheduler:
         if not self._preemption.free_cells():
             n_past = slot.active.n_past
             message = f"there is no room in KV memory (--n-ctx) after {n_past} tokens, although no other job is running"
-            self._finish(slot, JobRejected(ErrorCode.DECODE_FAILED, message))
+            self._finish(slot.active.job, JobRejected(ErrorCode.DECODE_FAILED, message))
 
     # ---- jobs
 
     def _jobs(self) -> list[Job]:
         return [*self._waiting, *(slot.active.job for slot in self._memory.active_slots)]
 
-    def _find(self, job_id: str) -> Slot | Job | None:
-        """Return the slot in which the job runs, or the job itself when it waits."""
-        slots = (slot for slot in self._memory.active_slots if slot.active.job.id == job_id)
-        return next(slots, None) or next((job for job in self._waiting if job.id == job_id), None)
+    def _find(self, job_id: str) -> Job | None:
+        return next((job for job in self._jobs() if job.id == job_id), None)
 
     def _finish_early(self, job_id: str, reason: FinishReason) -> bool:
-        found = self._find(job_id)
-        if found is not None:
-            self._finish(found, reason)
-        return found is not None
+        job = self._find(job_id)
+        if job is not None:
+            self._finish(job, reason)
+        return job is not None
 
-    def _finish(self, found: Slot | Job, finish: JobFinish) -> None:
+    def _finish(self, job: Job, finish: JobFinish) -> None:
         """Remove the job and add its `JobEnded` to the outputs. Only this method ends jobs."""
-        slot, job = (found, found.active.job) if isinstance(found, Slot) else (None, found)
-        stats = measure(job, slot, self._clock(), self._worker)
+        stats = measure(job, self._memory.slot_of(job), self._clock(), self._worker)
         if isinstance(finish, JobRejected):
-            self._remove(found)
+            self._remove(job)
             self._outputs.append(JobEnded(job, stats, error=finish))
         else:
-            self._remove(found, reusable=True)
+            self._remove(job, reusable=True)
             self._outputs.append(JobEnded(job, stats, reason=finish, text=job.detokenizer.finish()))
         log.info("job.ended id=%s ending=%s generated_tokens=%d", job.id, finish, stats.generated_tokens)
 
-    def _remove(self, found: Slot | Job, *, reusable: bool = False) -> None:
+    def _remove(self, job: Job, *, reusable: bool = False) -> None:
         """Remove the job from its slot or from the waiting queue. Other jobs may reuse a `reusable` sequence."""
-        if isinstance(found, Slot):
-            found.active.job.sampler.close()
-            self._memory.release(found, reusable=reusable)
+        job.close()
+        if (slot := self._memory.slot_of(job)) is not None:
+            self._memory.release(slot, reusable=reusable)
         else:
-            found.sampler.close()
-            self._waiting.remove(found)
-
-
-def _job_of(found: Slot | Job) -> Job:
-    return found.active.job if isinstance(found, Slot) else found
+            self._waiting.remove(job)
 
 
 def _count_bulk(running: Iterable[Slot]) -> int:
