@@ -374,7 +374,7 @@ def test_a_tick_with_drafts_keeps_the_limit_of_the_strategy() -> None:
     n_draft_model = 0
     for tick in rig.strategy.ticks[20:]:
         if tick.n_decode and not tick.n_prefill:
-            assert tick.seconds - tick.draft_model_s == pytest.approx(TICK_S + TOKEN_S * tick.n_drafted)
+            assert tick.seconds - tick.draft_model_s == pytest.approx(TICK_S + TOKEN_S * tick.n_ahead)
             n_draft_model += tick.draft_model_s > 0
     assert n_draft_model > 20
     none = Rig(limit_s=0.0)

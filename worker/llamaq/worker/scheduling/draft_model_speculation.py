@@ -21,10 +21,10 @@ from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftWork
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
+from llamaq.worker.scheduling.ahead_times import NO_TIMES, AheadTimes
 from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
 from llamaq.worker.scheduling.draft_model_times import DraftModelTimes
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
-from llamaq.worker.scheduling.draft_times import NO_TIMES, DraftTimes
 from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _Costs(NamedTuple):
     n_decode: int
     plain_s: float
     """Time of the tick without drafts."""
-    times: DraftTimes | None
+    times: AheadTimes | None
     """Times to verify draft tokens."""
     step_s: float | None
     """Time of a step of the draft model, with a draft for each slot whose drafts are probable enough."""
@@ -171,7 +171,7 @@ class DraftModelSpeculation(Speculation):
             return
         self._sequences.record(batch)
         self._has_failed = work.has_failed
-        if not self._is_reported and self._times.draft_times(batch.n_decode) is not None:
+        if not self._is_reported and self._times.ahead_times(batch.n_decode) is not None:
             self._is_reported = True
             log.info("draft_model.measured %r", self)
         for part in batch.decode:
@@ -182,7 +182,7 @@ class DraftModelSpeculation(Speculation):
         """Return the times of a tick with drafts for these slots, and the largest estimated acceptance of a draft."""
         draftings = (slot.active.job.drafting for slot in slots)
         probabilities = [self._probability(drafting, GRADE) for drafting in draftings if drafting is not None]
-        model_times, times = self._model_times, self._times.draft_times(n_decode)
+        model_times, times = self._model_times, self._times.ahead_times(n_decode)
         least_s = 0.0 if times is None else times.least_token_s
         n_drafts = max(1, sum(can_gain(n_decode, plain_s, least_s, 0.0, one) for one in probabilities))
         costs = _Costs(

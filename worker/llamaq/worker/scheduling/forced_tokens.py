@@ -60,7 +60,7 @@ class ForcedTokens:
         """Return how much of the time limit of a tick its forced tokens leave for drafts, in seconds."""
         if not self._is_limited or not batch.n_forced:
             return limit_s
-        times = self._times.draft_times(batch.n_decode)
+        times = self._times.ahead_times(batch.n_decode)
         if times is None:
             return 0.0  # without drafts, this tick measures them
         return limit_s - times.seconds(batch.n_forced)
@@ -71,7 +71,7 @@ class ForcedTokens:
             self._times.record(batch.n_decode, batch.n_forced, seconds)
 
     def _room_within(self, limit_s: float, room: int, n_decode: int) -> int:
-        plain_s, times = self._times.plain_s(n_decode), self._times.draft_times(n_decode)
+        plain_s, times = self._times.plain_s(n_decode), self._times.ahead_times(n_decode)
         if plain_s is None:
             return 0  # this tick measures it
         if times is None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
+from llamaq.worker.scheduling.ahead_times import NO_TIMES, AheadTimes
 from llamaq.worker.scheduling.draft_lengths import DraftOption, can_gain, choose_lengths
-from llamaq.worker.scheduling.draft_times import NO_TIMES, DraftTimes
 from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 FIRST_TOKENS = 4
@@ -38,7 +38,7 @@ class _Prediction(NamedTuple):
     n_decode: int
     plain_s: float | None
     """The seconds of a tick without drafts. None: not known."""
-    times: DraftTimes
+    times: AheadTimes
     """The times of draft tokens."""
     longest: int
     """Largest number of draft tokens in a tick. It is small while too few ticks with drafts are measured."""
@@ -93,10 +93,10 @@ class NgramSpeculation(Speculation):
 
     def _predict(self, n_decode: int) -> _Prediction:
         """Predict the times of ticks with this number of decode tokens."""
-        plain_s, times = self._times.plain_s(n_decode), self._times.draft_times(n_decode)
-        if times is None or self._times.n_drafted_ticks < N_FIRST:
+        plain_s, times = self._times.plain_s(n_decode), self._times.ahead_times(n_decode)
+        if times is None or self._times.n_ahead_ticks < N_FIRST:
             return _Prediction(n_decode, plain_s, NO_TIMES, min(FIRST_TOKENS, self._max_tokens), is_measured=False)
-        return _Prediction(n_decode, plain_s, times, self._max_tokens, self._times.has_draft_times(n_decode))
+        return _Prediction(n_decode, plain_s, times, self._max_tokens, self._times.has_ahead_times(n_decode))
 
     def record_draft(self, drafting: Drafting, draft: Draft, n_accepted: int) -> None:
         """Record the outcome of a draft; see `Speculation.record_draft`."""
@@ -127,7 +127,7 @@ class NgramSpeculation(Speculation):
         return _ProposedDraft(slot, drafting, draft.first(n_tokens), self._probability(drafting, draft.grade))
 
     def _choose(
-        self, proposals: Sequence[_ProposedDraft], room: int, n_decode: int, plain_s: float, times: DraftTimes
+        self, proposals: Sequence[_ProposedDraft], room: int, n_decode: int, plain_s: float, times: AheadTimes
     ) -> dict[Slot, Draft]:
         """Return the parts of the proposed drafts that promise a gain. If there are none: a trial, if one is due."""
         options = [DraftOption(len(one.draft), one.probability) for one in proposals]
