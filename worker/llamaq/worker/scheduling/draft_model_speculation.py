@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS
 from llamaq.worker.core.batch import Batch
-from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftWork
+from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftPlan, DraftWork
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.scheduling.ahead_times import NO_TIMES, AheadTimes
@@ -129,7 +129,7 @@ class DraftModelSpeculation(Speculation):
         self._n_since_trial, self._since_trial_s = 0, 0.0
         """Number of ticks since the last trial, and their time in seconds."""
 
-    def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
+    def _with_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with a plan for the draft model; see `Speculation.add_drafts`."""
         plain_s = None if self._has_failed else self._times.plain_s(batch.n_decode)
         if plain_s is None:
@@ -139,25 +139,38 @@ class DraftModelSpeculation(Speculation):
         may_gain = costs.may_gain(best)
         if not may_gain and not self._may_try(costs):
             return batch
-        budget_s = (limit_s - plain_s) / 2  # one half for missing tokens, the other one for drafts
-        token_s = (costs.step_s or 0.0) + (0.0 if costs.times is None else costs.times.largest_token_s)
-        room = int(min(room, self._max_tokens, n_within(budget_s, token_s)))
-        max_missing = self._n_missing_within(budget_s, costs)
+        room, max_missing = self._budgets(costs, room, limit_s)
         if room <= 0 or max_missing <= 0:
             return batch
         proposals = [one for slot in slots if (one := self._propose_length(slot)) is not None]
-        wanted = self._choose_drafts(proposals, room, costs) if may_gain else {}
-        if not wanted:
-            wanted = self._choose_trial(proposals, room, costs)
-        if not wanted:
+        lengths = self._choose(proposals, room, costs, may_gain=may_gain)
+        if not lengths:
             return batch
-        plan = self._sequences.plan(wanted, [part.slot for part in batch.decode], max_missing)
+        plan = self._sequences.plan(lengths, [part.slot for part in batch.decode], max_missing)
+        self._note_plan(plan, proposals)
+        return replace(batch, draft_plan=plan)
+
+    def _budgets(self, costs: _Costs, room: int, limit_s: float) -> tuple[int, int]:
+        """Return how many draft tokens and how many missing tokens a tick may compute. Each get half of the time."""
+        budget_s = (limit_s - costs.plain_s) / 2
+        token_s = (costs.step_s or 0.0) + (0.0 if costs.times is None else costs.times.largest_token_s)
+        room = int(min(room, self._max_tokens, n_within(budget_s, token_s)))
+        return room, self._n_missing_within(budget_s, costs)
+
+    def _choose(
+        self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs, *, may_gain: bool
+    ) -> Mapping[Slot, int]:
+        """Return the lengths of the drafts that promise a gain. If there are none: of a trial, if one is due."""
+        lengths = self._choose_drafts(proposals, room, costs) if may_gain else {}
+        return lengths or self._choose_trial(proposals, room, costs)
+
+    def _note_plan(self, plan: DraftPlan, proposals: Sequence[_ProposedLength]) -> None:
+        """Remember which jobs the plan may draft for. A trial ends when it has a draft, or cannot have one."""
         self._draftings = {one.slot: one.drafting for one in proposals}
         has_drafts = any(part.n_tokens for part in plan.parts)
         self._had_trial |= has_drafts
         if has_drafts or not plan.parts:
             self._trial = None
-        return replace(batch, draft_plan=plan)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick, and from the work of the draft model."""

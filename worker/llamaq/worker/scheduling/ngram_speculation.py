@@ -62,7 +62,7 @@ class NgramSpeculation(Speculation):
         self._is_measuring = False
         """Whether a draft is verified whose time is the first one to be measured."""
 
-    def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
+    def _with_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with drafts; see `add_drafts`."""
         if batch.n_decode != self._prediction.n_decode:  # never between repeated ticks
             self._prediction = self._predict(batch.n_decode)
