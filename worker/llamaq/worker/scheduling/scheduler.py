@@ -246,7 +246,7 @@ class Scheduler:
                 self._report_progress(run, now_s)
         batch = self._tokens_ahead.add(batch)
         if not self._outputs:  # they would wait for the end of the repeated ticks
-            self.repeater.consider(batch, now_s)
+            self.repeater.begin_if_possible(batch, now_s)
         return batch
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> TickOutcome:
