@@ -48,6 +48,8 @@ class NewToken(NamedTuple):
     draw_probability: float | None = None
     tag_offset: int | None = None
     """`Detokenizer.tag_offset` of the token."""
+    is_first: bool = False
+    """Whether the token is the first one of this attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class LateOutputs:
         self.wait()
         ticks, self._ticks = self._ticks, []
         preparation = self.repeater.preparation(batch)
-        self._publisher.begin(partial(self._make, ticks, preparation, is_due))
+        self._publisher.start(partial(self._make, ticks, preparation, is_due))
         self._is_making = True
 
     def wait(self) -> None:
@@ -89,7 +89,7 @@ class LateOutputs:
             return
         self._is_making = False
         try:
-            self._publisher.wait()
+            self._publisher.join()
         except BaseException:
             self._ticks.clear()  # their outputs must not be published, because earlier outputs are missing
             raise
@@ -103,7 +103,7 @@ class LateOutputs:
     def _make(self, ticks: Sequence[ComputedTick], preparation: Callable[[], None] | None, is_due: bool) -> None:
         self._make_outputs(ticks)
         if is_due:
-            self._publisher.publish_at_once()
+            self._publisher.publish_here()
         if preparation is not None:
             preparation()  # the tokens do not wait for the masks
 

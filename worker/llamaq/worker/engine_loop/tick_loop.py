@@ -344,7 +344,7 @@ class TickLoop:
     def _start_masks(self, batch: TickBatch) -> None:
         """Let the publishing thread compute the masks of grammars while the engine computes the batch."""
         if self._late is not None and (preparation := self._late.repeater.preparation(batch)) is not None:
-            self._publisher.run(preparation)
+            self._publisher.post(preparation)
 
     def _compute(self, batch: TickBatch) -> ComputedTick:
         """Compute the batch. An empty batch is not computed."""

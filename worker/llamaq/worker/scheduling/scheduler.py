@@ -414,14 +414,15 @@ class Scheduler:
         run = slot.active
         job, tokens = run.job, run.tokens
         for one in sampled:
+            is_first = job.first_token_s is None
+            if is_first:
+                job.first_token_s = now_s
             if run.prefilled_s is None:
                 run.prefilled_s = now_s
-                if job.first_token_s is None:
-                    job.first_token_s = now_s
             if one.token in self._end_tokens:
                 return FinishReason.STOP  # An end token ends the text and is not part of it.
             tokens.append(one.token)
-            self._outputs.append(new_token(job, one, now_s))
+            self._outputs.append(new_token(job, one, now_s, is_first=is_first))
             if reason := finish_reason(job, len(tokens), run.max_length):
                 return reason
             if slot.state is SlotState.PREFILL:
