@@ -203,7 +203,7 @@ async def test_running_jobs_are_requeued_when_a_suspect_has_waited_for_them(
         worker.generate(suspect)
         await until(lambda: good.id in worker.admitted)
         assert worker.history[-2:] == [suspect.id, good.id]
-        assert worker.admitted[good.id].resumed == [65], "the requeued job resumes after its stored tokens"
+        assert worker.admitted[good.id].generated_before == [65], "the requeued job resumes after its stored tokens"
         assert (await good.status()).crashes == 0
 
 

@@ -168,7 +168,7 @@ class Jobs(RuleBasedStateMachine):
         jobs = [recipe.make() for recipe in recipes]
         for job in jobs:
             self.jobs[job.id] = job
-            self.generated[job.id] = list(job.resumed)
+            self.generated[job.id] = list(job.generated_before)
             self.scheduler.submit(job)
         return multiple(*(job.id for job in jobs))
 
@@ -249,7 +249,7 @@ class Jobs(RuleBasedStateMachine):
             return
         if job.detokenizer.stop_string is None:
             assert generated_alone(job, len(generated) + 1) == [*generated, ByteVocab.eos]
-        elif not job.resumed:
+        elif not job.generated_before:
             assert not any(stop in ByteVocab().decode(generated[:-1]) for stop in job.request.stop)
 
     @invariant()

@@ -40,8 +40,8 @@ def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobF
         return JobRejected(
             ErrorCode.INVALID_REQUEST, f"slot: {job.request.slot}, but this worker has slots 0 to {n_slots - 1}"
         )
-    if job.resumed:
-        has_end_token = job.resumed[-1] in end_tokens
+    if job.generated_before:
+        has_end_token = job.generated_before[-1] in end_tokens
         return FinishReason.STOP if has_end_token else finish_reason(job, job.n_history, job.max_length)
     if not job.prompt:
         return JobRejected(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")

@@ -46,14 +46,9 @@ class BaseJob:
 
     lease: Lease
     request: JobRequest
-    resumed: list[int] = field(default_factory=list, kw_only=True)
-    """Tokens that earlier attempts published. The detokenizer and the grammar have processed them already."""
-    resumed_logprobs: list[TokenLogprobs] = field(default_factory=list, kw_only=True)
-    """The probabilities of these tokens, if the job asked for them."""
-    resumed_draws: list[float] = field(default_factory=list, kw_only=True)
-    """`Sampler.draw_probability` of each of these tokens, if the sampler has it."""
-    resumed_tag_offsets: list[int] = field(default_factory=list, kw_only=True)
-    """`Detokenizer.tag_offset` of those of these tokens that have it."""
+    generated_before: list[int] = field(default_factory=list, kw_only=True)
+    """Tokens generated before the current run: by earlier attempts, and by runs that were preempted. The detokenizer
+    and the grammar have processed them already."""
     times: JobTimes = field(default_factory=JobTimes, kw_only=True)
     received_s: float = field(default=0.0, kw_only=True)
     """When the scheduler received this attempt, on its clock. Its `submit` sets it."""
@@ -88,10 +83,10 @@ class Job(BaseJob):
     system_tokens: int = 0
     """Number of tokens of the system messages at the start of a chat prompt, 0 when unknown."""
     packed: bytes = field(init=False)
-    """Prompt and resumed tokens, packed. Packed when the job is created, to save time on the engine thread."""
+    """The prompt and `generated_before`, packed. Packed when the job is created, to save time on the engine thread."""
 
     def __post_init__(self) -> None:
-        self.packed = pack([*self.prompt, *self.resumed])
+        self.packed = pack([*self.prompt, *self.generated_before])
 
     def close(self) -> None:
         """Free the sampler."""
@@ -105,8 +100,8 @@ class Job(BaseJob):
 
     @property
     def n_history(self) -> int:
-        """Number of tokens that the job has without a slot: its prompt and its resumed tokens."""
-        return len(self.prompt) + len(self.resumed)
+        """Number of tokens that the job has without a slot: its prompt and the tokens generated before."""
+        return len(self.prompt) + len(self.generated_before)
 
     @property
     def max_length(self) -> int:
@@ -120,8 +115,14 @@ class Job(BaseJob):
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A job that can be admitted, and the text of its resumed tokens."""
+    """A job that can be admitted, and what is known of the tokens that earlier attempts published."""
 
     job: BaseJob
     texts: list[str]
-    """The text that the detokenizer released for each resumed token."""
+    """The text that the detokenizer released for each of these tokens."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """The probabilities of these tokens, if the job asked for them."""
+    draws: list[float] = field(default_factory=list)
+    """`Sampler.draw_probability` of each of these tokens, if the sampler has it."""
+    tag_offsets: list[int] = field(default_factory=list)
+    """`Detokenizer.tag_offset` of those of these tokens that have it."""

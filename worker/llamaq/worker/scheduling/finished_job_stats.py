@@ -29,7 +29,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
     """
     measured: dict[str, Any] = {
         "prompt_tokens": len(job.prompt),
-        "generated_tokens": len(job.resumed),
+        "generated_tokens": len(job.generated_before),
         "duration_ms": _ms(now_s - (now_s if job.times.first_slot_s is None else job.times.first_slot_s)),
         "queue_ms": round(job.times.waited_ms(now_s), 3),
         "preempted_ms": job.times.preempted_ms(now_s),
@@ -51,7 +51,7 @@ def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
     measured: dict[str, Any] = {
         "generated_tokens": run.n_generated,
         "prefix_cache_tokens": run.cached_tokens,
-        "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.resumed)), 4),
+        "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.generated_before)), 4),
         "prefix_cache_tier": run.tier if run.cached_tokens else None,
         "prefix_cache_seq_id": run.admission.seq_id if run.cached_tokens else None,
         "evicted_tokens": run.admission.evicted_tokens,
@@ -59,8 +59,8 @@ def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
         "slot": slot.index,
     }
     if run.prefilled_s is not None:
-        n_evaluated = run.n_prompt + len(job.resumed) - run.cached_tokens
-        n_after_first = run.n_generated - len(job.resumed) - 1
+        n_evaluated = run.n_prompt + len(job.generated_before) - run.cached_tokens
+        n_after_first = run.n_generated - len(job.generated_before) - 1
         measured |= {
             "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - (job.times.first_slot_s or run.admitted_s)),
             "prompt_eval_rate": _rate(n_evaluated, run.prefilled_s - run.admitted_s),
