@@ -29,7 +29,7 @@ from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker import command_inbox
 from llamaq.worker.broker.command_inbox import MAX_SLOT_COMMAND_BYTES, CommandInbox
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.job import JobEnded
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop

@@ -162,7 +162,7 @@ async def test_an_interrupted_interactive_job_is_taken_although_bulk_jobs_fill_t
             await until(lambda: len(worker.admitted) == 2)
             await other.scripts.requeue(attempt.claim, attempt.number, other.name)
             await until(lambda: interrupted.id in worker.admitted)
-            assert worker.admitted[interrupted.id].resumed == [7]
+            assert worker.admitted[interrupted.id].generated_before == [7]
 
 
 async def test_the_lease_of_the_holder_counts_and_not_that_of_the_taker(redis_url: str, queue: str) -> None:

@@ -33,8 +33,9 @@ from llamaq.worker.broker import outbox as outbox_module
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
+from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -95,7 +96,7 @@ class Worker:
         job, lease, request = await self.claim()
         unused = cast(Any, None)
         running = Job(lease, request, [1], sampler=unused, detokenizer=unused)
-        assert self.outbox.set_prepared(running, [])
+        assert self.outbox.set_prepared(PreparedJob(running, []))
         self.outputs.put([SlotAcquired(running)])
         await asyncio.sleep(0)
         await self.outbox.flush()
@@ -212,11 +213,9 @@ async def test_the_offsets_of_tags_are_stored_with_their_text(redis_url: str, qu
         chunks = job.stream()
         assert [(await anext(chunks)).tag_offsets for _ in range(2)] == [(0,), (6, 11)]
         assert (await read_output(at.client.redis, at.client.keys.of_job(job.id))).tag_offsets == (0, 6, 11)
-        second = Job(
-            first.lease, first.request, [1], first.sampler, first.detokenizer, resumed=[1] * 4,
-            resumed_tag_offsets=[0, 6, 11],
-        )  # fmt: skip
-        assert at.outbox.set_prepared(second, ["<tag>", "é", "", "<tag><t"])
+        second = Job(first.lease, first.request, [1], first.sampler, first.detokenizer, generated_before=[1] * 4)
+        prepared = PreparedJob(second, ["<tag>", "é", "", "<tag><t"], tag_offsets=[0, 6, 11])
+        assert at.outbox.set_prepared(prepared)
         await put(second, ("", 16))  # its text is part of the stop string
         await at.end(second, 5)
         await at.outbox.flush()
@@ -371,8 +370,8 @@ async def test_a_second_claim_with_the_same_number_replaces_the_first_attempt(re
         at.outbox.register(lease, at.attempts[job.id], JobTimes())
         assert at.engine.released == [old.lease]
         new = Job(lease, old.request, [1], sampler=cast(Any, None), detokenizer=cast(Any, None))
-        assert not at.outbox.set_prepared(old, [])
-        assert at.outbox.set_prepared(new, [])
+        assert not at.outbox.set_prepared(PreparedJob(old, []))
+        assert at.outbox.set_prepared(PreparedJob(new, []))
         await at.put(old, 9, 9)
         at.outputs.put([JobWithdrawn(old)])
         await at.put(new, 7)
@@ -528,7 +527,7 @@ async def test_the_end_of_a_job_that_waits_in_the_worker_is_reported_once(redis_
         limit_s = 1000 if how == "queue_timeout_s" else None
         job, lease, request = await at.claim(metadata={"user": "u1"}, queue_timeout_s=limit_s)
         unused = cast(Any, None)
-        assert at.outbox.set_prepared(Job(lease, request, [1], sampler=unused, detokenizer=unused), [])
+        assert at.outbox.set_prepared(PreparedJob(Job(lease, request, [1], unused, unused), []))
         await at.outbox.flush()
         assert at.engine.finished == []
         if limit_s is None:
@@ -577,7 +576,7 @@ async def test_a_job_that_is_requeued_while_it_is_prepared_does_not_reach_the_en
         job, lease, request = await at.claim()
         at.outbox.requeue_all(except_for=suspect)
         unused = cast(Any, None)
-        assert not at.outbox.set_prepared(Job(lease, request, [1], sampler=unused, detokenizer=unused), [])
+        assert not at.outbox.set_prepared(PreparedJob(Job(lease, request, [1], unused, unused), []))
         await at.outbox.flush()
         assert not at.outbox.is_registered(lease)
         assert (await job.status()).state is JobState.QUEUED

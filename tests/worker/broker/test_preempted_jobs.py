@@ -24,7 +24,8 @@ from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.streaming.job_state import RUNNING_GRACE_MS
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
-from llamaq.worker.core.job import Job, JobEnded, NewToken, SlotAcquired, SlotLost
+from llamaq.worker.core.job import Job, PreparedJob
+from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired, SlotLost
 from llamaq.worker.engine_loop.output_mailbox import Message
 
 
@@ -72,7 +73,7 @@ async def test_an_attempt_that_had_its_slot_between_two_flushes_has_started_and_
         job, lease, request = await at.claim()
         unused: Any = None
         running = Job(lease, request, [1], sampler=unused, detokenizer=unused)
-        assert at.outbox.set_prepared(running, [])
+        assert at.outbox.set_prepared(PreparedJob(running, []))
         await put(at, SlotAcquired(running), NewToken(running, 7, "h", 0.0), SlotLost(running))
         assert await state_of(at, job) == (JobState.QUEUED, 1, 0, b"waiting")
         assert [event.type for event in await at.events(job)] == ["started", "tokens"]
@@ -158,7 +159,7 @@ async def test_a_preempted_job_continues_in_a_worker_with_a_free_slot(
         await until_true(partial(has_state, job, JobState.QUEUED))
         async with full_worker(redis_url, queue, "w2", n_slots=1) as idle:
             await until(lambda: job.id in idle.admitted)
-            assert idle.admitted[job.id].resumed == [65]
+            assert idle.admitted[job.id].generated_before == [65]
             await until(lambda: not busy.admitted)
             await until_true(partial(has_state, job, JobState.RUNNING))
             idle.generate(job, 66)

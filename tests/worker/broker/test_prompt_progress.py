@@ -16,7 +16,8 @@ from llamaq.common.protocol.job_events import PromptProgress
 from llamaq.producer import AsyncJob
 from llamaq.worker.broker import outbox as outbox_module
 from llamaq.worker.broker.job_output_buffer import MAX_UNSENT_PROGRESS
-from llamaq.worker.core.job import Job, PromptAdvanced
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import PromptAdvanced
 
 
 async def advance(at: Worker, job: Job, processed: int) -> None:

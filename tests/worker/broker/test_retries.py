@@ -20,7 +20,7 @@ from llamaq.producer.streaming.poll_schedule import LookSchedule
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.job_output_buffer import JobProgress
-from llamaq.worker.core.job import JobEnded
+from llamaq.worker.core.outputs import JobEnded
 
 BROKEN = JobRejected(ErrorCode.DECODE_FAILED, "no room")
 
@@ -42,8 +42,8 @@ async def test_a_job_is_retried_after_its_tokens_and_becomes_a_dead_letter_after
         for n_tokens in (2, 3):
             await until(lambda: job.id in worker.admitted)
             running = worker.admitted[job.id]
-            assert running.resumed == [65, 65][: n_tokens - 2 and 2]
-            for _ in range(n_tokens - len(running.resumed)):
+            assert running.generated_before == [65, 65][: n_tokens - 2 and 2]
+            for _ in range(n_tokens - len(running.generated_before)):
                 worker.generate(job)
             del worker.admitted[job.id]
             worker.outputs.put([JobEnded(running, JobStats(), error=BROKEN, text="held back")])

@@ -28,8 +28,9 @@ from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, PreparedJob, SlotAcquired
+from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.scheduling.bulk_share import BulkShare
@@ -202,7 +203,7 @@ async def test_running_jobs_are_requeued_when_a_suspect_has_waited_for_them(
         worker.generate(suspect)
         await until(lambda: good.id in worker.admitted)
         assert worker.history[-2:] == [suspect.id, good.id]
-        assert worker.admitted[good.id].resumed == [65], "the requeued job resumes after its stored tokens"
+        assert worker.admitted[good.id].generated_before == [65], "the requeued job resumes after its stored tokens"
         assert (await good.status()).crashes == 0
 
 

@@ -12,7 +12,8 @@ from llamaq.common.protocol.embedding_task import Embedding, EmbeddingTask
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
-from llamaq.worker.core.job import JobEnded, Lease, Output, SlotAcquired
+from llamaq.worker.core.job import Lease
+from llamaq.worker.core.outputs import JobEnded, Output, SlotAcquired
 from llamaq.worker.embedding.embedding_job import EmbeddingJob, TextBatch, TextResult
 from llamaq.worker.embedding.embedding_scheduler import EmbeddingScheduler
 
@@ -48,7 +49,7 @@ class Rig:
         self.scheduler.expire()
         self.scheduler.admit()
         batch = self.scheduler.plan()
-        self.outputs += self.scheduler.apply(batch, self.compute(batch, failing))
+        self.outputs += self.scheduler.apply(batch, self.compute(batch, failing)).outputs
         return [(text.job.id, len(text.tokens)) for text in batch.texts]
 
     def compute(self, batch: TextBatch, failing: str) -> list[TextResult]:

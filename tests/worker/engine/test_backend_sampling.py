@@ -13,7 +13,7 @@ import pytest
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
-from llamaq.worker.core.job import N_LARGEST
+from llamaq.worker.core.job_parts import N_LARGEST
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits, Logits
 from llamaq.worker.engine.engine import Engine

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.worker.core.job import JobEnded, NewToken
+from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.testing.fake_job import make_job
 

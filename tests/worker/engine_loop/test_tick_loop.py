@@ -21,7 +21,8 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Job, JobEnded, NewToken, SlotAcquired
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message
 from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS

@@ -12,7 +12,7 @@ from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import CONSTRAINTS, JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.core.job import Job, Lease
+from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
@@ -24,14 +24,20 @@ NO_OUTPUT = TokenSpan(0, (), 0, "")
 def prepare(
     vocab: Vocab, request: JobRequest, priority: Priority = Priority.INTERACTIVE, published: TokenSpan = NO_OUTPUT
 ) -> Job:
+    job = prepare_attempt(vocab, request, priority, published).job
+    assert isinstance(job, Job)
+    return job
+
+
+def prepare_attempt(
+    vocab: Vocab, request: JobRequest, priority: Priority = Priority.INTERACTIVE, published: TokenSpan = NO_OUTPUT
+) -> PreparedJob:
     sandbox = Mock(spec=GrammarSandbox)  # a job without a grammar does not need it
     defaults = WorkerSettings().job_defaults
     preparer = JobPreparer(vocab, sandbox, defaults, context_limit=512, max_request_bytes=10_000)
     lease = Lease("q.0." + "0" * 32, 0, Keys().jobs("q", 0, priority), "1-0", 1)
     payload = codec.encode_request(request, 10_000)
-    job = preparer.prepare(payload, lease, published, JobTimes(0.0)).job
-    assert isinstance(job, Job)
-    return job
+    return preparer.prepare(payload, lease, published, JobTimes(0.0))
 
 
 def test_short_requests_without_a_grammar_are_quick_to_prepare(vocab: Vocab) -> None:
@@ -76,8 +82,11 @@ def test_a_resumed_job_draws_as_if_it_had_not_been_interrupted(vocab: Vocab) -> 
     for _ in range(8):
         history.append(first.sample(logits.copy(), history, 1))
         draws.append(first.draw_probability or 0)
-    resumed = prepare(vocab, request, published=TokenSpan(0, tuple(history[1:6]), 0, "", draws=tuple(draws[:5])))
-    assert resumed.resumed_draws == draws[:5]
+    published = TokenSpan(0, tuple(history[1:6]), 0, "", draws=tuple(draws[:5]))
+    attempt = prepare_attempt(vocab, request, published=published)
+    assert attempt.draws == draws[:5]
+    resumed = attempt.job
+    assert isinstance(resumed, Job)
     for n in range(6, 9):
         assert resumed.sampler.sample(logits.copy(), history[:n], 1) == history[n]
         assert resumed.sampler.draw_probability == draws[n - 1]
@@ -128,9 +137,11 @@ def test_a_resumed_job_knows_the_tags_that_were_generated(tag_vocab: Vocab) -> N
     stop = ("<tool_call>a<tool_call>b",)
     offsets = []
     for special in (False, True):
-        job = prepare(tag_vocab, JobRequest(prompt="x", seed=1, special=special, stop=stop), published=published)
-        assert job.detokenizer.feed(opening) == "<tool_call>a<tool_call>"
-        offsets.append((job.resumed_tag_offsets, job.detokenizer.tag_offset))
+        request = JobRequest(prompt="x", seed=1, special=special, stop=stop)
+        attempt = prepare_attempt(tag_vocab, request, published=published)
+        assert isinstance(attempt.job, Job)
+        assert attempt.job.detokenizer.feed(opening) == "<tool_call>a<tool_call>"
+        offsets.append((attempt.tag_offsets, attempt.job.detokenizer.tag_offset))
     assert offsets == [([], None), ([1, 24], 35)], "the text of the last resumed tag was withheld"
 
 

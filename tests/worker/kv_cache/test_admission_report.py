@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier
-from llamaq.worker.core.job import JobEnded
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers

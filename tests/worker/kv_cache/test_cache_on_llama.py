@@ -12,7 +12,8 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier, JobStats
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
-from llamaq.worker.core.job import Job, JobEnded
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
@@ -66,7 +67,7 @@ class Rig:
             self.scheduler.move(0.001)
             batch = self.scheduler.plan()
             results = self.engine.run(batch) if batch else []
-            for output in self.scheduler.apply(batch, results):
+            for output in self.scheduler.apply(batch, results).outputs:
                 if isinstance(output, JobEnded):
                     assert output.error is None
                     ended[output.job.id] = output.stats

@@ -10,7 +10,8 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore

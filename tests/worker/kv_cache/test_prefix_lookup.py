@@ -6,7 +6,8 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.job import Job, JobEnded
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.kv_cache.cached_prefix_index import DeviceMatch, RadixPrefixCache
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
 

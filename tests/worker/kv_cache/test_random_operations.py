@@ -14,7 +14,8 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Run
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore

@@ -19,7 +19,8 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.tools.demo_model.fact_questions import FRAMES, draw_facts
 from llamaq.tools.demo_model.seeded_choice import Split, generator
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
@@ -87,7 +88,7 @@ class Rig:
         self.scheduler.move(0.0005)
         batch = self.scheduler.plan()
         results = self.engine.run(batch) if batch else []
-        for output in self.scheduler.apply(batch, results):
+        for output in self.scheduler.apply(batch, results).outputs:
             if isinstance(output, NewToken):
                 self.generated.setdefault(output.job.id, []).append(output.token)
             elif isinstance(output, JobEnded):

@@ -35,7 +35,7 @@ def test_the_margin_doubles_each_time_a_job_lost_its_slot_because_cells_ran_out(
     for job.n_out_of_cells in (0, 1, 2, 3, 4, 400):
         needed.append(pool.cells_to_admit(job))
     assert needed == [60, 80, 120, 200, 360, 400]
-    job.resumed = [7] * 100
+    job.generated_before = [7] * 100
     job.n_out_of_cells = 0
     assert pool.cells_to_admit(job) == 160
 

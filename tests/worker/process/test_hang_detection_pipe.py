@@ -17,20 +17,20 @@ HANG_AFTER_S = 10.0
 
 
 class FakeTicks:
-    """A tick loop that ticks when the test calls `tick`. It counts how often the writer reads `tick_started_s`."""
+    """A tick loop that ticks when the test calls `tick`. It counts how often the writer reads `alive_s`."""
 
     def __init__(self) -> None:
         self.hang_after_s = HANG_AFTER_S
         self.n_reads = 0
-        self._tick_started_s = 0.0
+        self._alive_s = 0.0
 
     @property
-    def tick_started_s(self) -> float:
+    def alive_s(self) -> float:
         self.n_reads += 1
-        return self._tick_started_s
+        return self._alive_s
 
     def tick(self) -> None:
-        self._tick_started_s += 1
+        self._alive_s += 1
 
 
 @dataclass

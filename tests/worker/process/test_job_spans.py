@@ -117,7 +117,7 @@ def test_job_hooks_get_no_ticks() -> None:
 def test_the_timeline_has_the_times_of_the_job_on_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamaq.worker.broker.wall_clock_timeline.time.time", lambda: 1000.0)
     monkeypatch.setattr("llamaq.worker.broker.wall_clock_timeline.time.monotonic", lambda: 50.0)
-    times = JobTimes(submitted_s=40.0, queue_ms=2000.0, started_s=43.0)
+    times = JobTimes(submitted_s=40.0, queue_ms=2000.0, first_slot_s=43.0)
     stats = JobStats(ttft_ms=500.0, duration_ms=4000.0)
     assert timeline_of(times, stats) == JobTimeline(990.0, 992.0, 993.0, 993.5, 997.0)
     assert timeline_of(JobTimes(submitted_s=40.0), None) == JobTimeline(submitted_at=990.0, ended_at=1000.0)

@@ -11,7 +11,8 @@ import pytest
 
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_plan import DraftPart, DraftWork
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotLost
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotLost
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
@@ -154,7 +155,7 @@ class Rig:
         scheduler.move(0.0)
         batch = self.draft_model.add_drafts(scheduler.plan())
         self.clock.now_s += TICK_S + self.slot_s * batch.n_decode + TOKEN_S * batch.n_drafted if batch else 0.0
-        outputs = scheduler.apply(batch, self.engine.run(batch))
+        outputs = [*scheduler.apply(batch, self.engine.run(batch)).outputs]
         scheduler.check_integrity()
         return outputs
 
@@ -373,7 +374,7 @@ def test_a_tick_with_drafts_keeps_the_limit_of_the_strategy() -> None:
     n_draft_model = 0
     for tick in rig.strategy.ticks[20:]:
         if tick.n_decode and not tick.n_prefill:
-            assert tick.seconds - tick.draft_model_s == pytest.approx(TICK_S + TOKEN_S * tick.n_drafted)
+            assert tick.seconds - tick.draft_model_s == pytest.approx(TICK_S + TOKEN_S * tick.n_ahead)
             n_draft_model += tick.draft_model_s > 0
     assert n_draft_model > 20
     none = Rig(limit_s=0.0)

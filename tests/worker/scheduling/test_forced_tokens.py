@@ -12,7 +12,8 @@ from tests.worker.scheduling.test_speculation import Oracle
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
@@ -236,7 +237,8 @@ def test_one_tick_has_a_bounded_number_of_forced_tokens() -> None:
 
 
 def test_a_limit_of_the_time_of_ticks_bounds_forced_tokens() -> None:
-    forced, job = ForcedTokens(can_remove=True), make_job(max_tokens=300, sampler=ForcingSampler(n_free=0))
+    forced = ForcedTokens(can_remove=True, is_limited=True)
+    job = make_job(max_tokens=300, sampler=ForcingSampler(n_free=0))
     slot = decoding_slot(job)
     batch = Batch((DecodeToken(slot),))
     room, limit_s = 64, 0.010
@@ -248,6 +250,13 @@ def test_a_limit_of_the_time_of_ticks_bounds_forced_tokens() -> None:
     assert forced.add(batch, room, limit_s).n_forced == 6
     assert forced.add(batch, room, 0.003).n_forced == 0
     assert forced.add(batch, room, float("inf")).n_forced > 6
+
+
+def test_ticks_before_the_first_grammar_tell_the_time_without_forced_tokens() -> None:
+    forced = ForcedTokens(can_remove=True, is_limited=True)
+    batch = Batch((DecodeToken(decoding_slot(make_job(max_tokens=300, sampler=ForcingSampler(n_free=0)))),))
+    forced.record_tick(batch, 0.004)
+    assert forced.add(batch, 64, 0.010).n_forced == FIRST_TOKENS
 
 
 def test_forced_tokens_and_drafts_together_keep_the_limit_of_the_time_of_ticks() -> None:

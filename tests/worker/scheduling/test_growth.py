@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotAcquired
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers

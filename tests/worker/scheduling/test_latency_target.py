@@ -260,3 +260,7 @@ def test_the_target_is_a_setting_of_this_strategy() -> None:
 def test_a_target_without_this_strategy_is_an_error() -> None:
     with pytest.raises(InvalidSettings, match=r"--target-itl-ms \(LLAMAQ_TARGET_ITL_MS\): only --batch-strategy"):
         load_settings(target_itl_ms=20.0)
+
+
+def test_a_strategy_of_a_user_still_reads_the_earlier_name_of_tokens_ahead() -> None:
+    assert TickTime(2, 0, 0.01, n_ahead=5).n_drafted == 5

@@ -12,7 +12,8 @@ from llamaq.common.errors import EngineError, ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
@@ -200,9 +201,9 @@ def test_a_fault_of_the_late_tick_of_a_job_that_has_ended_has_no_effect(fault: s
         case "fail_job":
             rig.engine.fail_job(job.id)
     late = rig.engine.run(batch)
-    rig.outputs += rig.scheduler.repeater.late_outputs(batch, results, 0.0)
+    rig.outputs += rig.scheduler.repeater.late_outputs(batch, results, 0.0).outputs
     assert rig.scheduler.repeater.has_stopped
-    rig.outputs += rig.scheduler.apply(batch, late)
+    rig.outputs += rig.scheduler.apply(batch, late).outputs
     rig.scheduler.check_integrity()
     assert (rig.end(job).reason, rig.end(job).error) == (FinishReason.STOP, None)
     assert rig.tokens(job) == letters(5)

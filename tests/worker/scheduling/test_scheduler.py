@@ -7,7 +7,8 @@ import pytest
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired, SlotLost
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.waiting_queue import MAX_OVERTAKEN

@@ -13,7 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
-from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.plugins import BUILT_IN
@@ -167,7 +168,7 @@ class Jobs(RuleBasedStateMachine):
         jobs = [recipe.make() for recipe in recipes]
         for job in jobs:
             self.jobs[job.id] = job
-            self.generated[job.id] = list(job.resumed)
+            self.generated[job.id] = list(job.generated_before)
             self.scheduler.submit(job)
         return multiple(*(job.id for job in jobs))
 
@@ -248,7 +249,7 @@ class Jobs(RuleBasedStateMachine):
             return
         if job.detokenizer.stop_string is None:
             assert generated_alone(job, len(generated) + 1) == [*generated, ByteVocab.eos]
-        elif not job.resumed:
+        elif not job.generated_before:
             assert not any(stop in ByteVocab().decode(generated[:-1]) for stop in job.request.stop)
 
     @invariant()

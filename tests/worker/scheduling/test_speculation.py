@@ -10,7 +10,8 @@ import pytest
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
@@ -193,11 +194,12 @@ def test_the_accepted_tokens_of_a_tick_are_counted() -> None:
     rig.scheduler.submit(make_job(max_tokens=40, drafting=drafting(Oracle(wrong_at=3))))
     n_generated = 0
     while rig.scheduler.has_work:
-        outputs = run_tick(rig.scheduler, rig.engine)
-        batch = rig.engine.batches[-1]
+        rig.scheduler.admit()
+        batch = rig.scheduler.plan()
+        outputs, n_accepted = rig.scheduler.apply(batch, rig.engine.run(batch))
         if batch.n_decode:
-            n_generated += batch.n_decode + rig.scheduler.n_accepted
-            assert len(tokens_of(outputs)) == 1 + rig.scheduler.n_accepted
+            n_generated += batch.n_decode + n_accepted
+            assert len(tokens_of(outputs)) == 1 + n_accepted
             assert batch.n_tokens == 1 + batch.n_drafted
     assert n_generated == 39, "the first of 40 tokens comes from the prompt"
 

@@ -15,7 +15,8 @@ import pytest
 
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
-from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.engine.draft_model import DraftModel
 from llamaq.worker.engine.engine import Engine
@@ -125,7 +126,7 @@ class Rig:
                 batch = self.draft_model.add_drafts(batch)
                 assert not batch.draft_work.has_failed
             self.n_drafted += batch.n_drafted
-            for output in self.scheduler.apply(batch, self.engine.run(batch) if batch else []):
+            for output in self.scheduler.apply(batch, self.engine.run(batch) if batch else []).outputs:
                 if isinstance(output, NewToken):
                     tokens[names[output.job.id]].append(output)
                 elif isinstance(output, JobEnded):

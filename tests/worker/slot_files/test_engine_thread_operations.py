@@ -11,7 +11,8 @@ import pytest
 from llamaq.common.errors import SlotCommandRefused
 from llamaq.common.protocol.job_outcome import CacheTier, JobStats
 from llamaq.worker.core.cache_scope import Scope, namespace_key
-from llamaq.worker.core.job import Job, JobEnded
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, pack
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache

@@ -11,7 +11,7 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
-from llamaq.worker.core.job import JobEnded
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
@@ -76,7 +76,7 @@ class Setup:
         self.scheduler.admit()
         self.scheduler.move(0.001)
         batch = self.scheduler.plan()
-        outputs = self.scheduler.apply(batch, self.engine.run(batch) if batch else [])
+        outputs = self.scheduler.apply(batch, self.engine.run(batch) if batch else []).outputs
         self.scheduler.check_integrity()
         return [output for output in outputs if isinstance(output, JobEnded)]
 

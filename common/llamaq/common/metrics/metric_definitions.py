@@ -177,7 +177,7 @@ WORKER_TICK_AGE = Family(
     "llamaq_worker_tick_age_seconds",
     "gauge",
     _WORKER,
-    "Time since the last tick began, or since an idle engine last woke up. Above a few seconds, the engine hangs.",
+    "Time since the engine thread last showed that it runs. Above a few seconds, the engine hangs.",
 )
 SLOTS_BUSY = Family("llamaq_worker_slots_busy", "gauge", _WORKER, "Slots that run a job.")
 SLOTS_FREE = Family("llamaq_worker_slots_free", "gauge", _WORKER, "Slots without a job.")

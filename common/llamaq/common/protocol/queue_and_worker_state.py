@@ -207,8 +207,7 @@ class Worker(WireModel):
     heartbeat_ms: int = Field(description="Time of the heartbeat.")
     tick_age_ms: int = Field(
         0,
-        description="Milliseconds from the start of the last tick, or from the last wake-up of an idle engine, to the "
-        "heartbeat.",
+        description="Milliseconds from the last time that the engine thread showed that it runs, to the heartbeat.",
     )
 
 

@@ -10,7 +10,7 @@ from tests.support.llama_samplers import random_logits
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.worker.core.job import N_LARGEST
+from llamaq.worker.core.job_parts import N_LARGEST
 from llamaq.worker.generation.sampling.candidates import Logits
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget

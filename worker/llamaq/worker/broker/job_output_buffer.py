@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,8 +19,9 @@ from llamaq.common.protocol.script_types import Increment, StoredEnd, TerminalWr
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.broker.token_times import TokenTimes
 from llamaq.worker.broker.wall_clock_timeline import timeline_of
-from llamaq.worker.core.job import BaseJob, JobEnded, Lease
+from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.scheduling.finished_job_stats import mode_of
 
@@ -105,23 +106,23 @@ class JobProgress:
     retried_error: Failed | None = None
     """The failure after which the job is retried later, as soon as all its tokens are stored."""
 
-    def prepare(self, job: BaseJob, texts: Sequence[str], checkpoints: Checkpoints) -> None:
+    def prepare(self, prepared: PreparedJob, checkpoints: Checkpoints) -> None:
         """Record that the job is prepared.
 
         Args:
-            job: The prepared job.
-            texts: For each resumed token, the text that the token completed.
+            prepared: The prepared job.
             checkpoints: When the tokens of a job with `stream=False` are stored.
         """
+        job = prepared.job
         self.request = job.request
         self.checkpoints = None if job.request.stream else checkpoints
         self.cancel_on_disconnect = job.request.cancel_on_disconnect
-        self.times, self.n_stored = job.times, len(job.resumed)
+        self.times, self.n_stored = job.times, len(job.generated_before)
         self.tokens, self.texts, self.text_ends = [], [], []
-        for token, text in zip(job.resumed, texts, strict=True):
+        for token, text in zip(job.generated_before, prepared.texts, strict=True):
             self.add(token, text)
-        self.logprobs, self.draws = list(job.resumed_logprobs), list(job.resumed_draws)
-        self.tag_offsets = list(job.resumed_tag_offsets)
+        self.logprobs, self.draws = list(prepared.logprobs), list(prepared.draws)
+        self.tag_offsets = list(prepared.tag_offsets)
 
     def add(
         self,

@@ -238,7 +238,7 @@ class JobStarts:
         """Register a prepared job in the outbox. Returns whether the engine shall have it: its lease was not lost."""
         is_registered = False
         try:
-            is_registered = self._outbox.set_prepared(prepared.job, prepared.texts)
+            is_registered = self._outbox.set_prepared(prepared)
         finally:
             if not is_registered:
                 prepared.job.close()

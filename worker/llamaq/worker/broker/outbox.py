@@ -29,8 +29,9 @@ from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_departures import JobDepartures
 from llamaq.worker.broker.job_output_buffer import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.broker.token_times import TokenTimes
-from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.core.outputs import JobEnded, NewToken, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
@@ -182,21 +183,17 @@ class Outbox:
             self._partition_added.set()
         self._partitions[lease.partition].job_registered.set()
 
-    def set_prepared(self, job: BaseJob, texts: Sequence[str]) -> bool:
+    def set_prepared(self, prepared: PreparedJob) -> bool:
         """Record that a registered job is ready for the engine.
-
-        Args:
-            job: The prepared job.
-            texts: For each resumed token, the text that the token completed.
 
         Returns:
             True when the engine may run the job. False when its lease was lost or it was requeued during the
             preparation.
         """
-        registered = self._jobs.of(job.lease)
+        registered = self._jobs.of(prepared.job.lease)
         if registered is None or registered.must_requeue:
             return False  # the engine was told to drop a requeued job before it had the job
-        registered.prepare(job, texts, self._checkpoints)
+        registered.prepare(prepared, self._checkpoints)
         return True
 
     def reject(self, lease: Lease, error: JobRejected) -> None:

@@ -26,7 +26,7 @@ def timeline_of(times: JobTimes, stats: JobStats | None) -> JobTimeline:
     return JobTimeline(
         submitted_at=at(times.submitted_s),
         first_slot_at=at(times.submitted_s, times.queue_ms),
-        slot_at=at(times.started_s),
-        first_token_at=at(times.started_s, ttft_ms),
-        ended_at=at(times.started_s, duration_ms) or now_s,
+        slot_at=at(times.first_slot_s),
+        first_token_at=at(times.first_slot_s, ttft_ms),
+        ended_at=at(times.first_slot_s, duration_ms) or now_s,
     )

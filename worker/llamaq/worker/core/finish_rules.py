@@ -6,6 +6,12 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
 
+NOT_NUMBERS = (
+    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, or "
+    "its values may be too large for this device (try --flash-attn off, or another quantization)"
+)
+"""Why a job fails whose next token cannot be drawn."""
+
 JobFinish = FinishReason | JobRejected
 """How a job finishes: a finish reason, or the error when the job fails."""
 
@@ -34,8 +40,8 @@ def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobF
         return JobRejected(
             ErrorCode.INVALID_REQUEST, f"slot: {job.request.slot}, but this worker has slots 0 to {n_slots - 1}"
         )
-    if job.resumed:
-        has_end_token = job.resumed[-1] in end_tokens
+    if job.generated_before:
+        has_end_token = job.generated_before[-1] in end_tokens
         return FinishReason.STOP if has_end_token else finish_reason(job, job.n_history, job.max_length)
     if not job.prompt:
         return JobRejected(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")

@@ -1,136 +1,16 @@
-"""A job inside a worker: its prepared input, and the outputs of its run."""
+"""A job inside a worker: its lease, its prepared input and its state between two runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.embedding_task import Embedding
-from llamaq.common.protocol.job_events import PromptProgress
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.job_parts import N_LARGEST, Detokenizer, Sampler
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.token_draft import Drafting
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-
-NOT_NUMBERS = (
-    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, or "
-    "its values may be too large for this device (try --flash-attn off, or another quantization)"
-)
-
-
-N_LARGEST = 256
-"""Number of largest logits of a row that the device copies to the host, with `--backend-sampling`."""
-
-
-class Sampler(Protocol):
-    """Draws the next token of one job from its logits."""
-
-    checks_logits: bool
-    """Whether `sample` raises `JobRejected` if any logit is plus infinity or NaN, and does not use `best`. Then the
-    caller need not find the largest logit."""
-
-    can_prepare: bool
-    """Whether `prepare` has something to do."""
-
-    n_largest: int | None
-    """Number of largest logits that determine each draw: `sample_largest` may be called with these instead of `sample`.
-    None: the draws need all logits."""
-
-    logprobs: TokenLogprobs | None
-    """The probabilities of the token that was drawn last. None: the job did not ask for them."""
-    draw_probability: float | None
-    """The probability of the token that was drawn last, if later draws depend on it (Mirostat, adaptive-p)."""
-
-    def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
-        """Compute the part of the next draws that does not depend on the logits: the masks of a grammar.
-
-        Another thread may call this while the logits are computed. If `sample` is called meanwhile, it waits.
-
-        Args:
-            history: The prompt, then the generated tokens. It may get further tokens meanwhile.
-            n_prompt: The length of the prompt in tokens.
-            n_history: The number of tokens before the next draw.
-            draft: The tokens that the next draws will probably return.
-        """
-
-    def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
-        """Return the tokens that must follow `history`, as far as `prepare` has found them. Often there is none.
-
-        The draws would return these tokens, whatever the logits are.
-
-        Args:
-            history: The prompt, then the generated tokens.
-            n_prompt: The length of the prompt in tokens.
-        """
-
-    def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
-    ) -> int:
-        """Draw the token that follows `history`.
-
-        The draw depends only on the seed, the position `len(history) - n_prompt`, the history, the logits and the
-        `draw_probability` of the earlier draws. Each history begins with the history of the last call.
-
-        Args:
-            logits: One value for each token of the vocabulary. The sampler may change this array: no other job uses
-                it, and the next decode overwrites it.
-            history: The prompt, then the generated tokens.
-            n_prompt: The length of the prompt in tokens.
-            best: The token with the largest logit, if the caller knows it. A greedy sampler need not find it again.
-
-        Raises:
-            JobRejected: The grammar allows no token, or a logit is plus infinity or NaN.
-        """
-
-    def sample_largest(
-        self,
-        tokens: npt.NDArray[np.int32],
-        logits: npt.NDArray[np.float32],
-        history: Sequence[int],
-        n_prompt: int,
-    ) -> int:
-        """Draw the same token as `sample`, from the largest logits alone. Call it only if `n_largest` is not None.
-
-        Args:
-            tokens: The tokens with the largest logits, in any order, at least `n_largest` or the whole vocabulary.
-            logits: Their logits. The arrays are not changed.
-            history: The prompt, then the generated tokens.
-            n_prompt: The length of the prompt in tokens.
-
-        Raises:
-            JobRejected: One of the largest logits is plus infinity or NaN.
-        """
-
-    def close(self) -> None:
-        """Free the memory that the sampler holds outside of Python. May be called twice."""
-
-
-class Detokenizer(Protocol):
-    """Turns the tokens of one job into text. The text has only whole UTF-8 characters and no part of a stop string."""
-
-    has_stop_strings: bool
-    """Whether a text may end the job."""
-    stop_string: str | None
-    """The stop string that the generated text contains. After it, no more text is returned. None: there is none."""
-    tag_offset: int | None
-    """Position of the last token in the text, in characters, if this token is a tag, such as `<tool_call>`. Its text
-    may be held back. None: the token is no tag, or the job does not ask for the texts of control tokens."""
-
-    def feed(self, token: int) -> str:
-        """Add a token and return the text that can now be published, often an empty string."""
-
-    def finish(self) -> str:
-        """Return the text that was held back, or an empty string after a stop string."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,17 +46,12 @@ class BaseJob:
 
     lease: Lease
     request: JobRequest
-    resumed: list[int] = field(default_factory=list, kw_only=True)
-    """Tokens that earlier attempts published. The detokenizer and the grammar have processed them already."""
-    resumed_logprobs: list[TokenLogprobs] = field(default_factory=list, kw_only=True)
-    """The probabilities of these tokens, if the job asked for them."""
-    resumed_draws: list[float] = field(default_factory=list, kw_only=True)
-    """`Sampler.draw_probability` of each of these tokens, if the sampler has it."""
-    resumed_tag_offsets: list[int] = field(default_factory=list, kw_only=True)
-    """`Detokenizer.tag_offset` of those of these tokens that have it."""
+    generated_before: list[int] = field(default_factory=list, kw_only=True)
+    """Tokens generated before the current run: by earlier attempts, and by runs that were preempted. The detokenizer
+    and the grammar have processed them already."""
     times: JobTimes = field(default_factory=JobTimes, kw_only=True)
-    started_s: float = field(default=0.0, kw_only=True)
-    """When this attempt was submitted to the scheduler, on its clock. Set by the `submit` of the scheduler."""
+    received_s: float = field(default=0.0, kw_only=True)
+    """When the scheduler received this attempt, on its clock. Its `submit` sets it."""
 
     @property
     def id(self) -> str:
@@ -207,11 +82,11 @@ class Job(BaseJob):
     """The speculation of this job. None: the next tokens are not drafted."""
     system_tokens: int = 0
     """Number of tokens of the system messages at the start of a chat prompt, 0 when unknown."""
-    packed: bytes = b""
-    """Prompt and resumed tokens, packed. Packed when the job is created, to save time on the engine thread."""
+    packed: bytes = field(init=False)
+    """The prompt and `generated_before`, packed. Packed when the job is created, to save time on the engine thread."""
 
     def __post_init__(self) -> None:
-        self.packed = pack([*self.prompt, *self.resumed])
+        self.packed = pack([*self.prompt, *self.generated_before])
 
     def close(self) -> None:
         """Free the sampler."""
@@ -225,8 +100,8 @@ class Job(BaseJob):
 
     @property
     def n_history(self) -> int:
-        """Number of tokens that the job has without a slot: its prompt and its resumed tokens."""
-        return len(self.prompt) + len(self.resumed)
+        """Number of tokens that the job has without a slot: its prompt and the tokens generated before."""
+        return len(self.prompt) + len(self.generated_before)
 
     @property
     def max_length(self) -> int:
@@ -240,61 +115,14 @@ class Job(BaseJob):
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A job that can be admitted, and the text of its resumed tokens."""
+    """A job that can be admitted, and what is known of the tokens that earlier attempts published."""
 
     job: BaseJob
     texts: list[str]
-    """The text that the detokenizer released for each resumed token."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotAcquired:
-    """A waiting job has a slot now. Precedes the tokens of the run, and is repeated after each preemption."""
-
-    job: BaseJob
-
-
-@dataclass(frozen=True, slots=True)
-class SlotLost:
-    """A running job was preempted: it waits for a slot again. Follows the tokens of the run."""
-
-    job: BaseJob
-
-
-@dataclass(frozen=True, slots=True)
-class PromptAdvanced:
-    """More of a job's prompt is ready. Only jobs that ask for `prompt_progress` have this output."""
-
-    job: Job
-    progress: PromptProgress
-
-
-class NewToken(NamedTuple):
-    """A generated token of a job, and the text that can be published after this token."""
-
-    job: Job
-    token: int
-    text: str
-    time_s: float
-    """When the token was generated, on the clock of `JobTimes`."""
-    logprobs: TokenLogprobs | None = None
-    draw_probability: float | None = None
-    tag_offset: int | None = None
-    """`Detokenizer.tag_offset` of the token."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnded:
-    """The end of a job in this worker. Exactly one of `reason` and `error` is set."""
-
-    job: BaseJob
-    stats: JobStats
-    reason: FinishReason | None = None
-    error: JobRejected | None = None
-    text: str = ""
-    """The last text, which the detokenizer had held back."""
-    embeddings: tuple[Embedding, ...] | None = None
-    """The result of an embedding job that is complete."""
-
-
-Output = SlotAcquired | SlotLost | PromptAdvanced | NewToken | JobEnded
+    """The text that the detokenizer released for each of these tokens."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """The probabilities of these tokens, if the job asked for them."""
+    draws: list[float] = field(default_factory=list)
+    """`Sampler.draw_probability` of each of these tokens, if the sampler has it."""
+    tag_offsets: list[int] = field(default_factory=list)
+    """`Detokenizer.tag_offset` of those of these tokens that have it."""

@@ -18,19 +18,19 @@ class JobTimes:
     """Milliseconds from submit to the first slot of the job. None: it had no slot so far, in any attempt."""
     slot_s: float = 0.0
     """Seconds that the job has had a slot, over all attempts."""
-    started_s: float | None = None
+    first_slot_s: float | None = None
     """When this attempt had its first slot. None: not yet."""
     preempted_s: float = 0.0
     """Seconds that this attempt waited for another slot after preemptions, without a wait that continues."""
     slot_lost_s: float | None = None
     """When this attempt lost its slot. None: it has a slot, or had none so far."""
 
-    def start(self, now_s: float) -> None:
+    def gain_slot(self, now_s: float) -> None:
         """Record that the job has a slot now. May be called again after a preemption."""
         if self.queue_ms is None:
             self.queue_ms = self.waited_ms(now_s)
-        if self.started_s is None:
-            self.started_s = now_s
+        if self.first_slot_s is None:
+            self.first_slot_s = now_s
         self.preempted_s, self.slot_lost_s = self._preempted_until(now_s), None
 
     def lose_slot(self, now_s: float) -> None:

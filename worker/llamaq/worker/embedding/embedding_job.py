@@ -113,7 +113,7 @@ def measure(job: EmbeddingJob, slot: int | None, now_s: float, worker: str | Non
         now_s: The time on the scheduler's clock.
         worker: The id of this worker.
     """
-    duration_s = 0.0 if job.times.started_s is None else now_s - job.times.started_s
+    duration_s = 0.0 if job.times.first_slot_s is None else now_s - job.times.first_slot_s
     n_computed = job.n_computed_tokens
     return JobStats(
         prompt_tokens=job.n_tokens,

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
-from llamaq.worker.core.job import JobEnded, Lease, Output, SlotAcquired
+from llamaq.worker.core.job import Lease
+from llamaq.worker.core.outputs import JobEnded, Output, SlotAcquired, TickOutcome
 from llamaq.worker.embedding.embedding_job import EmbeddingJob, Text, TextBatch, TextResult, measure
 from llamaq.worker.scheduling.bulk_share import BulkShare
 
@@ -66,9 +67,9 @@ class EmbeddingScheduler:
         """Add a job. It replaces another attempt of the same job, which has lost its lease."""
         if (replaced := self._find(job.id)) is not None:
             self._remove(replaced)
-        job.started_s = self._clock()
+        job.received_s = self._clock()
         if job.times.submitted_s is None:
-            job.times.submitted_s = job.started_s
+            job.times.submitted_s = job.received_s
         self._waiting.append(job)
 
     def cancel(self, job_id: str) -> bool:
@@ -111,7 +112,7 @@ class EmbeddingScheduler:
         """End the jobs that have reached their deadline, or had a slot for `timeout_s`."""
         now_s = self._clock()
         for job in self._running:
-            job.times.slot_s += now_s - max(self._expired_s, job.times.started_s or 0.0)
+            job.times.slot_s += now_s - max(self._expired_s, job.times.first_slot_s or 0.0)
         self._expired_s = now_s
         for job in [*self._running, *self._waiting]:
             if job.times.has_expired(now_s, job.request.timeout_s):
@@ -123,7 +124,7 @@ class EmbeddingScheduler:
             job = self._next_waiting()
             self._waiting.remove(job)
             self._slots[self._slots.index(None)] = job
-            job.times.start(self._clock())
+            job.times.gain_slot(self._clock())
             self._outputs.append(SlotAcquired(job))
             log.info("job.admitted id=%s texts=%d prompt_tokens=%d", job.id, len(job.texts), job.n_tokens)
 
@@ -154,7 +155,7 @@ class EmbeddingScheduler:
             pending = remaining
         return TextBatch(tuple(texts))
 
-    def apply(self, batch: TextBatch, results: Iterable[TextResult]) -> list[Output]:
+    def apply(self, batch: TextBatch, results: Iterable[TextResult]) -> TickOutcome:
         """Store the results, end the jobs that are complete, and return all outputs since the last call."""
         if batch:
             n_bulk = sum(job.is_bulk for job in self._running)
@@ -171,7 +172,7 @@ class EmbeddingScheduler:
             if job.is_complete:
                 self._end(job, FinishReason.STOP)
         outputs, self._outputs = self._outputs, []
-        return outputs
+        return TickOutcome(outputs)
 
     # ---- views
 
@@ -183,11 +184,6 @@ class EmbeddingScheduler:
     def n_prefill_next(self) -> int:
         """Upper bound on the tokens of the next tick."""
         return min(self._batch_tokens, sum(job.n_tokens for job in self._running))
-
-    @property
-    def n_accepted(self) -> int:
-        """Number of draft tokens that were accepted: nothing is drafted."""
-        return 0
 
     @property
     def has_work(self) -> bool:

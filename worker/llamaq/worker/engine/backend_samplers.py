@@ -22,7 +22,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.worker.core.job import N_LARGEST
+from llamaq.worker.core.job_parts import N_LARGEST
 from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.llama_bindings import Context
 

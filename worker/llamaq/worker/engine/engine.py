@@ -23,7 +23,7 @@ from typing import TypeAlias
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
-from llamaq.worker.core.job import NOT_NUMBERS
+from llamaq.worker.core.finish_rules import NOT_NUMBERS
 from llamaq.worker.core.slot import Run
 from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits, Logits
 from llamaq.worker.engine.kv_sequences import KvSequences

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from llamaq.worker.core.job import Output
+from llamaq.worker.core.batch import TickBatch
+from llamaq.worker.core.outputs import TickOutcome
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
 
@@ -14,8 +15,8 @@ from llamaq.worker.engine_loop.shared_state import SharedState
 class ComputedTick(NamedTuple):
     """A tick that the engine has computed."""
 
-    batch: Any
-    """What was computed, a `TickBatch`."""
+    batch: TickBatch
+    """What was computed."""
     results: Any
     """The results of the engine."""
     eval_s: float
@@ -28,7 +29,7 @@ class TickRepeater(Protocol):
     """Makes the next batch without a plan. `RepeatedTicks` documents the methods."""
 
     def next_batch(self, results: Any) -> Any: ...
-    def late_outputs(self, batch: Any, results: Any, ended_s: float) -> Sequence[Output]: ...
+    def late_outputs(self, batch: Any, results: Any, ended_s: float) -> TickOutcome: ...
 
     def preparation(self, batch: Any) -> Callable[[], None] | None: ...
 
@@ -79,7 +80,7 @@ class LateOutputs:
         self.wait()
         ticks, self._ticks = self._ticks, []
         preparation = self.repeater.preparation(batch)
-        self._publisher.begin(partial(self._make, ticks, preparation, is_due))
+        self._publisher.start(partial(self._make, ticks, preparation, is_due))
         self._is_making = True
 
     def wait(self) -> None:
@@ -88,7 +89,7 @@ class LateOutputs:
             return
         self._is_making = False
         try:
-            self._publisher.wait()
+            self._publisher.join()
         except BaseException:
             self._ticks.clear()  # their outputs must not be published, because earlier outputs are missing
             raise
@@ -102,14 +103,13 @@ class LateOutputs:
     def _make(self, ticks: Sequence[ComputedTick], preparation: Callable[[], None] | None, is_due: bool) -> None:
         self._make_outputs(ticks)
         if is_due:
-            self._publisher.publish_at_once()
+            self._publisher.publish_here()
         if preparation is not None:
             preparation()  # the tokens do not wait for the masks
 
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
         for tick in ticks:
-            outputs = self.repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
-            n_accepted = len(outputs) - tick.batch.n_decode  # without its draft, each stream gets one token
+            outputs, n_accepted = self.repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
             n_waiting = self._shared.queue_depth.n_waiting
             self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, n_accepted, n_waiting))
             self._publisher.add(outputs)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from llamaq.worker.core.job import BaseJob, Output
+from llamaq.worker.core.job import BaseJob
+from llamaq.worker.core.outputs import Output
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 
 from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.core.job import NewToken
+from llamaq.worker.core.outputs import NewToken
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.shared_state import SharedState
 
@@ -75,8 +75,8 @@ class Publisher:
     The thread runs within a `with` block. At the end of the block, everything is published.
 
     Threads: the engine thread calls all methods. The publishing thread gets reports, which no thread changes any more.
-    It also runs the work of `run`, and that of `begin`, which may call `add_tick`, `add` and `publish_at_once`. From
-    `begin` to `wait`, the engine thread calls no other method.
+    It also runs the work of `post`, and that of `start`, which may call `add_tick`, `add` and `publish_here`. From
+    `start` to `join`, the engine thread calls no other method.
     """
 
     def __init__(self, shared: SharedState) -> None:
@@ -84,7 +84,7 @@ class Publisher:
         self._next = _Report()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        """For each call of `begin`, the exception of its work, or None."""
+        """For each call of `start`, the exception of its work, or None."""
         self._publishing_thread = threading.Thread(target=self._run, name="publisher")
         self._error: BaseException | None = None
 
@@ -99,7 +99,7 @@ class Publisher:
     @property
     def is_urgent(self) -> bool:
         """Whether one of the added messages must not wait: any message except the second and later tokens of a job."""
-        return any(not isinstance(one, NewToken) or one.time_s == one.job.first_token_s for one in self._next.messages)
+        return any(not isinstance(one, NewToken) or one.is_first for one in self._next.messages)
 
     def publish(self) -> None:
         """Publish what was added. The thread begins as soon as the engine thread releases the GIL.
@@ -113,21 +113,21 @@ class Publisher:
             self._work.put(partial(self._deliver, self._next))  # neither blocks nor releases the GIL
             self._next = _Report()
 
-    def publish_at_once(self) -> None:
-        """Publish what was added. For the work of `begin`: `publish` would deliver it only after this work."""
+    def publish_here(self) -> None:
+        """Publish what was added, on the calling thread. The work of `start` calls this method."""
         report, self._next = self._next, _Report()
         self._deliver(report)
 
-    def run(self, work: Callable[[], None]) -> None:
+    def post(self, work: Callable[[], None]) -> None:
         """Run `work` on the publishing thread, after the reports that were published before. It must not raise."""
         self._work.put(work)
 
-    def begin(self, work: Callable[[], None]) -> None:
-        """Run `work` on the publishing thread, after the reports that were published before. Then call `wait`."""
+    def start(self, work: Callable[[], None]) -> None:
+        """Run `work` on the publishing thread, after the reports that were published before. Then call `join`."""
         self._work.put(partial(self._run_and_tell, work))
 
-    def wait(self) -> None:
-        """Wait until the work of `begin` has been done.
+    def join(self) -> None:
+        """Wait until the work of `start` has been done.
 
         Raises:
             BaseException: The work has raised it, or an earlier report could not be published.
@@ -138,7 +138,7 @@ class Publisher:
     def _run_and_tell(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as exc:  # noqa: BLE001 - `wait` raises it, also the panic of a library in Rust
+        except BaseException as exc:  # noqa: BLE001 - `join` raises it, also the panic of a library in Rust
             self._done.put(exc)
         else:
             self._done.put(None)

@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.core.job import BaseJob, Lease, Output
+from llamaq.worker.core.job import BaseJob, Lease
+from llamaq.worker.core.outputs import TickOutcome
 from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs, TickRepeater
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
@@ -74,15 +75,12 @@ class JobScheduler(Protocol):
     def move(self, budget_s: float) -> bool: ...
     def save_ahead(self) -> bool: ...
     def plan(self, queue_depth: int = 0) -> TickBatch: ...
-    def apply(self, batch: Any, results: Any) -> list[Output]: ...
+    def apply(self, batch: Any, results: Any) -> TickOutcome: ...
     def snapshot(self) -> tuple[SlotSnapshot, ...]: ...
     def cache_snapshot(self) -> CacheSnapshot: ...
 
     @property
     def n_prefill_next(self) -> int: ...
-
-    @property
-    def n_accepted(self) -> int: ...
 
     @property
     def has_work(self) -> bool: ...
@@ -144,8 +142,8 @@ class TickLoop:
         self.is_idle = False
         """Whether the engine thread has no work and waits for a command. Any thread may read it."""
         self._stop_s: float | None = None
-        self.tick_started_s = clock()
-        """When the last tick began, or the idle engine last woke up."""
+        self.alive_s = clock()
+        """When the engine thread last showed that it runs."""
         self._slowest_tick_s = 0.0
         self._tick_times = TickTimePredictor()
         self._publisher = Publisher(shared)
@@ -208,7 +206,7 @@ class TickLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine does not hang: the last tick began less than `hang_after_s` ago."""
+        """Whether the engine does not hang: its thread showed less than `hang_after_s` ago that it runs."""
         return self.tick_age_s < self.hang_after_s
 
     @property
@@ -218,8 +216,8 @@ class TickLoop:
 
     @property
     def tick_age_s(self) -> float:
-        """How many seconds ago the last tick began."""
-        return self._clock() - self.tick_started_s
+        """How many seconds ago the engine thread last showed that it runs."""
+        return self._clock() - self.alive_s
 
     # ---- the engine thread
 
@@ -228,14 +226,14 @@ class TickLoop:
         with self._publisher:
             while not self._has_stopped():
                 self._run_commands()
-                self.tick_started_s = self._clock()
+                self.alive_s = self._clock()
                 self._tick()
                 self._end_tick()
 
     def _end_tick(self) -> None:
         now_s = self._clock()
-        self._slowest_tick_s = max(self._slowest_tick_s, now_s - self.tick_started_s)
-        self.tick_started_s = now_s
+        self._slowest_tick_s = max(self._slowest_tick_s, now_s - self.alive_s)
+        self.alive_s = now_s
 
     def _has_stopped(self) -> bool:
         if self._stop_s is None:
@@ -260,7 +258,7 @@ class TickLoop:
     def _save_ahead(self) -> None:
         """Save cells that the next job will evict, until a command arrives or there is nothing to save now."""
         while self._commands.empty() and self._scheduler.save_ahead():
-            self.tick_started_s = self._clock()
+            self.alive_s = self._clock()
 
     def _wait_for_command(self) -> Callable[[], object]:
         """Return the next command. If none arrives within `SETTLE_S`, first take a snapshot and save cells ahead."""
@@ -291,10 +289,13 @@ class TickLoop:
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
         if not self._can_publish_later(batch):
             self._publish()
-        tick = self._repeat(self._compute(self._prepare(self._draft(batch))))
-        outputs = scheduler.apply(tick.batch, tick.results)
-        self._report(tick, outputs)
-        if not (batch or outputs or has_loaded):
+        batch = self._draft(batch)
+        self._start_masks(batch)
+        tick = self._compute(batch)
+        tick = self._repeat(tick)
+        outcome = scheduler.apply(tick.batch, tick.results)
+        self._report(tick, outcome)
+        if not (batch or outcome.outputs or has_loaded):
             time.sleep(DISK_WAIT_S)
         if self._is_snapshot_due:
             self.snapshot = self._take_snapshot()
@@ -340,11 +341,10 @@ class TickLoop:
         self._draft_s = self._clock() - started_s
         return drafted
 
-    def _prepare(self, batch: TickBatch) -> TickBatch:
+    def _start_masks(self, batch: TickBatch) -> None:
         """Let the publishing thread compute the masks of grammars while the engine computes the batch."""
         if self._late is not None and (preparation := self._late.repeater.preparation(batch)) is not None:
-            self._publisher.run(preparation)
-        return batch
+            self._publisher.post(preparation)
 
     def _compute(self, batch: TickBatch) -> ComputedTick:
         """Compute the batch. An empty batch is not computed."""
@@ -387,12 +387,12 @@ class TickLoop:
         """Whether no command has arrived, no snapshot is due, and the time of a stopping loop is not over."""
         return self._commands.empty() and not self._is_snapshot_due and not self._has_stopped()
 
-    def _report(self, tick: ComputedTick, outputs: Sequence[Output]) -> None:
+    def _report(self, tick: ComputedTick, outcome: TickOutcome) -> None:
         """Add the measurements and the outputs of a tick to what is published. Publish it if no tick follows."""
         if tick.batch:
-            n_accepted, n_waiting = self._scheduler.n_accepted, self._shared.queue_depth.n_waiting
-            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, n_accepted, n_waiting))
-        self._publisher.add(outputs)
+            n_waiting = self._shared.queue_depth.n_waiting
+            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, outcome.n_accepted, n_waiting))
+        self._publisher.add(outcome.outputs)
         if not self._scheduler.has_work:
             self._publish()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 class StreamDetokenizer:
-    """The detokenizer of one job; implements `core.job.Detokenizer`.
+    """The detokenizer of one job; implements `core.job_parts.Detokenizer`.
 
     The text ends before the stop string that is complete first. If several stop strings are complete at the same
     character, the longest one counts. Bytes that are not UTF-8 become U+FFFD.

@@ -126,17 +126,14 @@ class JobPreparer:
             prompt=prompt,
             sampler=self._sampler(request, prompt, published),
             detokenizer=detokenizer,
-            resumed=list(published.tokens),
-            resumed_logprobs=list(published.logprobs),
-            resumed_draws=list(published.draws),
-            resumed_tag_offsets=tag_offsets,
+            generated_before=list(published.tokens),
             times=times,
             context_limit=self._context_limit,
             scope=Scope(request.cache_salt, public),
             drafting=self._drafting(request, [*prompt, *published.tokens]),
             system_tokens=system_tokens,
         )
-        return PreparedJob(job, texts)
+        return PreparedJob(job, texts, list(published.logprobs), list(published.draws), tag_offsets)
 
     def _detokenizer(self, request: JobRequest) -> StreamDetokenizer:
         """Return the detokenizer of a job. Only a job that asks for the texts of control tokens has offsets of tags."""

@@ -65,6 +65,10 @@ class KvMemory:
         """The slots that run a job."""
         return self._pool.active
 
+    def slot_of(self, job: Job) -> Slot | None:
+        """Return the slot that runs the job. None: the job waits."""
+        return next((slot for slot in self._pool.active if slot.active.job is job), None)
+
     @property
     def n_cells(self) -> int:
         """Number of KV cells."""

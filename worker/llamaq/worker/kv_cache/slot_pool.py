@@ -197,7 +197,7 @@ class SlotPool:
         else:
             self._all_logits.discard(seq_id)
         self._n_acquired += 1
-        tokens = [*job.prompt, *job.resumed]
+        tokens = [*job.prompt, *job.generated_before]
         slot.run = Run(job, seq_id, tokens, admission_number=self._n_acquired, packed=job.packed, admitted_s=now_s)
         slot.transition_to(SlotState.PREFILL)
         self._find_active()

@@ -31,8 +31,8 @@ class TickClock(Protocol):
     """The properties of a tick loop that the liveness writer reads."""
 
     @property
-    def tick_started_s(self) -> float:
-        """When the last tick began, in seconds. The clock may start at any value."""
+    def alive_s(self) -> float:
+        """When the engine thread last showed that it runs, in seconds. The clock may start at any value."""
 
     @property
     def hang_after_s(self) -> float:
@@ -52,7 +52,7 @@ class LivenessWriter:
         os.set_blocking(fd, False)  # a supervisor that does not read the pipe must not block this process
         self._fd = fd
         self._ticks = ticks
-        self._tick_started_s = ticks.tick_started_s
+        self._alive_s = ticks.alive_s
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llamaq-liveness", daemon=True)
 
@@ -69,9 +69,9 @@ class LivenessWriter:
 
     def _run(self) -> None:
         while not self._has_ended.wait(WRITE_EVERY_S):
-            tick_started_s = self._ticks.tick_started_s
-            if tick_started_s != self._tick_started_s:
-                self._tick_started_s = tick_started_s
+            alive_s = self._ticks.alive_s
+            if alive_s != self._alive_s:
+                self._alive_s = alive_s
                 self._write_liveness()
 
     def _write_liveness(self) -> None:

@@ -1,14 +1,14 @@
-"""How long a tick without prompt tokens takes: the time of its decode tokens, and a time for each draft token."""
+"""How long a tick without prompt tokens takes: the time of its decode tokens, and a time for each token ahead."""
 
 from __future__ import annotations
 
 from collections import deque
 from itertools import islice
 
-from llamaq.worker.scheduling.draft_times import DraftTimes, MeasuredDraftTimes
+from llamaq.worker.scheduling.ahead_times import AheadTimes, MeasuredAheadTimes
 
 N_PLAIN_TICKS = 5
-"""Number of newest ticks without drafts whose median is the time of a number of decode tokens."""
+"""Number of newest ticks without tokens ahead whose median is the time of a number of decode tokens."""
 FORGOTTEN_AFTER = 256
 """A measurement is forgotten after this many ticks, because attention covers more cells now, or other programs run."""
 
@@ -22,46 +22,46 @@ class DecodeTimes:
     def __init__(self) -> None:
         self._n_ticks = 0
         self._plain: dict[int, deque[tuple[int, float]]] = {}
-        """Maps a number of decode tokens to the newest ticks with this number and no drafts: tick number, seconds."""
-        self._drafted: dict[int, MeasuredDraftTimes] = {}
-        """Maps a number of decode tokens to the times of draft tokens in such ticks."""
+        """Maps a number of decode tokens to the newest ticks with it and no tokens ahead: tick number, seconds."""
+        self._ahead: dict[int, MeasuredAheadTimes] = {}
+        """Maps a number of decode tokens to the times of tokens ahead in such ticks."""
         self._last_measured = 0
-        """Number of decode tokens of the last tick with drafts."""
-        self.n_drafted_ticks = 0
-        """Number of ticks with drafts so far whose time was compared with that of a tick without drafts."""
+        """Number of decode tokens of the last tick with tokens ahead."""
+        self.n_ahead_ticks = 0
+        """Number of ticks with tokens ahead so far whose time was compared with that of a tick without tokens ahead."""
 
-    def record(self, n_decode: int, n_drafted: int, seconds: float) -> None:
+    def record(self, n_decode: int, n_ahead: int, seconds: float) -> None:
         """Record a tick without prompt tokens."""
         self._n_ticks += 1
-        if not n_drafted:
+        if not n_ahead:
             ticks = self._plain.setdefault(n_decode, deque(maxlen=N_PLAIN_TICKS))
             ticks.append((self._n_ticks, seconds))
             return
         plain_s = self.plain_s(n_decode)
         if plain_s is not None:
-            self.n_drafted_ticks += 1
-            measured = self._drafted.setdefault(n_decode, MeasuredDraftTimes(FORGOTTEN_AFTER))
-            measured.record(self._n_ticks, n_drafted, (seconds - plain_s) / n_drafted)
+            self.n_ahead_ticks += 1
+            measured = self._ahead.setdefault(n_decode, MeasuredAheadTimes(FORGOTTEN_AFTER))
+            measured.record(self._n_ticks, n_ahead, (seconds - plain_s) / n_ahead)
             self._last_measured = n_decode
 
     def plain_s(self, n_decode: int) -> float | None:
-        """Return the seconds of a tick with this number of decode tokens and no drafts. None: not known."""
+        """Return the seconds of a tick with this number of decode tokens and no tokens ahead. None: not known."""
         times = [seconds for at, seconds in self._plain.get(n_decode, ()) if self._is_new(at)]
         return _median(times) if times else None
 
-    def draft_times(self, n_decode: int) -> DraftTimes | None:
-        """Return the times of draft tokens in a tick with this number of decode tokens. None: not known.
+    def ahead_times(self, n_decode: int) -> AheadTimes | None:
+        """Return the times of tokens ahead in a tick with this number of decode tokens. None: not known.
 
-        If no such tick was measured, the times are those of the newest ticks with drafts.
+        If no such tick was measured, the times are those of the newest ticks with tokens ahead.
         """
         return self._read(n_decode) or self._read(self._last_measured)
 
-    def has_draft_times(self, n_decode: int) -> bool:
-        """Whether more than a few ticks with this number of decode tokens and with drafts were measured."""
-        return self._read(n_decode) is not None and not self._drafted[n_decode].are_few
+    def has_ahead_times(self, n_decode: int) -> bool:
+        """Whether more than a few ticks with this number of decode tokens and with tokens ahead were measured."""
+        return self._read(n_decode) is not None and not self._ahead[n_decode].are_few
 
-    def _read(self, n_decode: int) -> DraftTimes | None:
-        measured = self._drafted.get(n_decode)
+    def _read(self, n_decode: int) -> AheadTimes | None:
+        measured = self._ahead.get(n_decode)
         return None if measured is None else measured.read(self._n_ticks)
 
     def _is_new(self, at: int) -> bool:
@@ -69,7 +69,7 @@ class DecodeTimes:
 
     def __repr__(self) -> str:
         plain = ", ".join(f"{n}: {(self.plain_s(n) or 0) * 1000:.1f} ms" for n in islice(self._plain, 4))
-        return f"<DecodeTimes {plain}; draft tokens {self._read(self._last_measured)!r}>"
+        return f"<DecodeTimes {plain}; tokens ahead {self._read(self._last_measured)!r}>"
 
 
 def _median(values: list[float]) -> float:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llamaq.worker.scheduling.draft_times import DraftTimes
+from llamaq.worker.scheduling.ahead_times import AheadTimes
 
 LEAST_GAIN = 1.2
 """Drafts must promise this many times the tokens per second of a tick without drafts. The predictions have errors, and
 the work that tokens cause on other threads is not part of the tick that yields them."""
 
 
-class Candidate(NamedTuple):
-    """The draft of a slot."""
+class DraftOption(NamedTuple):
+    """A draft that a tick may verify."""
 
     n_tokens: int
     probability: float
@@ -30,7 +30,7 @@ class _Choice(NamedTuple):
 
 
 def choose_lengths(
-    drafts: Sequence[Candidate], n_decode: int, plain_s: float, times: DraftTimes, room: int, step_s: float = 0.0
+    drafts: Sequence[DraftOption], n_decode: int, plain_s: float, times: AheadTimes, room: int, step_s: float = 0.0
 ) -> list[int]:
     """Return for each draft how many of its tokens to verify, 0 for a draft that promises no gain.
 
@@ -60,7 +60,7 @@ def choose_lengths(
 
 
 def _choose_within(
-    n_places: int, drafts: Sequence[Candidate], n_decode: int, tick_s: float, times: DraftTimes, room: int
+    n_places: int, drafts: Sequence[DraftOption], n_decode: int, tick_s: float, times: AheadTimes, room: int
 ) -> _Choice:
     """Return the best lengths that are at most `n_places`. `tick_s` is the time of the tick without verification."""
     tokens = sorted(

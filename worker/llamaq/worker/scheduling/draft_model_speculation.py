@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS
 from llamaq.worker.core.batch import Batch
-from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftWork
+from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftPlan, DraftWork
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
-from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, Candidate, can_gain, choose_lengths
+from llamaq.worker.scheduling.ahead_times import NO_TIMES, AheadTimes
+from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
 from llamaq.worker.scheduling.draft_model_times import DraftModelTimes
 from llamaq.worker.scheduling.draft_sequences import DraftSequences
-from llamaq.worker.scheduling.draft_times import NO_TIMES, DraftTimes
 from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ FIRST_MISSING, LEAST_MISSING = 32, 16
 """Number of missing tokens that are computed in a tick before their time is known, and the least number afterwards."""
 
 
-class _Proposal(NamedTuple):
+class _ProposedLength(NamedTuple):
     slot: Slot
     drafting: Drafting
     n_max: int
@@ -57,7 +57,7 @@ class _Costs(NamedTuple):
     n_decode: int
     plain_s: float
     """Time of the tick without drafts."""
-    times: DraftTimes | None
+    times: AheadTimes | None
     """Times to verify draft tokens."""
     step_s: float | None
     """Time of a step of the draft model, with a draft for each slot whose drafts are probable enough."""
@@ -129,7 +129,7 @@ class DraftModelSpeculation(Speculation):
         self._n_since_trial, self._since_trial_s = 0, 0.0
         """Number of ticks since the last trial, and their time in seconds."""
 
-    def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
+    def _with_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with a plan for the draft model; see `Speculation.add_drafts`."""
         plain_s = None if self._has_failed else self._times.plain_s(batch.n_decode)
         if plain_s is None:
@@ -139,25 +139,38 @@ class DraftModelSpeculation(Speculation):
         may_gain = costs.may_gain(best)
         if not may_gain and not self._may_try(costs):
             return batch
-        budget_s = (limit_s - plain_s) / 2  # one half for missing tokens, the other one for drafts
-        token_s = (costs.step_s or 0.0) + (0.0 if costs.times is None else costs.times.largest_token_s)
-        room = int(min(room, self._max_tokens, n_within(budget_s, token_s)))
-        max_missing = self._n_missing_within(budget_s, costs)
+        room, max_missing = self._budgets(costs, room, limit_s)
         if room <= 0 or max_missing <= 0:
             return batch
         proposals = [one for slot in slots if (one := self._propose_length(slot)) is not None]
-        wanted = self._choose_drafts(proposals, room, costs) if may_gain else {}
-        if not wanted:
-            wanted = self._choose_trial(proposals, room, costs)
-        if not wanted:
+        lengths = self._choose(proposals, room, costs, may_gain=may_gain)
+        if not lengths:
             return batch
-        plan = self._sequences.plan(wanted, [part.slot for part in batch.decode], max_missing)
+        plan = self._sequences.plan(lengths, [part.slot for part in batch.decode], max_missing)
+        self._note_plan(plan, proposals)
+        return replace(batch, draft_plan=plan)
+
+    def _budgets(self, costs: _Costs, room: int, limit_s: float) -> tuple[int, int]:
+        """Return how many draft tokens and how many missing tokens a tick may compute. Each get half of the time."""
+        budget_s = (limit_s - costs.plain_s) / 2
+        token_s = (costs.step_s or 0.0) + (0.0 if costs.times is None else costs.times.largest_token_s)
+        room = int(min(room, self._max_tokens, n_within(budget_s, token_s)))
+        return room, self._n_missing_within(budget_s, costs)
+
+    def _choose(
+        self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs, *, may_gain: bool
+    ) -> Mapping[Slot, int]:
+        """Return the lengths of the drafts that promise a gain. If there are none: of a trial, if one is due."""
+        lengths = self._choose_drafts(proposals, room, costs) if may_gain else {}
+        return lengths or self._choose_trial(proposals, room, costs)
+
+    def _note_plan(self, plan: DraftPlan, proposals: Sequence[_ProposedLength]) -> None:
+        """Remember which jobs the plan may draft for. A trial ends when it has a draft, or cannot have one."""
         self._draftings = {one.slot: one.drafting for one in proposals}
         has_drafts = any(part.n_tokens for part in plan.parts)
         self._had_trial |= has_drafts
         if has_drafts or not plan.parts:
             self._trial = None
-        return replace(batch, draft_plan=plan)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick, and from the work of the draft model."""
@@ -171,7 +184,7 @@ class DraftModelSpeculation(Speculation):
             return
         self._sequences.record(batch)
         self._has_failed = work.has_failed
-        if not self._is_reported and self._times.draft_times(batch.n_decode) is not None:
+        if not self._is_reported and self._times.ahead_times(batch.n_decode) is not None:
             self._is_reported = True
             log.info("draft_model.measured %r", self)
         for part in batch.decode:
@@ -182,7 +195,7 @@ class DraftModelSpeculation(Speculation):
         """Return the times of a tick with drafts for these slots, and the largest estimated acceptance of a draft."""
         draftings = (slot.active.job.drafting for slot in slots)
         probabilities = [self._probability(drafting, GRADE) for drafting in draftings if drafting is not None]
-        model_times, times = self._model_times, self._times.draft_times(n_decode)
+        model_times, times = self._model_times, self._times.ahead_times(n_decode)
         least_s = 0.0 if times is None else times.least_token_s
         n_drafts = max(1, sum(can_gain(n_decode, plain_s, least_s, 0.0, one) for one in probabilities))
         costs = _Costs(
@@ -206,20 +219,20 @@ class DraftModelSpeculation(Speculation):
             return trial_s <= FIRST_TRIAL_SHARE * self._since_trial_s
         return self._n_since_trial >= TRIAL_AFTER and trial_s <= TRIAL_SHARE * self._since_trial_s
 
-    def _propose_length(self, slot: Slot) -> _Proposal | None:
+    def _propose_length(self, slot: Slot) -> _ProposedLength | None:
         """Return the largest draft of a slot. None: it cannot have one."""
         drafting, n_missing = slot.active.job.drafting, self._sequences.n_missing(slot)
         if drafting is None or n_missing is None:
             return None
-        return _Proposal(slot, drafting, self._n_max(slot.active), n_missing, self._probability(drafting, GRADE))
+        return _ProposedLength(slot, drafting, self._n_max(slot.active), n_missing, self._probability(drafting, GRADE))
 
-    def _choose_drafts(self, proposals: Sequence[_Proposal], room: int, costs: _Costs) -> Mapping[Slot, int]:
+    def _choose_drafts(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the lengths of the drafts that promise a gain. If the time of a step is old, they are short."""
         worthwhile = [one for one in proposals if self._pays_off(one, costs)]
         longest = MAX_DRAFT_TOKENS if costs.is_step_new else SHORT_TOKENS
-        candidates = [Candidate(min(longest, one.n_max), one.probability) for one in worthwhile]
+        options = [DraftOption(min(longest, one.n_max), one.probability) for one in worthwhile]
         lengths = choose_lengths(
-            candidates,
+            options,
             costs.n_decode,
             costs.plain_s,
             costs.times or NO_TIMES,
@@ -228,13 +241,13 @@ class DraftModelSpeculation(Speculation):
         )
         return {one.slot: length for one, length in zip(worthwhile, lengths, strict=True) if length}
 
-    def _pays_off(self, proposal: _Proposal, costs: _Costs) -> bool:
+    def _pays_off(self, proposal: _ProposedLength, costs: _Costs) -> bool:
         """Return whether the rest of the job may gain the time that its missing tokens take from all jobs."""
         run = proposal.slot.active
         rest_s = costs.plain_s * (run.max_length - len(run.tokens))
         return costs.missing_s(proposal.n_missing) * costs.n_decode <= (1 - 1 / LEAST_GAIN) * rest_s
 
-    def _choose_trial(self, proposals: Sequence[_Proposal], room: int, costs: _Costs) -> Mapping[Slot, int]:
+    def _choose_trial(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the slot and the length of a trial, if a trial is due or not complete."""
         current = next((one for one in proposals if one.slot.active.admission_number == self._trial), None)
         if current is None:

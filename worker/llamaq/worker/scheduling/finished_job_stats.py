@@ -29,8 +29,8 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
     """
     measured: dict[str, Any] = {
         "prompt_tokens": len(job.prompt),
-        "generated_tokens": len(job.resumed),
-        "duration_ms": _ms(now_s - (now_s if job.times.started_s is None else job.times.started_s)),
+        "generated_tokens": len(job.generated_before),
+        "duration_ms": _ms(now_s - (now_s if job.times.first_slot_s is None else job.times.first_slot_s)),
         "queue_ms": round(job.times.waited_ms(now_s), 3),
         "preempted_ms": job.times.preempted_ms(now_s),
         "worker": worker,
@@ -51,7 +51,7 @@ def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
     measured: dict[str, Any] = {
         "generated_tokens": run.n_generated,
         "prefix_cache_tokens": run.cached_tokens,
-        "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.resumed)), 4),
+        "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.generated_before)), 4),
         "prefix_cache_tier": run.tier if run.cached_tokens else None,
         "prefix_cache_seq_id": run.admission.seq_id if run.cached_tokens else None,
         "evicted_tokens": run.admission.evicted_tokens,
@@ -59,10 +59,10 @@ def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
         "slot": slot.index,
     }
     if run.prefilled_s is not None:
-        n_evaluated = run.n_prompt + len(job.resumed) - run.cached_tokens
-        n_after_first = run.n_generated - len(job.resumed) - 1
+        n_evaluated = run.n_prompt + len(job.generated_before) - run.cached_tokens
+        n_after_first = run.n_generated - len(job.generated_before) - 1
         measured |= {
-            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - (job.times.started_s or run.admitted_s)),
+            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - (job.times.first_slot_s or run.admitted_s)),
             "prompt_eval_rate": _rate(n_evaluated, run.prefilled_s - run.admitted_s),
             "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
         }

@@ -8,7 +8,6 @@ after them. So they need neither a tick of their own nor logits.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Run
@@ -27,13 +26,13 @@ class ForcedTokens:
     Args:
         can_remove: Whether the last tokens of a sequence can be removed after they were decoded. If not, jobs with stop
             strings get no forced tokens: the job may end among them, and its sequence would then lose all cells.
+        is_limited: Whether the strategy limits the time of ticks.
     """
 
-    def __init__(self, *, can_remove: bool) -> None:
+    def __init__(self, *, can_remove: bool, is_limited: bool) -> None:
         self._can_remove = can_remove
+        self._is_limited = is_limited
         self._times = DecodeTimes()
-        self._is_limited = False
-        """Whether the strategy limits the time of ticks."""
 
     def add(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with forced tokens.
@@ -43,7 +42,6 @@ class ForcedTokens:
             room: Largest number of tokens to add.
             limit_s: Longest time of a tick with them, in seconds.
         """
-        self._is_limited = limit_s < inf
         room = min(room, MAX_IN_TICK)
         if self._is_limited:
             room = self._room_within(limit_s, room, batch.n_decode)
@@ -62,7 +60,7 @@ class ForcedTokens:
         """Return how much of the time limit of a tick its forced tokens leave for drafts, in seconds."""
         if not self._is_limited or not batch.n_forced:
             return limit_s
-        times = self._times.draft_times(batch.n_decode)
+        times = self._times.ahead_times(batch.n_decode)
         if times is None:
             return 0.0  # without drafts, this tick measures them
         return limit_s - times.seconds(batch.n_forced)
@@ -73,7 +71,7 @@ class ForcedTokens:
             self._times.record(batch.n_decode, batch.n_forced, seconds)
 
     def _room_within(self, limit_s: float, room: int, n_decode: int) -> int:
-        plain_s, times = self._times.plain_s(n_decode), self._times.draft_times(n_decode)
+        plain_s, times = self._times.plain_s(n_decode), self._times.ahead_times(n_decode)
         if plain_s is None:
             return 0  # this tick measures it
         if times is None:

@@ -141,6 +141,11 @@ class GuardedStrategy:
         """Whether a batch without prompts always has the next token of every running stream."""
         return self._is_trusted
 
+    @property
+    def has_draft_limit(self) -> bool:
+        """Whether the strategy limits the time of ticks with drafts: it is a `DraftLimit`."""
+        return self._draft_limit is not None
+
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         """Return a batch that obeys all rules, even if the batch of the strategy does not."""
         return _end_chunks_at_checkpoints(self._checked_plan(slots, queue_depth))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
-from llamaq.worker.scheduling.draft_lengths import Candidate, can_gain, choose_lengths
-from llamaq.worker.scheduling.draft_times import NO_TIMES, DraftTimes
+from llamaq.worker.scheduling.ahead_times import NO_TIMES, AheadTimes
+from llamaq.worker.scheduling.draft_lengths import DraftOption, can_gain, choose_lengths
 from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
 
 FIRST_TOKENS = 4
@@ -25,7 +25,7 @@ TRIAL_TOKENS = 1
 """Largest number of tokens of a trial, and of the first draft of each grade of a job."""
 
 
-class _Proposal(NamedTuple):
+class _ProposedDraft(NamedTuple):
     slot: Slot
     drafting: Drafting
     draft: Draft
@@ -38,7 +38,7 @@ class _Prediction(NamedTuple):
     n_decode: int
     plain_s: float | None
     """The seconds of a tick without drafts. None: not known."""
-    times: DraftTimes
+    times: AheadTimes
     """The times of draft tokens."""
     longest: int
     """Largest number of draft tokens in a tick. It is small while too few ticks with drafts are measured."""
@@ -62,7 +62,7 @@ class NgramSpeculation(Speculation):
         self._is_measuring = False
         """Whether a draft is verified whose time is the first one to be measured."""
 
-    def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
+    def _with_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with drafts; see `add_drafts`."""
         if batch.n_decode != self._prediction.n_decode:  # never between repeated ticks
             self._prediction = self._predict(batch.n_decode)
@@ -93,10 +93,10 @@ class NgramSpeculation(Speculation):
 
     def _predict(self, n_decode: int) -> _Prediction:
         """Predict the times of ticks with this number of decode tokens."""
-        plain_s, times = self._times.plain_s(n_decode), self._times.draft_times(n_decode)
-        if times is None or self._times.n_drafted_ticks < N_FIRST:
+        plain_s, times = self._times.plain_s(n_decode), self._times.ahead_times(n_decode)
+        if times is None or self._times.n_ahead_ticks < N_FIRST:
             return _Prediction(n_decode, plain_s, NO_TIMES, min(FIRST_TOKENS, self._max_tokens), is_measured=False)
-        return _Prediction(n_decode, plain_s, times, self._max_tokens, self._times.has_draft_times(n_decode))
+        return _Prediction(n_decode, plain_s, times, self._max_tokens, self._times.has_ahead_times(n_decode))
 
     def record_draft(self, drafting: Drafting, draft: Draft, n_accepted: int) -> None:
         """Record the outcome of a draft; see `Speculation.record_draft`."""
@@ -104,10 +104,10 @@ class NgramSpeculation(Speculation):
         if n_accepted == len(draft):
             self._trial_after.pop(draft.grade, None)
 
-    def _proposals(self, batch: Batch) -> list[_Proposal]:
+    def _proposals(self, batch: Batch) -> list[_ProposedDraft]:
         return [proposal for part in batch.decode if (proposal := self._propose(part)) is not None]
 
-    def _propose(self, part: DecodeToken) -> _Proposal | None:
+    def _propose(self, part: DecodeToken) -> _ProposedDraft | None:
         """Return the draft of a slot.
 
         Returns:
@@ -124,18 +124,18 @@ class NgramSpeculation(Speculation):
         if not n_before_end:
             return None
         n_tokens = n_before_end if draft.grade in drafting.acceptance else min(n_before_end, TRIAL_TOKENS)
-        return _Proposal(slot, drafting, draft.first(n_tokens), self._probability(drafting, draft.grade))
+        return _ProposedDraft(slot, drafting, draft.first(n_tokens), self._probability(drafting, draft.grade))
 
     def _choose(
-        self, proposals: Sequence[_Proposal], room: int, n_decode: int, plain_s: float, times: DraftTimes
+        self, proposals: Sequence[_ProposedDraft], room: int, n_decode: int, plain_s: float, times: AheadTimes
     ) -> dict[Slot, Draft]:
         """Return the parts of the proposed drafts that promise a gain. If there are none: a trial, if one is due."""
-        candidates = [Candidate(len(one.draft), one.probability) for one in proposals]
-        lengths = choose_lengths(candidates, n_decode, plain_s, times, room)
+        options = [DraftOption(len(one.draft), one.probability) for one in proposals]
+        lengths = choose_lengths(options, n_decode, plain_s, times, room)
         chosen = {one.slot: one.draft.first(length) for one, length in zip(proposals, lengths, strict=True) if length}
         return chosen or self._try_one(proposals, room)
 
-    def _try_one(self, proposals: Sequence[_Proposal], room: int) -> dict[Slot, Draft]:
+    def _try_one(self, proposals: Sequence[_ProposedDraft], room: int) -> dict[Slot, Draft]:
         """Return a trial of one job, the one with the fewest drafted tokens, if a trial is due.
 
         The first draft of each grade of a job is tried at once: its text may be of another kind than those of the jobs

@@ -128,7 +128,7 @@ class Preemption:
         run = slot.active
         job = run.job
         log.info("job.preempted id=%s slot=%d generated_tokens=%d", job.id, slot.index, run.n_generated)
-        job.resumed = run.tokens[run.n_prompt :]
+        job.generated_before = run.tokens[run.n_prompt :]
         job.packed = run.packed_history(len(run.tokens))
         self._memory.release(slot, reusable=True)
         self._waiting.requeue(job)

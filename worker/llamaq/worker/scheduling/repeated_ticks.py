@@ -20,12 +20,13 @@ The same holds for a grammar, which may force tokens after them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from llamaq.common.errors import EngineError
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
-from llamaq.worker.core.job import NewToken
+from llamaq.worker.core.outputs import NewToken, TickOutcome
 from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
@@ -38,6 +39,26 @@ FORCED_AHEAD = 2
 """Number of forced tokens, the sampled one included, that end the repetition."""
 
 
+@dataclass(slots=True, eq=False)
+class _Repetition:
+    """The batches between two plans."""
+
+    batch: Batch
+    """The last batch."""
+    without_drafts: Batch
+    """The last batch without its drafts."""
+    n_left: int
+    """How many tokens each job can get before the next plan."""
+    until_s: float
+    """When the first deadline of a job is reached."""
+    n_unsearched: int
+    """Number of ticks before the next search for drafts."""
+    drafts_need_plan: bool
+    """Whether only a plan may search for drafts."""
+    has_room_for_forced: bool
+    """Whether the next plan may add forced tokens to the batch."""
+
+
 class RepeatedTicks:
     """Decides how often a tick is repeated, and records the tokens of the repeated ticks.
 
@@ -47,9 +68,9 @@ class RepeatedTicks:
         while (following := repeater.next_batch(results)) is not None:
             batch, results = following, engine.run(following)
 
-    `late_outputs` returns the outputs of each tick that had a next batch, in their order. It is called for all of them
-    before `apply`. If `have_stop_strings`, it is called before the next `next_batch`, and if it `has_stopped` a job,
-    `apply` is called next.
+    `late_outputs` returns the outputs of each tick that had a next batch. Call it for all of these ticks, in their
+    order, before `apply`. With stop strings, call `late_outputs` before each `next_batch`. If `has_stopped` is then
+    true, call `apply`.
 
     Threads: another thread may call `late_outputs`, and what `preparation` returns, also while the engine thread calls
     `next_batch` for later ticks. The engine thread calls all other methods.
@@ -85,34 +106,22 @@ class RepeatedTicks:
         self._end_tokens = end_tokens
         self._on_tick = on_tick
         self._clock = clock
-        self._n_left = 0
-        """How many tokens each job can get before the next plan."""
-        self._batch = Batch()
-        """The last batch."""
-        self._without_drafts = Batch()
-        """The last batch without its drafts."""
-        self._n_unsearched = 0
-        """Number of ticks before the next search for drafts."""
-        self._drafts_need_plan = False
-        """Whether only a plan may search for drafts."""
-        self._until_s = 0.0
-        """When the first deadline of a job is reached."""
+        self._repetition: _Repetition | None = None
+        """The repetition of the last plan. None: its tick is not repeated."""
         self.have_stop_strings = False
-        """Whether the text of a token may end a job of the batch."""
+        """During a repetition: whether the text of a token may end a job of the batch."""
         self.can_prepare = False
-        """Whether `preparation` returns a call."""
-        self._has_room_for_forced = False
-        """Whether the next plan may add forced tokens to the batch."""
+        """During a repetition: whether `preparation` returns a call."""
         self._stopped: set[Slot] = set()
 
     # ---- the decision, made with the plan
 
     def forbid(self) -> None:
-        """Let no tick be repeated before the next `consider`."""
-        self._n_left = 0
+        """Let no tick be repeated before the next `begin_if_possible`."""
+        self._repetition = None
 
-    def consider(self, batch: Batch, now_s: float) -> None:
-        """Let ticks be repeated, if the next plan would be the same apart from its drafts.
+    def begin_if_possible(self, batch: Batch, now_s: float) -> None:
+        """Let the tick of a batch be repeated, if the next plan would be the same apart from its drafts.
 
         Args:
             batch: The batch.
@@ -121,18 +130,21 @@ class RepeatedTicks:
         if not self._would_be_planned_again(batch):
             return
         runs = [part.slot.active for part in batch.decode]
-        self._drafts_need_plan = self._tokens_ahead.needs_plan
-        if self._drafts_need_plan and batch.n_drafts:
+        drafts_need_plan = self._tokens_ahead.needs_plan
+        if drafts_need_plan and batch.n_drafts:
             return
         n_to_end = min([run.max_length - len(run.tokens) for run in runs]) - 1
-        self._n_left = min(n_to_end, self._memory.n_tokens_with_room(CELLS_AHEAD))
-        self._batch = batch
-        self._without_drafts = batch.without_drafts()
-        self._n_unsearched = self._tokens_ahead.n_unsearched(runs)
-        self._until_s = self._first_deadline_s(runs, now_s)
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
         self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
-        self._has_room_for_forced = self.can_prepare and batch.n_tokens < self._strategy.limits.budget
+        self._repetition = _Repetition(
+            batch,
+            batch.without_drafts(),
+            n_left=min(n_to_end, self._memory.n_tokens_with_room(CELLS_AHEAD)),
+            until_s=self._first_deadline_s(runs, now_s),
+            n_unsearched=self._tokens_ahead.n_unsearched(runs),
+            drafts_need_plan=drafts_need_plan,
+            has_room_for_forced=self.can_prepare and batch.n_tokens < self._strategy.limits.budget,
+        )
 
     def _would_be_planned_again(self, batch: Batch) -> bool:
         """Whether the next plan would be the same apart from its drafts, if no job ends and there is no new job."""
@@ -164,17 +176,21 @@ class RepeatedTicks:
         Raises:
             EngineError: Draft tokens that were not accepted could not be removed.
         """
-        if self._n_left <= 0 or self._clock() >= self._until_s or not all(map(self._continues, results)):
+        repetition = self._repetition
+        if repetition is None or repetition.n_left <= 0 or self._clock() >= repetition.until_s:
+            return None
+        has_room_for_forced = repetition.has_room_for_forced
+        if not all(self._continues(result, has_room_for_forced) for result in results):
             return None
         n_tokens = max([len(result.sampled) for result in results])
-        if n_tokens > self._n_left or (self._drafts_need_plan and not self._n_unsearched):
+        if n_tokens > repetition.n_left or (repetition.drafts_need_plan and not repetition.n_unsearched):
             return None
-        self._n_left -= n_tokens
-        self._record(results)
-        self._batch = self._next_batch()
-        return self._batch
+        repetition.n_left -= n_tokens
+        self._record(results, repetition)
+        repetition.batch = self._next_batch(repetition)
+        return repetition.batch
 
-    def _continues(self, result: SlotResult) -> bool:
+    def _continues(self, result: SlotResult, has_room_for_forced: bool) -> bool:
         """Whether the stream has got tokens, and none of them is its last one."""
         slot, n_past, sampled, error, _ = result
         run, n_sampled = slot.active, len(sampled)
@@ -184,16 +200,16 @@ class RepeatedTicks:
         if n_sampled > 1 and (run.job.detokenizer.has_stop_strings or run.job.sampler.can_prepare):
             return False
         # The first of the forced tokens is the one that was sampled. The next plan has a part for the others.
-        return not self._has_room_for_forced or self._tokens_ahead.n_forced_after(run) < FORCED_AHEAD
+        return not has_room_for_forced or self._tokens_ahead.n_forced_after(run) < FORCED_AHEAD
 
-    def _record(self, results: Iterable[SlotResult]) -> None:
+    def _record(self, results: Iterable[SlotResult], repetition: _Repetition) -> None:
         """Record the sampled tokens and the cells of the streams, and the outcomes of the drafts."""
         for slot, n_past, sampled, _, _ in results:
             slot.active.tokens += [one.token for one in sampled]
             self._memory.record_progress(slot, n_past)
-        if self._batch is self._without_drafts:
+        if repetition.batch is repetition.without_drafts:
             return
-        drafts = {part.slot: part.draft for part in self._batch.decode}
+        drafts = {part.slot: part.draft for part in repetition.batch.decode}
         for result in results:
             n_accepted = len(result.sampled) - 1
             n_before = len(result.slot.active.tokens) - len(result.sampled)
@@ -201,31 +217,31 @@ class RepeatedTicks:
             if result.slot.active.n_pending > 1:
                 raise EngineError(f"llama.cpp could not remove the draft tokens of {result.slot!r}")
 
-    def _next_batch(self) -> Batch:
+    def _next_batch(self, repetition: _Repetition) -> Batch:
         """Return the next batch. It has drafts, if it is time to search for them and one is found."""
-        if self._n_unsearched:
-            self._n_unsearched -= 1
-            return self._without_drafts
-        batch = self._tokens_ahead.add_drafts(self._without_drafts)
-        self._n_unsearched = self._tokens_ahead.n_unsearched([part.slot.active for part in batch.decode])
+        if repetition.n_unsearched:
+            repetition.n_unsearched -= 1
+            return repetition.without_drafts
+        batch = self._tokens_ahead.add_drafts(repetition.without_drafts)
+        repetition.n_unsearched = self._tokens_ahead.n_unsearched([part.slot.active for part in batch.decode])
         return batch
 
-    def late_outputs(self, batch: Batch, results: Iterable[SlotResult], ended_s: float) -> list[NewToken]:
-        """Return the outputs of a tick that had a next batch. The texts of its tokens are made now.
+    def late_outputs(self, batch: Batch, results: Iterable[SlotResult], ended_s: float) -> TickOutcome:
+        """Return the outcome of a tick that had a next batch. The texts of its tokens are made now.
 
         Args:
             batch: The batch.
             results: Its results.
             ended_s: When the engine ended.
         """
-        outputs = []
+        outputs: list[NewToken] = []
         for slot, _, sampled, _, _ in results:
             job = slot.active.job
             outputs += [new_token(job, one, ended_s) for one in sampled]
             if job.detokenizer.stop_string is not None:
                 self._stopped.add(slot)
         self._on_tick(batch, ended_s)
-        return outputs
+        return TickOutcome(outputs, len(outputs) - batch.n_decode)  # without its draft, each stream gets one token
 
     def preparation(self, batch: Batch) -> Callable[[], None] | None:
         """Return a call that computes what the next draws need besides the logits. None: they need nothing.

@@ -7,7 +7,7 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
     scheduler.move(budget_s)
     batch = scheduler.plan(queue_depth)
     results = engine.run(batch)
-    outputs = scheduler.apply(batch, results)
+    outcome = scheduler.apply(batch, results)
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
 outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced` for each chunk if the
@@ -30,7 +30,8 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
-from llamaq.worker.core.job import Job, JobEnded, Lease, Output, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.job import Job, Lease
+from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost, TickOutcome
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT
 from llamaq.worker.kv_cache.eviction import Room
@@ -88,8 +89,6 @@ class Scheduler:
         self._end_tokens = end_tokens
         self._worker = worker
         self._tokens_ahead = TokensAhead(memory, strategy, speculation)
-        self.n_accepted = 0
-        """Number of draft tokens that became tokens of an output, in the last `apply`."""
         self._clock = clock
         self._tick_timer = TickTimer(clock)
         self._waiting = WaitingQueue()
@@ -122,9 +121,9 @@ class Scheduler:
         """
         if (replaced := self._find(job.id)) is not None:
             self._remove(replaced)
-        job.started_s = self._clock()
+        job.received_s = self._clock()
         if job.times.submitted_s is None:
-            job.times.submitted_s = job.started_s
+            job.times.submitted_s = job.received_s
         job.context_limit = min(job.context_limit, self._memory.n_cells)
         self._waiting.append(job)
         if finish := finish_on_submit(job, self._end_tokens, len(self._memory.slots)):
@@ -140,10 +139,10 @@ class Scheduler:
         Returns:
             False when this worker does not have the job, or has another attempt of it.
         """
-        found = self._find(lease.job_id)
-        if found is None or _job_of(found).lease is not lease:
+        job = self._find(lease.job_id)
+        if job is None or job.lease is not lease:
             return False
-        self._remove(found)
+        self._remove(job)
         log.info("job.released id=%s attempt=%d", lease.job_id, lease.attempt)
         return True
 
@@ -167,9 +166,9 @@ class Scheduler:
         n_surplus = len(self._memory.active_slots) + self.n_waiting - n_jobs
         if n_surplus <= 0:
             return []
-        submitted_before_s = self._clock() - SURPLUS_AFTER_S
+        received_before_s = self._clock() - SURPLUS_AFTER_S
         surplus = [*self._waiting.bulk][self._bulk_share.n_slots :]
-        old = [job for job in surplus if job.times.started_s is None and job.started_s <= submitted_before_s]
+        old = [job for job in surplus if job.times.first_slot_s is None and job.received_s <= received_before_s]
         withdrawn = old[::-1][:n_surplus]
         for job in withdrawn:
             self._remove(job)
@@ -181,10 +180,10 @@ class Scheduler:
         Outputs that were created before this call are still returned by the next `apply`.
         """
         jobs = self.withdraw_waiting()
-        for slot in self._memory.active_slots:
-            jobs.append(slot.active.job)
-            self._remove(slot, reusable=True)
-        return jobs
+        running = [slot.active.job for slot in self._memory.active_slots]
+        for job in running:
+            self._remove(job, reusable=True)
+        return jobs + running
 
     # ---- one tick
 
@@ -247,18 +246,18 @@ class Scheduler:
                 self._report_progress(run, now_s)
         batch = self._tokens_ahead.add(batch)
         if not self._outputs:  # they would wait for the end of the repeated ticks
-            self.repeater.consider(batch, now_s)
+            self.repeater.begin_if_possible(batch, now_s)
         return batch
 
-    def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
-        """Update the slots with the engine's results. Returns all outputs since the last call.
+    def apply(self, batch: Batch, results: Iterable[SlotResult]) -> TickOutcome:
+        """Update the slots with the engine's results. Returns all outputs since the last call, and the accepted tokens.
 
         Raises:
             LookupError: A result belongs to a slot that is not in the batch.
         """
         if batch:
             self._record_tick()
-        self.n_accepted = 0
+        n_accepted = 0
         now_s = self._clock()
         stopped = self.repeater.take_stopped()
         parts = {part.slot: part for part in batch.parts}
@@ -269,9 +268,9 @@ class Scheduler:
             if result.slot in stopped:
                 self._memory.record_progress(result.slot, result.n_past)
                 self._memory.remove_after(result.slot, len(result.slot.active.tokens))  # its draft is not used
-                self._finish(result.slot, FinishReason.STOP)
+                self._finish(result.slot.active.job, FinishReason.STOP)
                 continue
-            self._apply_result(result, parts[result.slot], now_s)
+            n_accepted += self._apply_result(result, parts[result.slot], now_s)
             if result.no_room:
                 without_room = result.slot
         if without_room:
@@ -279,7 +278,7 @@ class Scheduler:
         self._preemption.keep_room()
         self._time_tick(batch, self._clock())
         outputs, self._outputs = self._outputs, []
-        return outputs
+        return TickOutcome(outputs, n_accepted)
 
     # ---- views
 
@@ -335,8 +334,12 @@ class Scheduler:
             if self._preemption.preempt_for(candidate.job):
                 return True
             passed.append(candidate.job)
+        return not passed and self._preempt_for_first_interactive()
+
+    def _preempt_for_first_interactive(self) -> bool:
+        """Preempt a running job for the first interactive job, which has no idle slot. Returns False if it cannot."""
         first = next(iter(self._waiting.interactive), None)
-        return not passed and first is not None and self._preemption.preempt_for(first)
+        return first is not None and self._preemption.preempt_for(first)
 
     def _candidates(self) -> Iterable[Candidate]:
         """Return the waiting jobs that have an idle slot, with their reusable prefixes, in the order of trial."""
@@ -353,7 +356,7 @@ class Scheduler:
         """Give the job a slot."""
         now_s = self._clock()
         slot = self._memory.admit(candidate, now_s)
-        candidate.job.times.start(now_s)
+        candidate.job.times.gain_slot(now_s)
         self._outputs.append(SlotAcquired(candidate.job))
         run = slot.active
         log.info("job.admitted id=%s slot=%d prompt_tokens=%d %s", run.job.id, slot.index, run.n_prompt, run.admission)
@@ -380,7 +383,8 @@ class Scheduler:
 
     # ---- results of a tick
 
-    def _apply_result(self, result: SlotResult, part: DecodeToken | PrefillChunk, now_s: float) -> None:
+    def _apply_result(self, result: SlotResult, part: DecodeToken | PrefillChunk, now_s: float) -> int:
+        """Update a slot with its result. Returns the number of draft tokens that became tokens of the output."""
         slot = result.slot
         run = slot.active
         has_advanced, n_before = result.n_past > run.n_past, len(run.tokens)
@@ -391,13 +395,12 @@ class Scheduler:
         draft = part.draft if isinstance(part, DecodeToken) else NO_DRAFT
         n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
         self._tokens_ahead.end_tick(result, draft, n_before, n_accepted)
-        if draft.tokens:
-            self.n_accepted += n_accepted
         if finish is not None:
-            self._finish(slot, finish)
+            self._finish(run.job, finish)
         elif slot.state is SlotState.DECODE and run.n_pending > 1:
             log.warning("job.cells_lost id=%s slot=%d n_past=%d", run.job.id, slot.index, run.n_past)
             slot.transition_to(SlotState.PREFILL)
+        return n_accepted if draft.tokens else 0
 
     def _report_progress(self, run: Run, now_s: float) -> None:
         self._outputs.append(PromptAdvanced(run.job, progress_of(run, now_s)))
@@ -411,14 +414,15 @@ class Scheduler:
         run = slot.active
         job, tokens = run.job, run.tokens
         for one in sampled:
+            is_first = job.first_token_s is None
+            if is_first:
+                job.first_token_s = now_s
             if run.prefilled_s is None:
                 run.prefilled_s = now_s
-                if job.first_token_s is None:
-                    job.first_token_s = now_s
             if one.token in self._end_tokens:
                 return FinishReason.STOP  # An end token ends the text and is not part of it.
             tokens.append(one.token)
-            self._outputs.append(new_token(job, one, now_s))
+            self._outputs.append(new_token(job, one, now_s, is_first=is_first))
             if reason := finish_reason(job, len(tokens), run.max_length):
                 return reason
             if slot.state is SlotState.PREFILL:
@@ -430,48 +434,40 @@ class Scheduler:
         if not self._preemption.free_cells():
             n_past = slot.active.n_past
             message = f"there is no room in KV memory (--n-ctx) after {n_past} tokens, although no other job is running"
-            self._finish(slot, JobRejected(ErrorCode.DECODE_FAILED, message))
+            self._finish(slot.active.job, JobRejected(ErrorCode.DECODE_FAILED, message))
 
     # ---- jobs
 
     def _jobs(self) -> list[Job]:
         return [*self._waiting, *(slot.active.job for slot in self._memory.active_slots)]
 
-    def _find(self, job_id: str) -> Slot | Job | None:
-        """Return the slot in which the job runs, or the job itself when it waits."""
-        slots = (slot for slot in self._memory.active_slots if slot.active.job.id == job_id)
-        return next(slots, None) or next((job for job in self._waiting if job.id == job_id), None)
+    def _find(self, job_id: str) -> Job | None:
+        return next((job for job in self._jobs() if job.id == job_id), None)
 
     def _finish_early(self, job_id: str, reason: FinishReason) -> bool:
-        found = self._find(job_id)
-        if found is not None:
-            self._finish(found, reason)
-        return found is not None
+        job = self._find(job_id)
+        if job is not None:
+            self._finish(job, reason)
+        return job is not None
 
-    def _finish(self, found: Slot | Job, finish: JobFinish) -> None:
+    def _finish(self, job: Job, finish: JobFinish) -> None:
         """Remove the job and add its `JobEnded` to the outputs. Only this method ends jobs."""
-        slot, job = (found, found.active.job) if isinstance(found, Slot) else (None, found)
-        stats = measure(job, slot, self._clock(), self._worker)
+        stats = measure(job, self._memory.slot_of(job), self._clock(), self._worker)
         if isinstance(finish, JobRejected):
-            self._remove(found)
+            self._remove(job)
             self._outputs.append(JobEnded(job, stats, error=finish))
         else:
-            self._remove(found, reusable=True)
+            self._remove(job, reusable=True)
             self._outputs.append(JobEnded(job, stats, reason=finish, text=job.detokenizer.finish()))
         log.info("job.ended id=%s ending=%s generated_tokens=%d", job.id, finish, stats.generated_tokens)
 
-    def _remove(self, found: Slot | Job, *, reusable: bool = False) -> None:
+    def _remove(self, job: Job, *, reusable: bool = False) -> None:
         """Remove the job from its slot or from the waiting queue. Other jobs may reuse a `reusable` sequence."""
-        if isinstance(found, Slot):
-            found.active.job.sampler.close()
-            self._memory.release(found, reusable=reusable)
+        job.close()
+        if (slot := self._memory.slot_of(job)) is not None:
+            self._memory.release(slot, reusable=reusable)
         else:
-            found.sampler.close()
-            self._waiting.remove(found)
-
-
-def _job_of(found: Slot | Job) -> Job:
-    return found.active.job if isinstance(found, Slot) else found
+            self._waiting.remove(job)
 
 
 def _count_bulk(running: Iterable[Slot]) -> int:

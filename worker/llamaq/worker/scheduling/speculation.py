@@ -62,9 +62,9 @@ class Speculation(ABC):
             room: Largest number of draft tokens: the batch and the KV memory have room for no more.
             limit_s: Longest time of a tick with drafts, in seconds.
         """
-        drafted = self._drafted(batch, room, limit_s)
-        self._n_without = 0 if drafted.has_draft_work or drafted.prefill else self._n_without + 1
-        return drafted
+        batch = self._with_drafts(batch, room, limit_s)
+        self._n_without = 0 if batch.has_draft_work or batch.prefill else self._n_without + 1
+        return batch
 
     @property
     def n_unsearched(self) -> int:
@@ -72,8 +72,8 @@ class Speculation(ABC):
         return min(self._n_without // SEARCHES_PER_TICK, MAX_UNSEARCHED)
 
     @abstractmethod
-    def _drafted(self, batch: Batch, room: int, limit_s: float) -> Batch:
-        """Return the batch with drafts; see `add_drafts`."""
+    def _with_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
+        """Return the batch with drafts, or with a plan for the draft model; see `add_drafts`."""
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""

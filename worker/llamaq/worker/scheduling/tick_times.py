@@ -39,10 +39,15 @@ class TickTime:
     seconds: float
     """From the end of the previous tick to the end of this tick: the time between two tokens of a stream. If the worker
     was idle before, the time begins when this tick is planned."""
-    n_drafted: int = 0
-    """Number of draft tokens, which were verified, and of tokens that grammars force."""
+    n_ahead: int = 0
+    """Number of tokens ahead: draft tokens, which were verified, and tokens that grammars force."""
     draft_model_s: float = 0.0
     """The part of `seconds` that the draft model took."""
+
+    @property
+    def n_drafted(self) -> int:
+        """The earlier name of `n_ahead`."""
+        return self.n_ahead
 
 
 class TickTimer:
@@ -90,8 +95,8 @@ class TickTimeModel:
         """Number of ticks since the last one that computed decode tokens only."""
 
     def record(self, tick: TickTime) -> None:
-        """Learn from a tick. Ticks with drafts or forced tokens are ignored, because they show neither time alone."""
-        if tick.n_drafted or tick.draft_model_s:
+        """Learn from a tick. Ticks with tokens ahead are ignored, because they show neither time alone."""
+        if tick.n_ahead or tick.draft_model_s:
             return
         if not tick.n_prefill:
             self._decode.append(tick)

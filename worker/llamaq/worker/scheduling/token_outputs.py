@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from llamaq.worker.core.batch import SampledToken
-from llamaq.worker.core.job import Job, NewToken
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import NewToken
 
 
-def new_token(job: Job, sampled: SampledToken, time_s: float) -> NewToken:
+def new_token(job: Job, sampled: SampledToken, time_s: float, *, is_first: bool = False) -> NewToken:
     """Return the output of the next token of a job. Adds the token to the detokenizer of the job.
 
     Args:
         job: The job.
         sampled: The token.
         time_s: When it was sampled, on the clock of `JobTimes`.
+        is_first: Whether it is the first token of this attempt.
     """
     token, logprobs, draw_probability = sampled
     text = job.detokenizer.feed(token)
-    return NewToken(job, token, text, time_s, logprobs, draw_probability, job.detokenizer.tag_offset)
+    return NewToken(job, token, text, time_s, logprobs, draw_probability, job.detokenizer.tag_offset, is_first)

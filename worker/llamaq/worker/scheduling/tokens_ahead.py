@@ -32,7 +32,7 @@ class TokensAhead:
         self._memory = memory
         self._strategy = strategy
         self._speculation = speculation
-        self._forced = ForcedTokens(can_remove=memory.can_remove_draft)
+        self._forced = ForcedTokens(can_remove=memory.can_remove_draft, is_limited=strategy.has_draft_limit)
         self._limit_s = inf
         """Longest time of a tick with tokens ahead, as of the last plan, in seconds."""
 

@@ -90,7 +90,7 @@ class WaitingQueue:
             tenant = job.request.tenant
             places[job.id] = (n_jobs[tenant], self._last_turns.get(tenant, 0))
             n_jobs[tenant] += 1
-            if job.resumed or job.times.started_s is not None or self._must_be_next(job):
+            if job.generated_before or job.times.first_slot_s is not None or self._must_be_next(job):
                 places[job.id] = (-1, 0)
         return sorted(jobs, key=lambda job: places[job.id])
 

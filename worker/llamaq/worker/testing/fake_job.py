@@ -133,7 +133,7 @@ def make_job(
         prompt=tokens,
         sampler=sampler or GreedySampler(),
         detokenizer=detokenizer,
-        resumed=list(resumed),
+        generated_before=list(resumed),
         times=JobTimes(queue_ms=queue_ms),
         context_limit=context_limit,
         drafting=drafting,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Output
+from llamaq.worker.core.outputs import Output
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
@@ -139,10 +139,10 @@ def run_tick(
         late.append((batch, results, ended_s))
         batch, results, ended_s = following, engine.run(following), clock()
         if repeater.have_stop_strings or len(late) >= n_late:
-            outputs += repeater.late_outputs(*late.popleft())
+            outputs += repeater.late_outputs(*late.popleft()).outputs
     for earlier in late:
-        outputs += repeater.late_outputs(*earlier)
-    outputs += scheduler.apply(batch, results)
+        outputs += repeater.late_outputs(*earlier).outputs
+    outputs += scheduler.apply(batch, results).outputs
     scheduler.check_integrity()
     return outputs
 

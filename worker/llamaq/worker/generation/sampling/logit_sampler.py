@@ -15,7 +15,7 @@ import numpy.typing as npt
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
-from llamaq.worker.core.job import NOT_NUMBERS
+from llamaq.worker.core.finish_rules import NOT_NUMBERS
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
@@ -36,7 +36,7 @@ NO_BREAKERS = SequenceBreakers()
 
 
 class LogitSampler:
-    """The sampler of one job; implements `core.job.Sampler`.
+    """The sampler of one job; implements `core.job_parts.Sampler`.
 
     Args:
         params: The sampling parameters.
@@ -99,15 +99,15 @@ class LogitSampler:
         self.can_prepare = grammar is not None
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
-        """Compute the masks of the grammar; see `core.job.Sampler`."""
+        """Compute the masks of the grammar; see `core.job_parts.Sampler`."""
         self._allowed.prepare(history, n_prompt, n_history, draft)
 
     def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
-        """Return the tokens that must follow `history`; see `core.job.Sampler`."""
+        """Return the tokens that must follow `history`; see `core.job_parts.Sampler`."""
         return self._allowed.forced(history, n_prompt)
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, best: int | None = None) -> int:
-        """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
+        """Draw the token that follows `history`; see `core.job_parts.Sampler`. Changes `logits`."""
         if best is not None and self._takes_best:
             if best not in self._never_best and self._allowed.allows(best, history, n_prompt):
                 return best
@@ -124,7 +124,7 @@ class LogitSampler:
     def sample_largest(
         self, tokens: npt.NDArray[np.int32], logits: Logits, history: Sequence[int], n_prompt: int
     ) -> int:
-        """Draw the token that `sample` would draw; see `core.job.Sampler`."""
+        """Draw the token that `sample` would draw; see `core.job_parts.Sampler`."""
         _check_finite(float(logits.max()))
         order = tokens.argsort()
         candidates = Candidates(logits.take(order), tokens.take(order).astype(np.intp))

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from llamaq.worker.scheduling.draft_lengths import Candidate, choose_lengths
-from llamaq.worker.scheduling.draft_times import LONGEST, N_OF_CLASS, DraftTimes, MeasuredDraftTimes, class_of
+from llamaq.worker.scheduling.ahead_times import LONGEST, N_OF_CLASS, AheadTimes, MeasuredAheadTimes, class_of
+from llamaq.worker.scheduling.draft_lengths import DraftOption, choose_lengths
 
 FORGOTTEN_AFTER = 100
 
 
-def measured(*ticks: tuple[int, float]) -> DraftTimes:
+def measured(*ticks: tuple[int, float]) -> AheadTimes:
     """Return the times after ticks, each with a number of draft tokens and the seconds of one of them."""
-    times = MeasuredDraftTimes(FORGOTTEN_AFTER)
+    times = MeasuredAheadTimes(FORGOTTEN_AFTER)
     for tick, (n_tokens, token_s) in enumerate(ticks, start=1):
         times.record(tick, n_tokens, token_s)
     read = times.read(len(ticks))
@@ -49,27 +49,27 @@ def test_of_many_ticks_the_median_counts_and_of_few_the_shortest() -> None:
 
 
 def test_ticks_are_forgotten() -> None:
-    times = MeasuredDraftTimes(FORGOTTEN_AFTER)
+    times = MeasuredAheadTimes(FORGOTTEN_AFTER)
     assert times.read(0) is None
     times.record(1, 1, 0.1)
     times.record(50, 16, 0.5)
     assert times.read(100) == measured((1, 0.1), (16, 0.5))
-    assert times.read(101) == DraftTimes.constant(0.5)
-    assert times.read(149) == DraftTimes.constant(0.5)
+    assert times.read(101) == AheadTimes.constant(0.5)
+    assert times.read(149) == AheadTimes.constant(0.5)
     assert times.read(150) is None
 
 
 def test_drafts_are_short_where_the_first_draft_tokens_cost_the_least() -> None:
     """The times of a CPU with which one token takes 1.1 ms, four take 2.1 and sixteen 9."""
     times = measured((1, 0.13), (3, 0.34), (8, 0.45), (15, 0.53))
-    assert choose_lengths([Candidate(16, 0.95)], 1, 1.1, times, 64) == [2]
-    assert choose_lengths([Candidate(16, 0.3)], 1, 1.1, DraftTimes.constant(0.34), 64) == [0]
+    assert choose_lengths([DraftOption(16, 0.95)], 1, 1.1, times, 64) == [2]
+    assert choose_lengths([DraftOption(16, 0.3)], 1, 1.1, AheadTimes.constant(0.34), 64) == [0]
     times = measured((1, 0.05), (2, 0.34), (8, 0.45), (15, 0.53))
-    assert choose_lengths([Candidate(16, 0.3)], 1, 1.1, times, 64) == [1]
+    assert choose_lengths([DraftOption(16, 0.3)], 1, 1.1, times, 64) == [1]
 
 
 def test_drafts_are_long_where_only_the_first_draft_token_costs_time() -> None:
     """The times of a GPU: verifying any number of tokens takes as long."""
     times = measured((1, 0.4), (2, 0.2), (4, 0.1), (8, 0.05), (16, 0.025))
-    assert choose_lengths([Candidate(16, 0.9)], 1, 1.0, times, 64) == [16]
-    assert choose_lengths([Candidate(1, 0.6)], 1, 1.0, times, 64) == [0], "a single token promises too little"
+    assert choose_lengths([DraftOption(16, 0.9)], 1, 1.0, times, 64) == [16]
+    assert choose_lengths([DraftOption(1, 0.6)], 1, 1.0, times, 64) == [0], "a single token promises too little"
