@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
+from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
 
 __all__ = ["DecodeMaximal"]
 TOKEN = SampledToken(100)

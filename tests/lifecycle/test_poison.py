@@ -17,7 +17,7 @@ import os
 import signal
 
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
+from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
 
 run = Engine.run
 

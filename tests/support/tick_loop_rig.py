@@ -13,8 +13,8 @@ from llamaq.worker.engine_loop.output_mailbox import Message, OutputMailbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
-from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
-from llamaq.worker.scheduling.draft_sequences import DraftSequences
+from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
+from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
 from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
 from llamaq.worker.testing.fake_job import make_job
 from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler

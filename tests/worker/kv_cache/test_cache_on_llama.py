@@ -22,9 +22,9 @@ from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPre
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
-from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.testing import GreedySampler, make_job
 
 NOISE = 0.02

@@ -30,9 +30,9 @@ from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.offload.host_arena import HostArena
-from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.testing import make_job
 
 log = logging.getLogger(__name__)

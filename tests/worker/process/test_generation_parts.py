@@ -14,7 +14,7 @@ from llamaq.worker.process.generation_parts import (
     make_speculation,
     n_draft_tokens,
 )
-from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
+from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
 from llamaq.worker.settings import WorkerSettings, load_settings
 
 

@@ -19,10 +19,10 @@ from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
-from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD
-from llamaq.worker.scheduling.speculation import MAX_UNSEARCHED, SEARCHES_PER_TICK
-from llamaq.worker.scheduling.tick_times import TickTime
+from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.strategies.tick_times import TickTime
+from llamaq.worker.scheduling.tokens_ahead.speculation import MAX_UNSEARCHED, SEARCHES_PER_TICK
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,

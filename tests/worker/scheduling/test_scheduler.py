@@ -10,7 +10,7 @@ from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.waiting_queue import MAX_OVERTAKEN
 from llamaq.worker.testing import (
     ByteVocab,

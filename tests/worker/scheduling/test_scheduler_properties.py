@@ -18,7 +18,7 @@ from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.plugins import BUILT_IN
-from llamaq.worker.scheduling.batch_strategies import BatchStrategy
+from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.engine_loop.telemetry import Hook
-from llamaq.worker.scheduling.batch_strategies import (
+from llamaq.worker.scheduling.strategies.batch_strategies import (
     Balanced,
     BatchStrategy,
     DecodeMaximal,
@@ -21,8 +21,8 @@ from llamaq.worker.scheduling.batch_strategies import (
     decode_tokens,
     prefill_chunks,
 )
-from llamaq.worker.scheduling.latency_target import LatencyTarget
-from llamaq.worker.scheduling.tick_times import TickTime
+from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
+from llamaq.worker.scheduling.strategies.tick_times import TickTime
 
 __all__ = [
     "Balanced",

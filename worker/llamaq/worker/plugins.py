@@ -9,8 +9,8 @@ from typing import Any
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.settings import ENV_PREFIX
-from llamaq.worker.scheduling.batch_strategies import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
-from llamaq.worker.scheduling.latency_target import DEFAULT_TARGET_ITL_MS, LatencyTarget
+from llamaq.worker.scheduling.strategies.batch_strategies import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
+from llamaq.worker.scheduling.strategies.latency_target import DEFAULT_TARGET_ITL_MS, LatencyTarget
 
 
 def load_object(spec: str, setting: str) -> Any:

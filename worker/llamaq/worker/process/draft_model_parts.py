@@ -17,8 +17,8 @@ from llamaq.worker.engine.load_options import ContextOptions
 from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.process.cache_factory import choose_held_draft_cells
 from llamaq.worker.process.engine_options import context_options, model_options
-from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
-from llamaq.worker.scheduling.draft_sequences import DraftSequences
+from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
+from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

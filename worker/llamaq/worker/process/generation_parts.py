@@ -24,11 +24,11 @@ from llamaq.worker.process.cache_factory import (
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model, make_draft_speculation
 from llamaq.worker.process.engine_options import context_options, fit_to_sliding_window, load_model
 from llamaq.worker.process.model_sampling import job_defaults_for_model
-from llamaq.worker.scheduling.batch_strategies import BatchStrategy
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
-from llamaq.worker.scheduling.ngram_speculation import NgramSpeculation
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.scheduling.speculation import Speculation
+from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
+from llamaq.worker.scheduling.tokens_ahead.ngram_speculation import NgramSpeculation
+from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations

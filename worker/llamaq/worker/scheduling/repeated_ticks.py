@@ -29,10 +29,10 @@ from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
 from llamaq.worker.core.outputs import NewToken, TickOutcome
 from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD, Preemption
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.token_outputs import new_token
-from llamaq.worker.scheduling.tokens_ahead import TokensAhead
+from llamaq.worker.scheduling.tokens_ahead.tokens_ahead import TokensAhead
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 FORCED_AHEAD = 2

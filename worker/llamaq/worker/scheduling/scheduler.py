@@ -39,13 +39,13 @@ from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
-from llamaq.worker.scheduling.speculation import Speculation
-from llamaq.worker.scheduling.tick_times import TickTimer
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
+from llamaq.worker.scheduling.strategies.tick_times import TickTimer
 from llamaq.worker.scheduling.token_outputs import new_token
-from llamaq.worker.scheduling.tokens_ahead import TokensAhead
+from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
+from llamaq.worker.scheduling.tokens_ahead.tokens_ahead import TokensAhead
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)

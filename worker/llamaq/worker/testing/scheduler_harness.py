@@ -13,11 +13,11 @@ from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCa
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.slot_pool import SlotPool
-from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
-from llamaq.worker.scheduling.ngram_speculation import NgramSpeculation
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.scheduling.speculation import Speculation
+from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
+from llamaq.worker.scheduling.tokens_ahead.ngram_speculation import NgramSpeculation
+from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
 from llamaq.worker.testing.fake_engine import FakeEngine
 
 

@@ -15,7 +15,7 @@ from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT
-from llamaq.worker.scheduling.batch_strategies import (
+from llamaq.worker.scheduling.strategies.batch_strategies import (
     Balanced,
     BatchStrategy,
     DecodeMaximal,
@@ -23,8 +23,8 @@ from llamaq.worker.scheduling.batch_strategies import (
     PrefillPriority,
     TickTimeReader,
 )
-from llamaq.worker.scheduling.latency_target import LatencyTarget
-from llamaq.worker.scheduling.tick_times import TickTime
+from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
+from llamaq.worker.scheduling.strategies.tick_times import TickTime
 
 log = logging.getLogger(__name__)
 

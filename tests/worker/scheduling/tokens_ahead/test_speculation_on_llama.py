@@ -30,13 +30,13 @@ from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.slot_pool import SlotPool
-from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
-from llamaq.worker.scheduling.draft_model_speculation import DraftModelSpeculation
-from llamaq.worker.scheduling.draft_sequences import DraftSequences
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
-from llamaq.worker.scheduling.ngram_speculation import NgramSpeculation
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.scheduling.speculation import Speculation
+from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
+from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
+from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
+from llamaq.worker.scheduling.tokens_ahead.ngram_speculation import NgramSpeculation
+from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
 from llamaq.worker.testing import ManualClock, make_job
 
 N_DRAFT_TOKENS = 24

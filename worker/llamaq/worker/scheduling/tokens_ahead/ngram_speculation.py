@@ -10,9 +10,9 @@ from typing import NamedTuple
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
-from llamaq.worker.scheduling.ahead_times import NO_TIMES, AheadTimes
-from llamaq.worker.scheduling.draft_lengths import DraftOption, can_gain, choose_lengths
-from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
+from llamaq.worker.scheduling.tokens_ahead.ahead_times import NO_TIMES, AheadTimes
+from llamaq.worker.scheduling.tokens_ahead.draft_lengths import DraftOption, can_gain, choose_lengths
+from llamaq.worker.scheduling.tokens_ahead.speculation import TRIAL_AFTER, Speculation, n_within
 
 FIRST_TOKENS = 4
 """Largest number of draft tokens in a tick that measures their time."""

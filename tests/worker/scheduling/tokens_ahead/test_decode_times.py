@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from llamaq.worker.scheduling.ahead_times import FEW, N_OF_CLASS
-from llamaq.worker.scheduling.decode_times import FORGOTTEN_AFTER, N_PLAIN_TICKS, DecodeTimes
+from llamaq.worker.scheduling.tokens_ahead.ahead_times import FEW, N_OF_CLASS
+from llamaq.worker.scheduling.tokens_ahead.decode_times import FORGOTTEN_AFTER, N_PLAIN_TICKS, DecodeTimes
 
 
 def test_the_time_of_a_tick_is_the_median_of_the_newest_ticks_with_as_many_streams() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.slot import Slot, SlotState
-from llamaq.worker.scheduling.batch_strategies import BuiltInStrategy, decode_tokens, prefill_chunks
-from llamaq.worker.scheduling.tick_times import TickTime, TickTimeModel
+from llamaq.worker.scheduling.strategies.batch_strategies import BuiltInStrategy, decode_tokens, prefill_chunks
+from llamaq.worker.scheduling.strategies.tick_times import TickTime, TickTimeModel
 
 DEFAULT_TARGET_ITL_MS = 50.0
 HEADROOM = 0.9

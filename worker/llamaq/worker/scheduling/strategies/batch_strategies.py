@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Slot, SlotState
-from llamaq.worker.scheduling.tick_times import TickTime
+from llamaq.worker.scheduling.strategies.tick_times import TickTime
 
 
 class BatchStrategy(Protocol):

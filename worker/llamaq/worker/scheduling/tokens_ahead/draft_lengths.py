@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llamaq.worker.scheduling.ahead_times import AheadTimes
+from llamaq.worker.scheduling.tokens_ahead.ahead_times import AheadTimes
 
 LEAST_GAIN = 1.2
 """Drafts must promise this many times the tokens per second of a tick without drafts. The predictions have errors, and

@@ -10,7 +10,7 @@ from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_acceptance import Acceptance
 from llamaq.worker.core.slot import Run
 from llamaq.worker.core.token_draft import Draft, Drafting
-from llamaq.worker.scheduling.decode_times import DecodeTimes
+from llamaq.worker.scheduling.tokens_ahead.decode_times import DecodeTimes
 
 FIRST_PROBABILITY = 0.6
 """The estimated acceptance of a draft token before the first draft of a worker."""

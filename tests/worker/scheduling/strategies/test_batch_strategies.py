@@ -16,16 +16,16 @@ from llamaq.worker.core.slot import Slot, SlotState
 from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import BUILT_IN, load_strategy
-from llamaq.worker.scheduling import guarded_strategy
-from llamaq.worker.scheduling.batch_strategies import (
+from llamaq.worker.scheduling.strategies import guarded_strategy
+from llamaq.worker.scheduling.strategies.batch_strategies import (
     Balanced,
     BatchStrategy,
     DecodeMaximal,
     PrefillPriority,
     prefill_chunks,
 )
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, PlanFault, TickLimits, check_plan
-from llamaq.worker.scheduling.latency_target import LatencyTarget
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, PlanFault, TickLimits, check_plan
+from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
 from llamaq.worker.testing import make_job
 
 LIMITS = TickLimits(budget=10, chunk_size=8)

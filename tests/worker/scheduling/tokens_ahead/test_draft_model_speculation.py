@@ -16,13 +16,13 @@ from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotLost
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
-from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
-from llamaq.worker.scheduling.draft_model_speculation import TRIAL_SHARE, DraftModelSpeculation
-from llamaq.worker.scheduling.draft_sequences import DraftSequences
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.scheduling.speculation import TRIAL_AFTER
-from llamaq.worker.scheduling.tick_times import TickTime, TickTimeModel
+from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
+from llamaq.worker.scheduling.strategies.tick_times import TickTime, TickTimeModel
+from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import TRIAL_SHARE, DraftModelSpeculation
+from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
+from llamaq.worker.scheduling.tokens_ahead.speculation import TRIAL_AFTER
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, make_memory, next_letter
 
 NextToken = Callable[[Sequence[int]], int]

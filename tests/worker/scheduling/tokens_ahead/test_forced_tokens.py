@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.worker.scheduling.test_speculation import Oracle
+from tests.worker.scheduling.tokens_ahead.test_speculation import Oracle
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
@@ -18,9 +18,9 @@ from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
-from llamaq.worker.scheduling.batch_strategies import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
-from llamaq.worker.scheduling.forced_tokens import FIRST_TOKENS, MAX_IN_TICK, ForcedTokens
-from llamaq.worker.scheduling.latency_target import LatencyTarget
+from llamaq.worker.scheduling.strategies.batch_strategies import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
+from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
+from llamaq.worker.scheduling.tokens_ahead.forced_tokens import FIRST_TOKENS, MAX_IN_TICK, ForcedTokens
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,

@@ -21,11 +21,11 @@ from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftPlan, DraftWork
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
-from llamaq.worker.scheduling.ahead_times import NO_TIMES, AheadTimes
-from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
-from llamaq.worker.scheduling.draft_model_times import DraftModelTimes
-from llamaq.worker.scheduling.draft_sequences import DraftSequences
-from llamaq.worker.scheduling.speculation import TRIAL_AFTER, Speculation, n_within
+from llamaq.worker.scheduling.tokens_ahead.ahead_times import NO_TIMES, AheadTimes
+from llamaq.worker.scheduling.tokens_ahead.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
+from llamaq.worker.scheduling.tokens_ahead.draft_model_times import DraftModelTimes
+from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
+from llamaq.worker.scheduling.tokens_ahead.speculation import TRIAL_AFTER, Speculation, n_within
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaq.worker.scheduling.ahead_times import AheadTimes
-from llamaq.worker.scheduling.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
+from llamaq.worker.scheduling.tokens_ahead.ahead_times import AheadTimes
+from llamaq.worker.scheduling.tokens_ahead.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
 
 candidates = st.lists(st.builds(DraftOption, st.integers(1, 4), st.floats(0.0, 1.0)), min_size=1, max_size=3)
 

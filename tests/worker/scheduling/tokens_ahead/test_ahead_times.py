@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from llamaq.worker.scheduling.ahead_times import LONGEST, N_OF_CLASS, AheadTimes, MeasuredAheadTimes, class_of
-from llamaq.worker.scheduling.draft_lengths import DraftOption, choose_lengths
+from llamaq.worker.scheduling.tokens_ahead.ahead_times import (
+    LONGEST,
+    N_OF_CLASS,
+    AheadTimes,
+    MeasuredAheadTimes,
+    class_of,
+)
+from llamaq.worker.scheduling.tokens_ahead.draft_lengths import DraftOption, choose_lengths
 
 FORGOTTEN_AFTER = 100
 

@@ -15,10 +15,10 @@ from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
-from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
-from llamaq.worker.scheduling.latency_target import LatencyTarget
-from llamaq.worker.scheduling.ngram_speculation import FIRST_TRIAL_AFTER, TRIAL_TOKENS
-from llamaq.worker.scheduling.speculation import TRIAL_AFTER
+from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
+from llamaq.worker.scheduling.tokens_ahead.ngram_speculation import FIRST_TRIAL_AFTER, TRIAL_TOKENS
+from llamaq.worker.scheduling.tokens_ahead.speculation import TRIAL_AFTER
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,

@@ -14,9 +14,9 @@ from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.slot import Run
 from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
-from llamaq.worker.scheduling.forced_tokens import ForcedTokens
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
-from llamaq.worker.scheduling.speculation import Speculation
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
+from llamaq.worker.scheduling.tokens_ahead.forced_tokens import ForcedTokens
+from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
 
 
 class TokensAhead:

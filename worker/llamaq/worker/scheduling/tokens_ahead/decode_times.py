@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from llamaq.worker.scheduling.ahead_times import AheadTimes, MeasuredAheadTimes
+from llamaq.worker.scheduling.tokens_ahead.ahead_times import AheadTimes, MeasuredAheadTimes
 
 N_PLAIN_TICKS = 5
 """Number of newest ticks without tokens ahead whose median is the time of a number of decode tokens."""

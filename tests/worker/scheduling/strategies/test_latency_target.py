@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from tests.worker.scheduling.test_batch_strategies import slots_of
+from tests.worker.scheduling.strategies.test_batch_strategies import slots_of
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.plugins import load_strategy
-from llamaq.worker.scheduling.batch_strategies import DecodeMaximal, TickTimeReader
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, PlanFault, TickLimits
-from llamaq.worker.scheduling.latency_target import MAX_TICKS_WITH_PROMPTS, LatencyTarget
-from llamaq.worker.scheduling.tick_times import FIRST_TOKENS, TickTime, TickTimer
+from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal, TickTimeReader
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, PlanFault, TickLimits
+from llamaq.worker.scheduling.strategies.latency_target import MAX_TICKS_WITH_PROMPTS, LatencyTarget
+from llamaq.worker.scheduling.strategies.tick_times import FIRST_TOKENS, TickTime, TickTimer
 from llamaq.worker.settings import load_settings
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, make_memory, make_scheduler, run_tick
 

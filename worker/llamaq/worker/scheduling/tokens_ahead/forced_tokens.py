@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Run
-from llamaq.worker.scheduling.decode_times import DecodeTimes
-from llamaq.worker.scheduling.speculation import n_within
+from llamaq.worker.scheduling.tokens_ahead.decode_times import DecodeTimes
+from llamaq.worker.scheduling.tokens_ahead.speculation import n_within
 
 MAX_IN_TICK = 64
 """Largest number of forced tokens in one tick."""

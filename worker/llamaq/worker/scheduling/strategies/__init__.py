@@ -1,0 +1,1 @@
+"""Decides how the running jobs share the batch of a tick."""
