@@ -122,6 +122,19 @@ async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: st
     assert ttl_s > client.connection.settings.result_ttl_s
 
 
+@pytest.mark.parametrize(("value", "is_stream"), [("true", True), ("1", True), ("false", False), ("0", False)])
+async def test_a_boolean_of_the_query_has_four_values(redis_url: str, queue: str, value: str, is_stream: bool) -> None:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
+        await (await worker.start_next()).finish(text="Hello", tokens=[2])
+        path = f"{RESPONSES}/{(await asking).json()['id']}"
+        answer = await http.get(path, params={"stream": value})
+        assert answer.headers["content-type"].startswith("text/event-stream") == is_stream
+        for name, place in (("stream", path), ("fail_on_no_slot", "/slots")):
+            refused = await http.get(place, params={name: value.capitalize() + "?"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 async def test_references_mean_the_items_of_stored_responses(redis_url: str, queue: str) -> None:
     async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))

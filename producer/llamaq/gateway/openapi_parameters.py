@@ -8,6 +8,7 @@ from typing import Any
 Parameter = tuple[str, dict[str, Any], str]
 """Name, schema and meaning."""
 
+FLAG = {"enum": ["true", "false", "1", "0"]}
 _MODEL: Parameter = ("model", {"type": "string"}, "Name of the queue, or of the model that its workers serve.")
 _PAGE: Sequence[Parameter] = (
     ("limit", {"type": "integer", "minimum": 1}, "Largest number of objects in the list."),
@@ -18,13 +19,13 @@ PATH: Mapping[str, dict[str, Any]] = {"slot": {"type": "integer", "minimum": 0}}
 """Schemas of the parameters in paths. The others are texts."""
 QUERY: Mapping[tuple[str, str], Sequence[Parameter]] = {
     ("GET", "/props"): (_MODEL,),
-    ("GET", "/slots"): (_MODEL, ("fail_on_no_slot", {"type": "string"}, "Answer 503 if all slots are busy.")),
+    ("GET", "/slots"): (_MODEL, ("fail_on_no_slot", FLAG, "Answer 503 if all slots are busy.")),
     ("POST", "/slots/{slot}"): (
         ("action", {"enum": ["save", "restore", "erase"]}, "What to do with the state of the slot."),
         _MODEL,
     ),
     ("GET", "/v1/responses/{response}"): (
-        ("stream", {"type": "boolean"}, "Return the events of the response."),
+        ("stream", FLAG, "Return the events of the response."),
         ("starting_after", {"type": "integer"}, "`sequence_number` after which the events begin."),
     ),
     ("GET", "/v1/responses/{response}/input_items"): _PAGE,

@@ -20,6 +20,7 @@ from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import FIRST_PING_S, Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.pages import page_of, read_page
+from llamaq.gateway.http.query_flags import read_query_flag
 from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
@@ -75,7 +76,7 @@ async def create(request: Request) -> Response:
 async def retrieve(request: Request) -> Response:
     """Return a response as it is now, or with `stream=true` its events from `starting_after` on."""
     job_id, record, job = await _find(request)
-    if request.query_params.get("stream") == "true":
+    if read_query_flag(request, "stream"):
         return await _stream(request, job, record, _pieces_from(job), _starting_after(request))
     return json_response(await _current(request, job_id, record, job))
 
