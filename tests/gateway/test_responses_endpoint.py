@@ -10,6 +10,7 @@ from tests.gateway.test_disconnects import gateway, until
 from tests.support.http_server import post_of, sending
 
 from llamaq.common.errors import ErrorCode
+from llamaq.common.protocol.job_request import MAX_MESSAGES
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.event_stream import FIRST_PING_S
 from llamaq.gateway.responses.item_references import with_referenced_items
@@ -120,6 +121,16 @@ async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: st
         ttl_s = await client.redis.ttl(client.keys.of_job(attempt.claim.job_id).job)
     assert stored.json() == answer
     assert ttl_s > client.connection.settings.result_ttl_s
+
+
+@pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens"])
+async def test_too_many_messages_are_refused_by_the_name_of_their_field(redis_url: str, queue: str, path: str) -> None:
+    items = [{"role": "user", "content": "a"}] * MAX_MESSAGES
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+        for body in ({"input": [*items, *items[:1]]}, {"input": items, "instructions": "b"}):
+            error = (await http.post(path, json=body)).json()["error"]
+            assert error["param"] == "input"
+            assert error["message"].endswith("4097 messages are more than 4096")
 
 
 @pytest.mark.parametrize(("value", "is_stream"), [("true", True), ("1", True), ("false", False), ("0", False)])

@@ -21,7 +21,7 @@ from llamaq.gateway.http.event_stream import FIRST_PING_S, Events, EventStream, 
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.pages import page_of, read_page
 from llamaq.gateway.http.query_flags import read_query_flag
-from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
+from llamaq.gateway.prepared.response import PreparedResponse, conversation_of, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
@@ -112,7 +112,7 @@ async def count_input_tokens(request: Request) -> Response:
     queues = context_of(request).queues
     history = await read_history(_store_of(request), queues, body.previous_id, _owner_of(request))
     client = await queue_for(request, body.model)
-    n_tokens = await count_tokens(client, body, [*history, *body.messages])
+    n_tokens = await count_tokens(client, body, conversation_of(body, history))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
