@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
@@ -56,7 +57,8 @@ async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
             await attempt.fail(ErrorCode.PROMPT_TOO_LONG)
             rest = [line async for line in lines]
     assert (waited_s < FIRST_PING_S) == is_background
-    assert any("response.failed" in line for line in rest)
+    (failed,) = [json.loads(line.removeprefix("data: ")) for line in rest if '"response.failed"' in line]
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"
 
 
 async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queue: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from llamaq.common.errors import JobFailed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord
+from llamaq.producer.openai_format.response_body import CONTEXT_LENGTH_EXCEEDED, job_error_code
 
 STATUSES = {
     FinishReason.STOP: "completed",
@@ -48,8 +49,12 @@ def ended_response(
 
 def failed_response(job_id: str, record: ResponseRecord, error: JobFailed) -> dict[str, Any]:
     """Return a response whose job has failed."""
-    code = "invalid_prompt" if error.http_status < 500 else "server_error"
-    return _response(job_id, record, "failed") | {"error": {"code": code, "message": f"{error.code}: {error.message}"}}
+    code, kind = job_error_code(error), "invalid_prompt" if error.http_status < 500 else "server_error"
+    described = {
+        "code": code if code == CONTEXT_LENGTH_EXCEEDED else kind,
+        "message": f"{code}: {error.message}",
+    }
+    return _response(job_id, record, "failed") | {"error": described}
 
 
 def usage_object(stats: JobStats) -> dict[str, Any]:

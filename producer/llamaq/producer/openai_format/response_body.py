@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llamaq.common.errors import InvalidRequest, JobFailed, LlamaqError
+from llamaq.common.errors import ErrorCode, InvalidRequest, JobFailed, LlamaqError
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
 from llamaq.producer.openai_format.endpoints import Endpoint
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's `code` of a prompt that is too long. Clients look for it, for example to shorten the conversation."""
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -115,10 +117,15 @@ def timings_object(stats: JobStats, *, n_first: int = 1) -> dict[str, Any]:
     }
 
 
+def job_error_code(error: JobFailed) -> str:
+    """Return the `code` of a job's error in the OpenAI API."""
+    return CONTEXT_LENGTH_EXCEEDED if error.code == ErrorCode.PROMPT_TOO_LONG else error.code
+
+
 def error_object(error: LlamaqError) -> dict[str, Any]:
     """Return the value of `error` in the answer to a request that failed."""
     status = int(error.http_status)
-    code, message = (error.code, error.message) if isinstance(error, JobFailed) else (None, str(error))
+    code, message = (job_error_code(error), error.message) if isinstance(error, JobFailed) else (None, str(error))
     return {
         "message": message,
         "type": "invalid_request_error" if status < 500 else "server_error",
