@@ -80,5 +80,6 @@ async def _events(
             if isinstance(piece, Result):
                 results[index] = piece
     if body.has_usage_chunk:
-        yield data(chunks.usage([results[index] for index in sorted(results)], body.n))
+        ordered = [results[index] for index in sorted(results)]
+        yield data(chunks.usage(ordered, body.n, await asked.count_reasoning(ordered)))
     yield DONE

@@ -272,7 +272,9 @@ async def _events_of(
     if "prompt_progress" in fields:
         return [sequence.progress(fields)]
     events = [event for each in await reader.read(piece) for event in sequence.text(*each, fields)]
-    return [*events, *sequence.end(piece)] if isinstance(piece, Result) else events
+    if isinstance(piece, Result):
+        events += sequence.end(piece, await reader.count_reasoning(piece))
+    return events
 
 
 def _encode(event: dict[str, Any]) -> bytes:
