@@ -19,8 +19,7 @@ from llamaq.gateway.generation import Generation, describe_wait
 from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import FIRST_PING_S, Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.http.pages import page_of, read_page
-from llamaq.gateway.http.query_flags import read_query_flag
+from llamaq.gateway.http.query_parameters import page_of, read_page, read_query_flag
 from llamaq.gateway.prepared.response import PreparedResponse, conversation_of, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for

@@ -16,7 +16,7 @@ from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot, Worker
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.http.query_flags import read_query_flag
+from llamaq.gateway.http.query_parameters import read_query_flag
 from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import props_object, slot_object
 from llamaq.gateway.queue_of_request import queue_for
