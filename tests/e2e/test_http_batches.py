@@ -84,7 +84,7 @@ async def test_a_batch_from_the_upload_to_its_answers(demo: ServedQueue, client:
     assert (error["custom_id"], error["response"]["status_code"], error["error"]["code"]) == (
         "long",
         400,
-        "prompt_too_long",
+        "context_length_exceeded",
     )
     assert output.expires_at is not None
     assert output.expires_at - output.created_at == 7200

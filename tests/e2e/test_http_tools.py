@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import pytest
 from pydantic import BaseModel, ConfigDict
 from tests.support.http_server import serving_http
 from tests.support.lazy_import import lazy_import
@@ -85,3 +86,24 @@ async def test_reasoning_comes_before_objects_and_calls(caller: ServedQueue) -> 
     message = cut.choices[0].message
     assert (message.content, message.tool_calls) == ("", None)
     assert message.model_dump()["reasoning_content"]
+
+
+@pytest.mark.parametrize("served", ["caller", "tagger"])  # tags in texts, and tags in tokens
+async def test_the_usage_has_the_tokens_of_reasoning(served: str, request: pytest.FixtureRequest) -> None:
+    queue: ServedQueue = request.getfixturevalue(served)
+    extra: Any = {"extra_body": {**THINKING, "reasoning_budget": 7}}
+    chat: Any = {"model": queue.queue, "messages": HELLO, "n": 2, "max_tokens": 20, "temperature": 0, **extra}
+    asked: Any = {"model": queue.queue, "input": "Hello", "max_output_tokens": 20, "temperature": 0, **extra}
+    async with connected(queue) as api:
+        whole = await api.chat.completions.create(**chat)
+        chunks = await api.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True})
+        *_, last = [chunk async for chunk in chunks]
+        response = await api.responses.create(**asked)
+        events = [event async for event in await api.responses.create(**asked, stream=True)]
+        stored = await api.responses.retrieve(response.id)
+    counts = [each.usage.output_tokens_details.reasoning_tokens for each in (response, stored, events[-1].response)]
+    n_tokens = counts[0]
+    assert n_tokens in range(7, 11), "the reasoning ends at its budget, and not within a character"
+    assert counts == [n_tokens] * 3
+    for answer in (whole, last):
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * n_tokens

@@ -43,7 +43,9 @@ async def emit_until_cancelled(attempt: FakeAttempt) -> None:
     await attempt.finish(FinishReason.CANCELLED)
 
 
-@pytest.mark.parametrize("body", [STREAMED, {"messages": MESSAGES}, {**STREAMED, "n": 3}])
+@pytest.mark.parametrize(
+    "body", [STREAMED, {"messages": MESSAGES}, {"messages": MESSAGES, "store": True}, {**STREAMED, "n": 3}]
+)
 async def test_waiting_jobs_are_cancelled_at_once(redis_url: str, queue: str, body: dict[str, object]) -> None:
     async with gateway(redis_url, queue) as (url, _, client), sending(url, post_of(CHAT, body)) as (_, writer):
         n_jobs = body.get("n", 1)
@@ -56,6 +58,18 @@ async def test_waiting_jobs_are_cancelled_at_once(redis_url: str, queue: str, bo
         writer.transport.abort()
         for job_id in job_ids:
             assert (await client.job(job_id).result()).finish_reason is FinishReason.CANCELLED
+
+
+async def test_an_answer_without_an_id_is_not_kept_for_nobody(redis_url: str, queue: str) -> None:
+    body = {"prompt": "hi", "stream": True, "store": True}
+    async with gateway(redis_url, queue) as (url, worker, client):
+        async with sending(url, post_of("/completion", body)) as (reader, writer):
+            attempt = await worker.start_next()
+            await attempt.emit([1], "word ")
+            await reader.readuntil(b"word")
+            writer.transport.abort()
+        await emit_until_cancelled(attempt)
+        assert (await client.job(attempt.claim.job_id).result()).finish_reason is FinishReason.CANCELLED
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -172,6 +172,20 @@ def test_a_form_is_the_same_however_it_is_cut(content: bytes, size: int) -> None
     assert (read, form.fields, form.filename, form.is_complete) == (content, {"purpose": "batch"}, "a.jsonl", True)
 
 
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        (b"my %22best%22 rows.jsonl", 'my "best" rows.jsonl'),
+        (b"a%0D%0Ab%41%25.jsonl", "ab%41%25.jsonl"),
+        (b'my \\"best\\" rows.jsonl', 'my "best" rows.jsonl'),
+    ],
+)
+def test_a_file_name_is_unescaped_as_browsers_escape_it(sent: bytes, name: str) -> None:
+    form = FormParts("multipart/form-data; boundary=b")
+    form.feed(b'--b\r\nContent-Disposition: form-data; name="file"; filename="' + sent + b'"\r\n\r\nx\r\n--b--\r\n')
+    assert form.filename == name
+
+
 @given(st.binary(max_size=400))
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     form = FormParts("multipart/form-data; boundary=b")

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.gateway.app import ROUTES, build_app
-from llamaq.gateway.openapi_parameters import QUERY
+from llamaq.gateway.openapi import QUERY
 from llamaq.gateway.settings import serve_settings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from tests.gateway.test_disconnects import gateway, until
 from tests.support.http_server import post_of, sending
 
 from llamaq.common.errors import ErrorCode
+from llamaq.common.protocol.job_request import MAX_MESSAGES
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.event_stream import FIRST_PING_S
 from llamaq.gateway.responses.item_references import with_referenced_items
@@ -55,7 +57,8 @@ async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
             await attempt.fail(ErrorCode.PROMPT_TOO_LONG)
             rest = [line async for line in lines]
     assert (waited_s < FIRST_PING_S) == is_background
-    assert any("response.failed" in line for line in rest)
+    (failed,) = [json.loads(line.removeprefix("data: ")) for line in rest if '"response.failed"' in line]
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"
 
 
 async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queue: str) -> None:
@@ -120,6 +123,29 @@ async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: st
         ttl_s = await client.redis.ttl(client.keys.of_job(attempt.claim.job_id).job)
     assert stored.json() == answer
     assert ttl_s > client.connection.settings.result_ttl_s
+
+
+@pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens"])
+async def test_too_many_messages_are_refused_by_the_name_of_their_field(redis_url: str, queue: str, path: str) -> None:
+    items = [{"role": "user", "content": "a"}] * MAX_MESSAGES
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+        for body in ({"input": [*items, *items[:1]]}, {"input": items, "instructions": "b"}):
+            error = (await http.post(path, json=body)).json()["error"]
+            assert error["param"] == "input"
+            assert error["message"].endswith("4097 messages are more than 4096")
+
+
+@pytest.mark.parametrize(("value", "is_stream"), [("true", True), ("1", True), ("false", False), ("0", False)])
+async def test_a_boolean_of_the_query_has_four_values(redis_url: str, queue: str, value: str, is_stream: bool) -> None:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
+        await (await worker.start_next()).finish(text="Hello", tokens=[2])
+        path = f"{RESPONSES}/{(await asking).json()['id']}"
+        answer = await http.get(path, params={"stream": value})
+        assert answer.headers["content-type"].startswith("text/event-stream") == is_stream
+        for name, place in (("stream", path), ("fail_on_no_slot", "/slots")):
+            refused = await http.get(place, params={name: value.capitalize() + "?"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
 async def test_references_mean_the_items_of_stored_responses(redis_url: str, queue: str) -> None:

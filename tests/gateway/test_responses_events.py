@@ -53,7 +53,7 @@ def events_of(form: AnswerForm, pieces: list[str], starting_after: int = -1) -> 
         own = [offset for offset in offsets if start <= offset < start + len(piece)] if form.tag_tokens else []
         texts += sequence.text(piece, (), own)
         start += len(piece)
-    return [*first, *texts, *sequence.end(result)]
+    return [*first, *texts, *sequence.end(result, 0)]
 
 
 def text_of(events: list[dict[str, Any]]) -> list[tuple[int, str]]:

@@ -70,7 +70,7 @@ class ChatRequest(Body):
     structured_outputs: dict[str, JsonValue] | None = Field(
         None, description="vLLM's constraints: one of `json`, `grammar`, `regex` and `choice`."
     )
-    store: bool = Field(False, description="Let the job run to its end after the client has disconnected.")
+    store: bool = Field(False, description="Let a stream's job run to its end after the client has disconnected.")
 
 
 class PromptObject(Body):

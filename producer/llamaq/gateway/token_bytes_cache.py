@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Iterator, Mapping, Sequence
+
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.producer import AsyncClient
@@ -38,3 +41,14 @@ class TokenPieces:
             )
             known.update(zip(missing, map(bytes, reply.pieces), strict=True))
         return known
+
+
+def starts_of(tokens: Sequence[int], pieces: Mapping[int, bytes]) -> Iterator[int]:
+    """Yield where the text of each token begins in the text of all tokens, in characters."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    n_chars = 0
+    for token in tokens:
+        is_pending, text = bool(decoder.getstate()[0]), decoder.decode(pieces[token])
+        is_replaced = is_pending and text.startswith("\ufffd")  # the token does not complete the character before it
+        yield n_chars + is_replaced
+        n_chars += len(text)

@@ -89,13 +89,16 @@ def split(
     if splitter is None:
         return [("content", "".join(pieces))]
     parts: list[Part] = []
-    start = 0
+    answer, start = "".join(pieces), 0
     for piece in pieces:
-        end = len("".join(pieces)) if is_early else start + len(piece)
+        end = len(answer) if is_early else start + len(piece)
         own = [offset for offset in tag_offsets or () if start <= offset < end and not (is_early and start)]
         parts += splitter.feed(piece, own)
         start += len(piece)
-    return joined(parts + splitter.finish())
+    parts += splitter.finish()
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    assert "".join(answer[first:last] for first, last in splitter.reasoning_spans).lstrip() == reasoning.lstrip()
+    return joined(parts)
 
 
 def tag_places(answer: str) -> list[int]:

@@ -14,6 +14,7 @@ from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.gateway.prepared.embedding import PreparedEmbedding
 from llamaq.gateway.prepared.prepared_request import PreparedRequest
 from llamaq.gateway.prepared.response import PreparedResponse, read_history
+from llamaq.gateway.responses.item_references import with_referenced_items
 from llamaq.gateway.responses.record import ResponseStore
 from llamaq.gateway.responses.request_body import read_response_body
 from llamaq.producer import AsyncClient
@@ -85,7 +86,8 @@ class LineRequests:
 
     async def _prepare_response(self, fields: Mapping[str, Any]) -> PreparedResponse:
         """Return the request of a line. Its response is stored only in the output of the batch."""
-        asked = read_response_body(fields)
+        referring = await with_referenced_items(fields, self._models, self._responses, self._owner)
+        asked = read_response_body(referring)
         body = replace(asked, is_stored=False, is_background=False, shown=asked.shown | {"store": False})
         history = await read_history(self._responses, self._models.queues, body.previous_id, self._owner)
         return await PreparedResponse.read(self._models, self._client, body, history, self._owner)

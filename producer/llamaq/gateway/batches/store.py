@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from llamaq.common.errors import InvalidRequest, LlamaqError
 from llamaq.common.protocol.keys import Keys
 from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, missing_batch
-from llamaq.gateway.http.pages import Page
+from llamaq.gateway.http.query_parameters import Page
 
 KEPT_S = 30 * 24 * 3600
 """How long an ended batch can be read."""

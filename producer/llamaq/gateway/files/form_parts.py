@@ -12,6 +12,9 @@ MAX_HEADER_BYTES = 8192
 """Largest size of all headers of a part. python-multipart has a limit of its own since version 0.0.27."""
 MAX_PARTS = 16
 MAX_FILENAME_CHARS = 255
+ESCAPES = ((b"%0A", b"\n"), (b"%0D", b"\r"), (b"%22", b'"'))
+"""What clients write for characters that would end a name, and these characters (WHATWG's HTML: "multipart/form-data
+encoding algorithm"). No other character is escaped, also no `%`."""
 
 
 class FormParts:
@@ -106,7 +109,7 @@ class FormParts:
         if self._is_file:
             if self.filename is not None:
                 raise invalid("file: the form has more than one", "file")
-            name = self._disposition.get(b"filename", b"file").decode(errors="replace")
+            name = _unescaped(self._disposition.get(b"filename", b"file")).decode(errors="replace")
             self.filename = "".join(char for char in name if char.isprintable())[:MAX_FILENAME_CHARS]
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
@@ -124,3 +127,9 @@ class FormParts:
 
     def _end(self) -> None:
         self.is_complete = True
+
+
+def _unescaped(name: bytes) -> bytes:
+    for escape, character in ESCAPES:
+        name = name.replace(escape, character)
+    return name

@@ -29,13 +29,12 @@ from llamaq.common.errors import (
     WorkerEnded,
 )
 from llamaq.common.redis.write_refusals import is_full
+from llamaq.producer.openai_format.response_body import CONTEXT_LENGTH_EXCEEDED, job_error_code
 
 RETRY_AFTER_S = 5
 """The value of `Retry-After` if no better value is known."""
 SHOULD_RETRY = "x-should-retry"
 
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""OpenAI's `code` of a prompt that is too long. Clients look for it, for example to shorten the conversation."""
 LLAMA_SERVER_PATHS = frozenset({"/completion", "/completions", "/embedding", "/embeddings"})
 """Paths of llama-server's own endpoints that compute a prompt. Their errors keep the code of the job."""
 
@@ -130,9 +129,9 @@ def type_of(status: HTTPStatus, code: str | None = None) -> str:
 
 def code_of(exc: Exception) -> str | None:
     """Return the `code` of an error, for programs."""
-    if isinstance(exc, JobFailed) and exc.code == ErrorCode.PROMPT_TOO_LONG:
-        return CONTEXT_LENGTH_EXCEEDED
-    if isinstance(exc, JobFailed | RequestRefused):
+    if isinstance(exc, JobFailed):
+        return job_error_code(exc)
+    if isinstance(exc, RequestRefused):
         return exc.code
     if is_full(exc):
         return "redis_full"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Self
@@ -84,6 +84,10 @@ class PreparedCompletion:
         pieces = await self.models.pieces.of(self.client, tokens_of(tokens, logprobs))
         return logprobs_object(self.body.endpoint, tokens, logprobs, pieces, offset)
 
+    async def count_reasoning(self, results: Iterable[Result]) -> int:
+        """Return how many tokens of the answers are reasoning."""
+        return sum([await self.models.count_reasoning(self.form, result) for result in results])
+
     async def answer(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the whole answer."""
         logprobs = [
@@ -103,6 +107,7 @@ class PreparedCompletion:
             echoed=self.echoed,
             logprobs=logprobs,
             messages=messages,
+            n_reasoning=await self.count_reasoning(results),
         )
         return answer | {"system_fingerprint": FINGERPRINT, "timings": timings_object(results[0].stats)}
 

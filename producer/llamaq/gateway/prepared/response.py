@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from llamaq.common.errors import InvalidRequest, JobNotFound
 from llamaq.common.protocol.job_outcome import JobState
+from llamaq.common.protocol.job_request import MAX_MESSAGES
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.queue_directory import QueueDirectory
@@ -61,7 +62,7 @@ class PreparedResponse:
             InvalidRequest: A field is not valid. The message names it.
             LlamaqError: The request needs a worker, and none has replied.
         """
-        messages = [*history, *body.messages]
+        messages = conversation_of(body, history)
         values = {**body.options, "messages": messages}
         form = await models.forms.of(client.connection, values)
         values["messages"] = await _prompt_of(models.queues, client, body, messages)
@@ -109,6 +110,21 @@ async def read_history(
         return [*record.messages, answer_message(job_id, record, await job.result())]
     except JobNotFound as exc:
         raise missing(previous_id) from exc
+
+
+def conversation_of(body: ResponseBody, history: Messages) -> Messages:
+    """Return the conversation with the messages of a request.
+
+    Raises:
+        InvalidRequest: With the instructions, it has too many messages.
+    """
+    messages = [*history, *body.messages]
+    n_messages = len(body.instructions) + len(messages)
+    if n_messages > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"input: with instructions and earlier responses, {n_messages} messages are more than {MAX_MESSAGES}"
+        )
+    return messages
 
 
 async def count_tokens(client: AsyncClient, body: ResponseBody, messages: Sequence[dict[str, Any]]) -> int:

@@ -31,6 +31,7 @@ class AnswerReader:
 
     def __init__(self, models: ModelKnowledge, job_id: str, record: ResponseRecord) -> None:
         self._models = models
+        self._form = record.form
         self._queue = JobId.parse(job_id).queue
         self._cuts = TokenCuts() if record.has_logprobs else None
         self._tag_offsets: tuple[int, ...] = ()
@@ -48,6 +49,10 @@ class AnswerReader:
         self._tag_offsets += result.tag_offsets
         cuts = await self._cut(result.text, result.tokens, result.logprobs or ())
         return [*self._with_tags(cuts), *await self.read(result)]
+
+    async def count_reasoning(self, result: Result) -> int:
+        """Return how many tokens of the answer are reasoning."""
+        return await self._models.count_reasoning(self._form, result)
 
     def _with_tags(self, cuts: Iterable[Cut]) -> list[AnswerText]:
         texts = []
@@ -74,7 +79,7 @@ async def read_response(models: ModelKnowledge, job_id: str, record: ResponseRec
             pass
     for _ in output.finish(is_complete=is_complete(result)):
         pass
-    return ended_response(job_id, record, result, output.items)
+    return ended_response(job_id, record, result, output.items, await reader.count_reasoning(result))
 
 
 def answer_message(job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:

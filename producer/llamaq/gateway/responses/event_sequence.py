@@ -58,10 +58,10 @@ class EventSequence:
         for event in self._numbered(self._output.feed(text, logprobs, tag_offsets)):
             yield {**event, **fields} if "delta" in event else event
 
-    def end(self, result: Result) -> Iterator[dict[str, Any]]:
-        """Yield the events after the text."""
+    def end(self, result: Result, n_reasoning: int) -> Iterator[dict[str, Any]]:
+        """Yield the events after the text, of whose tokens `n_reasoning` are reasoning."""
         yield from self._numbered(self._output.finish(is_complete=is_complete(result)))
-        response = ended_response(self._job_id, self._record, result, self._output.items)
+        response = ended_response(self._job_id, self._record, result, self._output.items, n_reasoning)
         kind = "completed" if response["status"] == "completed" else "incomplete"
         timings = timings_object(result.stats)
         yield from self._numbered([{"type": f"response.{kind}", "response": response, "timings": timings}])

@@ -8,6 +8,7 @@ from typing import Any
 from llamaq.common.errors import JobFailed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord
+from llamaq.producer.openai_format.response_body import CONTEXT_LENGTH_EXCEEDED, job_error_code
 
 STATUSES = {
     FinishReason.STOP: "completed",
@@ -28,7 +29,7 @@ def is_complete(result: Result) -> bool:
 
 
 def ended_response(
-    job_id: str, record: ResponseRecord, result: Result, output: Sequence[dict[str, Any]]
+    job_id: str, record: ResponseRecord, result: Result, output: Sequence[dict[str, Any]], n_reasoning: int
 ) -> dict[str, Any]:
     """Return a response whose job has ended.
 
@@ -37,28 +38,33 @@ def ended_response(
         record: What is stored about the response.
         result: The result of the job.
         output: The items of its output.
+        n_reasoning: Number of the generated tokens that are reasoning.
     """
     status = STATUSES[result.finish_reason]
     return _response(job_id, record, status) | {
         "output": list(output),
-        "usage": usage_object(result.stats),
+        "usage": usage_object(result.stats, n_reasoning),
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
     }
 
 
 def failed_response(job_id: str, record: ResponseRecord, error: JobFailed) -> dict[str, Any]:
     """Return a response whose job has failed."""
-    code = "invalid_prompt" if error.http_status < 500 else "server_error"
-    return _response(job_id, record, "failed") | {"error": {"code": code, "message": f"{error.code}: {error.message}"}}
+    code, kind = job_error_code(error), "invalid_prompt" if error.http_status < 500 else "server_error"
+    described = {
+        "code": code if code == CONTEXT_LENGTH_EXCEEDED else kind,
+        "message": f"{code}: {error.message}",
+    }
+    return _response(job_id, record, "failed") | {"error": described}
 
 
-def usage_object(stats: JobStats) -> dict[str, Any]:
+def usage_object(stats: JobStats, n_reasoning: int) -> dict[str, Any]:
     """Return the usage of a job."""
     return {
         "input_tokens": stats.prompt_tokens,
         "input_tokens_details": {"cached_tokens": stats.prefix_cache_tokens, "cache_write_tokens": 0},
         "output_tokens": stats.generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": n_reasoning},
         "total_tokens": stats.prompt_tokens + stats.generated_tokens,
     }
 

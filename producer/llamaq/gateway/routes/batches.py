@@ -13,7 +13,7 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.files.record import UPLOAD_PURPOSE
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.http.pages import read_page
+from llamaq.gateway.http.query_parameters import read_page
 from llamaq.gateway.queue_of_request import IDEMPOTENCY_HEADER, api_key_of, idempotency_key_of
 from llamaq.gateway.routes.files import files_of
 

@@ -40,7 +40,9 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
     fields = await read_object(request)
     client = await queue_for(request, read_model(fields), is_kept=read_flag(fields, "store"))
     asked = await PreparedCompletion.read(context.models, client, endpoint, fields)
-    generation = generation_for(request, client, asked.jobs, is_kept=asked.body.is_stored)
+    # The client of a stream knows the id of its job. Nobody could read another answer.
+    is_kept = asked.body.is_stored and asked.body.is_streamed
+    generation = generation_for(request, client, asked.jobs, is_kept=is_kept)
     async with explaining_long_prompts(context, generation):
         if not asked.body.is_streamed:
             results = await generation.results()
@@ -78,5 +80,6 @@ async def _events(
             if isinstance(piece, Result):
                 results[index] = piece
     if body.has_usage_chunk:
-        yield data(chunks.usage([results[index] for index in sorted(results)], body.n))
+        ordered = [results[index] for index in sorted(results)]
+        yield data(chunks.usage(ordered, body.n, await asked.count_reasoning(ordered)))
     yield DONE

@@ -23,7 +23,7 @@ from llamaq.gateway.files.store import FileStore
 from llamaq.gateway.files.upload_body import UploadBody
 from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.http.json_body import json_response
-from llamaq.gateway.http.pages import page_of, read_page
+from llamaq.gateway.http.query_parameters import page_of, read_page
 from llamaq.gateway.http.request_lifetime import ClientGone, RestMissing
 from llamaq.gateway.queue_of_request import api_key_of
 

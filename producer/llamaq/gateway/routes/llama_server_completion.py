@@ -32,7 +32,7 @@ async def complete(request: Request) -> Response:
     options = NativeOptions.read(fields)
     client = await queue_for(request, read_model(fields))
     body = read_native_body(await with_tokens(client, fields))
-    generation = generation_for(request, client, body.jobs, is_kept=body.is_stored)
+    generation = generation_for(request, client, body.jobs)
     answers = _Answers(context, generation, body.model or client.queue, options)
     async with explaining_long_prompts(context, generation, as_llama_server):
         if not body.is_streamed:

@@ -19,8 +19,8 @@ from llamaq.gateway.generation import Generation, describe_wait
 from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import FIRST_PING_S, Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.http.pages import page_of, read_page
-from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
+from llamaq.gateway.http.query_parameters import page_of, read_page, read_query_flag
+from llamaq.gateway.prepared.response import PreparedResponse, conversation_of, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
@@ -75,7 +75,7 @@ async def create(request: Request) -> Response:
 async def retrieve(request: Request) -> Response:
     """Return a response as it is now, or with `stream=true` its events from `starting_after` on."""
     job_id, record, job = await _find(request)
-    if request.query_params.get("stream") == "true":
+    if read_query_flag(request, "stream"):
         return await _stream(request, job, record, _pieces_from(job), _starting_after(request))
     return json_response(await _current(request, job_id, record, job))
 
@@ -111,7 +111,7 @@ async def count_input_tokens(request: Request) -> Response:
     queues = context_of(request).queues
     history = await read_history(_store_of(request), queues, body.previous_id, _owner_of(request))
     client = await queue_for(request, body.model)
-    n_tokens = await count_tokens(client, body, [*history, *body.messages])
+    n_tokens = await count_tokens(client, body, conversation_of(body, history))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
@@ -271,7 +271,9 @@ async def _events_of(
     if "prompt_progress" in fields:
         return [sequence.progress(fields)]
     events = [event for each in await reader.read(piece) for event in sequence.text(*each, fields)]
-    return [*events, *sequence.end(piece)] if isinstance(piece, Result) else events
+    if isinstance(piece, Result):
+        events += sequence.end(piece, await reader.count_reasoning(piece))
+    return events
 
 
 def _encode(event: dict[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot, Worker
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.http.query_parameters import read_query_flag
 from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import props_object, slot_object
 from llamaq.gateway.queue_of_request import queue_for
@@ -26,7 +27,7 @@ async def list_slots(request: Request) -> Response:
     """Return the slots of all workers of a queue, as of their last heartbeats."""
     _, workers = await _queue_of(request)
     slots = _numbered(workers)
-    if "fail_on_no_slot" in request.query_params and all(slot.job_id is not None for _, slot in slots):
+    if read_query_flag(request, "fail_on_no_slot") and all(slot.job_id is not None for _, slot in slots):
         raise RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, "no slot is free", code="no_slot")
     return json_response([slot_object(worker, slot, number) for number, (worker, slot) in enumerate(slots)])
 

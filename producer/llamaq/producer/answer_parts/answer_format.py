@@ -50,6 +50,10 @@ class AnswerSplitter(Protocol):
     def finish(self) -> list[Part]:
         """Return the last parts, at the end of the answer."""
 
+    @property
+    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
+        """The places of the reasoning so far: the positions of its first characters, and those after its last ones."""
+
 
 _MARKS = {
     AnswerFormat.HARMONY: answer_tags.CHANNEL,

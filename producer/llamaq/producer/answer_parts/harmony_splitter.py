@@ -61,6 +61,11 @@ class HarmonySplitter:
             parts.append(Content(self._header))
         return parts
 
+    @property
+    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
+        """The places of the reasoning."""
+        return self._scanner.marked
+
     def _open_message(self, header: str) -> list[Part]:
         self._header = None
         recipient = _RECIPIENT.search(header)
@@ -81,7 +86,10 @@ class HarmonySplitter:
             return []
         if self._is_call:
             return [CallArguments(self._n_calls - 1, text)]
-        return [Reasoning(text) if self._is_reasoning else Content(text)]
+        if not self._is_reasoning:
+            return [Content(text)]
+        self._scanner.mark(text)
+        return [Reasoning(text)]
 
 
 def _may_begin_header(text: str) -> bool:

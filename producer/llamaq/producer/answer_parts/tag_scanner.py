@@ -22,6 +22,10 @@ class TagScanner:
         """Number of characters of the text before `_held`."""
         self._tag_offsets: deque[int] = deque()
         """Positions in the text of the tokens that are tags, from `_held` on."""
+        self._end = 0
+        """Position after the text that the last call has returned."""
+        self.marked: list[tuple[int, int]] = []
+        """The marked parts of the text: their first positions, and the positions after them."""
 
     def feed(self, text: str, tags: Sequence[str], tag_offsets: Sequence[int] = ()) -> tuple[str, str]:
         """Return the text before the first tag, and the tag, which is '' if there is none yet.
@@ -39,6 +43,7 @@ class TagScanner:
         self._tag_offsets.extend(each for each in tag_offsets if each >= self._start)
         place, tag = min(self._find_text(tags), self._find_token(tags))
         before = self._held[:place]
+        self._end = self._start + place
         self._drop(place + len(tag))
         return before, tag
 
@@ -46,7 +51,12 @@ class TagScanner:
         """Return the text that is still held back."""
         held = self._held
         self._drop(len(held))
+        self._end = self._start
         return held
+
+    def mark(self, text: str) -> None:
+        """Mark the text that the last call has returned."""
+        self.marked.append((self._end - len(text), self._end))
 
     def _find_text(self, tags: Sequence[str]) -> tuple[int, str]:
         """Return the place of the first tag that is found by its text, and the tag.

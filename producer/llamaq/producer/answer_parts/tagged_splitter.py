@@ -70,19 +70,24 @@ class TaggedSplitter:
         while True:
             before, tag = self._scanner.feed(text, self._awaited(), tag_offsets)
             text, tag_offsets = "", ()
-            parts += self._take(before)
+            parts += self._take_scanned(before)
             if not tag:
                 return parts
             parts += self._switch(tag)
 
     def finish(self) -> list[Part]:
         """Return the last parts. An incomplete call keeps the arguments so far. Text that is not a call is content."""
-        parts = self._take(self._scanner.finish())
+        parts = self._take_scanned(self._scanner.finish())
         if self._state == "name" and self._name.strip():
             parts.append(Content(self._opened_by + self._name))
         elif self._state == "content" and self._space:
             parts.append(Content(self._space))
         return parts + self._end_call()
+
+    @property
+    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
+        """The places of the reasoning."""
+        return self._scanner.marked
 
     def _awaited(self) -> list[str]:
         tags = self._tags
@@ -120,6 +125,12 @@ class TaggedSplitter:
             self._state, self._skips_space = "content", True
             return parts
         return []
+
+    def _take_scanned(self, text: str) -> list[Part]:
+        """Return the parts of text that the scanner has returned."""
+        if self._state == "reasoning":
+            self._scanner.mark(text)
+        return self._take(text)
 
     def _take(self, text: str) -> list[Part]:
         """Return the parts of text without tags."""

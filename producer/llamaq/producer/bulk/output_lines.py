@@ -80,7 +80,8 @@ def error_line(run: RunParameters, row: Row, error: LlamaqError) -> bytes:
         described["param"] = reason.partition(":")[0] if ":" in reason else None
     message = {"code": described["code"] or "invalid_request", "message": described["message"]}
     if row.form == "plain":
-        return _encode({"line": row.number, "id": row.row_id, "error": message})
+        own = {"code": error.code} if isinstance(error, JobFailed) else {}
+        return _encode({"line": row.number, "id": row.row_id, "error": message | own})
     job_id = error.job_id if isinstance(error, JobFailed) else None
     response = {"status_code": int(error.http_status), "request_id": job_id, "body": {"error": described}}
     return _encode({**_batch_start(run, row), "response": response, "error": {**message, "line": row.number}})

@@ -74,7 +74,7 @@ class GenerationBody:
     has_usage_chunk: bool = False
     """Whether the stream ends with a chunk that has the usage."""
     is_stored: bool = False
-    """Whether the jobs run to their end after the client has disconnected."""
+    """Whether the jobs of a stream run to their end after the client has disconnected."""
     is_echoed: bool = False
     """Whether the text of a completion begins with its prompt."""
 

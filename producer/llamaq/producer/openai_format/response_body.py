@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llamaq.common.errors import InvalidRequest, JobFailed, LlamaqError
+from llamaq.common.errors import ErrorCode, InvalidRequest, JobFailed, LlamaqError
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
 from llamaq.producer.openai_format.endpoints import Endpoint
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's `code` of a prompt that is too long. Clients look for it, for example to shorten the conversation."""
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -27,6 +29,7 @@ def completion_object(
     echoed: Sequence[str] = (),
     logprobs: Sequence[dict[str, Any] | None] = (),
     messages: Sequence[dict[str, Any]] = (),
+    n_reasoning: int | None = None,
 ) -> dict[str, Any]:
     """Return the object `chat.completion` or `text_completion` of finished jobs.
 
@@ -39,6 +42,7 @@ def completion_object(
         echoed: For each choice, the text before the generated text. Empty: there is none.
         logprobs: For each choice, its object `logprobs`, or None: its job has none. Empty: no choice has any.
         messages: For each choice, its message. Empty: messages have only content.
+        n_reasoning: Number of tokens of reasoning. None: the usage does not have it.
     """
     is_chat = endpoint is Endpoint.CHAT
     choices = [
@@ -54,7 +58,7 @@ def completion_object(
         "created": created_s,
         "model": model,
         "choices": choices,
-        "usage": usage_object(*(result.stats for result in results), n=n),
+        "usage": usage_object(*(result.stats for result in results), n=n, n_reasoning=n_reasoning),
     }
 
 
@@ -74,8 +78,9 @@ def _choice(
     return choice | {"logprobs": logprobs, "finish_reason": FINISH_REASONS[result.finish_reason]}
 
 
-def usage_object(*stats: JobStats, n: int = 1) -> dict[str, Any]:
+def usage_object(*stats: JobStats, n: int = 1, n_reasoning: int | None = None) -> dict[str, Any]:
     """Return the object `usage` of finished jobs. A prompt counts once, although `n` choices share it."""
+    details = {} if n_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": n_reasoning}}
     prompts = stats[::n]
     prompt = sum(each.prompt_tokens for each in prompts)
     generated = sum(each.generated_tokens for each in stats)
@@ -84,6 +89,7 @@ def usage_object(*stats: JobStats, n: int = 1) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(each.prefix_cache_tokens for each in prompts)},
+        **details,
     }
 
 
@@ -115,10 +121,15 @@ def timings_object(stats: JobStats, *, n_first: int = 1) -> dict[str, Any]:
     }
 
 
+def job_error_code(error: JobFailed) -> str:
+    """Return the `code` of a job's error in the OpenAI API."""
+    return CONTEXT_LENGTH_EXCEEDED if error.code == ErrorCode.PROMPT_TOO_LONG else error.code
+
+
 def error_object(error: LlamaqError) -> dict[str, Any]:
     """Return the value of `error` in the answer to a request that failed."""
     status = int(error.http_status)
-    code, message = (error.code, error.message) if isinstance(error, JobFailed) else (None, str(error))
+    code, message = (job_error_code(error), error.message) if isinstance(error, JobFailed) else (None, str(error))
     return {
         "message": message,
         "type": "invalid_request_error" if status < 500 else "server_error",

@@ -44,9 +44,9 @@ class StreamChunks:
         chunk = self._chunk(index, self._no_content, "tool_calls" if is_call and reason == "stop" else reason)
         return chunk | {"timings": timings_object(result.stats)}
 
-    def usage(self, results: Sequence[Result], n: int) -> dict[str, Any]:
+    def usage(self, results: Sequence[Result], n: int, n_reasoning: int) -> dict[str, Any]:
         """Return the chunk after the last choice, which has the usage of all choices, `n` for each prompt."""
-        usage = usage_object(*(result.stats for result in results), n=n)
+        usage = usage_object(*(result.stats for result in results), n=n, n_reasoning=n_reasoning)
         return self._frame([]) | {"usage": usage, "timings": timings_object(results[0].stats)}
 
     @property

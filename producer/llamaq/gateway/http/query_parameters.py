@@ -1,4 +1,4 @@
-"""Lists that a client reads page by page, as OpenAI's API has them."""
+"""Reads the parameters of queries: booleans, and which page of a list a client asks for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from typing import Any
 from starlette.requests import Request
 
 from llamaq.gateway.http.errors import invalid
+
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def read_query_flag(request: Request, name: str) -> bool:
+    """Return a boolean of the query, which is false if it is missing.
+
+    Raises:
+        RequestRefused: It is something else.
+    """
+    given = request.query_params.get(name, "false")
+    if given not in FLAGS:
+        raise invalid(f"{name}: true, false, 1 or 0 is required, not {given[:50]!r}", name)
+    return FLAGS[given]
 
 
 @dataclass(frozen=True, slots=True)
