@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import httpx
-from tests.gateway.test_batches import begin, end_of, jsonl, lines_of
 from tests.gateway.test_disconnects import gateway
+from tests.support.batches import begin, end_of, jsonl, lines_of
 
 RESPONSES = "/v1/responses"
 
