@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from weakref import WeakSet
 
 from redis.exceptions import RedisError
@@ -19,6 +20,7 @@ from llamaq.producer.call_timeout import CallTimeout, drop_error
 from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.early_progress import EarlyProgress
+from llamaq.producer.streaming.subscriber import CLOSED
 from llamaq.producer.submission import new_job_id, require_worker, send
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ class AutoCancelledJobs:
         self._background = BackgroundTasks()
         self._streams: WeakSet[AsyncStream] = WeakSet()
         """The streams that have readers. A stream that is garbage collected cancels its job itself."""
+        self._calls: set[asyncio.Future[None]] = set()
+        """The calls of `generate`. Each future is done when its call has ended."""
+        self._is_closing = False
 
     async def generate(self, request: JobRequest, timeout: float | None) -> Result:
         """Submit a job and wait for its result. See `AsyncClient.generate`."""
@@ -52,8 +57,25 @@ class AutoCancelledJobs:
 
     async def generate_within(self, request: JobRequest, limit: CallTimeout) -> Result:
         """Submit a job and wait for its result, as a part of a call with a limit."""
+        with self._call():
+            return await self._generate(request, limit)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Let a closing client wait for the end of this context."""
+        ended = asyncio.get_running_loop().create_future()
+        self._calls.add(ended)
+        try:
+            yield
+        finally:
+            ended.set_result(None)
+            self._calls.discard(ended)
+
+    async def _generate(self, request: JobRequest, limit: CallTimeout) -> Result:
         job = await self._submit(request, limit, new_job_id(self._connection, request))
         try:
+            if self._is_closing:
+                raise RuntimeError(CLOSED)
             return await job.result_within(limit)
         except ResultTimeout as exc:
             await self.cancel_soon(job)
@@ -119,15 +141,22 @@ class AutoCancelledJobs:
         error.job_id = job.id  # type: ignore[attr-defined]
         return error
 
-    async def close_streams(self) -> None:
-        """Close all open streams, then wait until all cancellations in flight are sent or have failed.
+    async def aclose(self) -> None:
+        """Close all open streams, end the calls of other tasks, and cancel their jobs.
 
         Raises:
             RuntimeError: The client belongs to another event loop, which is not closed.
         """
         self._connection.check_loop()
-        await asyncio.gather(*(stream.aclose() for stream in list(self._streams)), return_exceptions=True)
-        await self.wait_for_cancellations()
+        self._is_closing = True
+        try:
+            await asyncio.gather(*(stream.aclose() for stream in list(self._streams)), return_exceptions=True)
+            await self._connection.subscriber.aclose()  # ends the calls
+            if self._calls:
+                await asyncio.wait(self._calls, timeout=CLOSE_WAIT_S)
+            await self.wait_for_cancellations()
+        finally:
+            self._is_closing = False
 
     async def wait_for_cancellations(self) -> None:
         """Wait until all cancellations in flight are sent or have failed, but not long if Redis does not answer."""

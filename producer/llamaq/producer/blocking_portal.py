@@ -12,6 +12,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.producer.client import AsyncClient
+from llamaq.producer.streaming.subscriber import CLOSED
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class BlockingPortal:
         except PortalStopped:
             raise
         except asyncio.CancelledError:
-            raise PortalStopped("this client was closed during the call") from None
+            raise PortalStopped(CLOSED) from None
         except BaseException:
             if not call.has_finished:
                 self._abandon(call)
@@ -246,7 +247,7 @@ class _Call(Generic[T]):
 
 
 def _raise_stopped() -> NoReturn:
-    raise PortalStopped("this client was closed during the call")
+    raise PortalStopped(CLOSED)
 
 
 async def next_or_none(items: AsyncIterator[T]) -> T | None:

@@ -105,8 +105,11 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close all open streams, then all connections. Jobs of `submit` keep running."""
-        await self.auto_cancelled.close_streams()
+        """End all calls of other tasks and all open streams, then close all connections. Jobs of `submit` keep running.
+
+        These calls raise `RuntimeError`. The jobs of `generate` and `stream` are cancelled.
+        """
+        await self.auto_cancelled.aclose()
         await self.connection.aclose()
 
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:

@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -44,6 +45,7 @@ from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 
 log = logging.getLogger(__name__)
 
+CLOSED = "this client was closed during the call"
 CHECK_S = 0.5
 """Interval at which the subscriber looks for jobs to poll, and for keys that have moved."""
 POLLS_PER_ROUND_TRIP = 500
@@ -100,10 +102,12 @@ class Subscriber:
             self._remove(listener)
 
     async def aclose(self) -> None:
-        """Unsubscribe from all channels and close the connections."""
+        """Unsubscribe from all channels and close the connections. Calls that still listen raise `RuntimeError`."""
         tasks = [connection.task for connection in self._connections.values()]
         await cancel_tasks(*tasks, *self._polls.values(), *([self._checking] if self._checking else []))
         await self._deadlines.aclose()
+        for listener in chain.from_iterable(self._listeners.values()):
+            listener.fail(RuntimeError(CLOSED))
         await self._ending.wait()
         self._connections.clear()
         self._nodes.clear()
