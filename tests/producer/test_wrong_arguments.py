@@ -16,12 +16,13 @@ from llamaq.producer.testing import serving
 
 NO_SECONDS = (-1, -0.5, math.nan, "1", True)
 NO_COUNTS = (-1, 0, 1.5, "1", True)
-NO_IDS = (None, 1, "", "x", b"x", [])
+NO_IDS: tuple[Any, ...] = (None, 1, "", "x", b"x", [])
 
 
 def wrong_arguments() -> list[tuple[str, dict[str, Any], str]]:
     """Return calls of a client, each with one wrong argument, and its name."""
     calls: list[tuple[str, dict[str, Any], str]] = []
+    value: Any
     for value in NO_SECONDS:
         calls += [
             ("generate", {"prompt": "a", "timeout": value}, "timeout"),
@@ -112,7 +113,8 @@ async def test_damaged_settings_of_a_queue_are_reported(redis_url: str, queue: s
     async with AsyncClient(redis_url, queue) as client:
         key = client.keys.config(queue, 0)
         config = QueueConfig(1, 0, 10_000, "model", "model.gguf")
-        await client.redis.hset(key, mapping={**config.fields(), **damaged})
+        fields: dict[Any, Any] = {**config.fields(), **damaged}
+        await client.redis.hset(key, mapping=fields)
         with pytest.raises(ProtocolError, match="are damaged") as raised:
             await client.queue_depth()
     assert key in str(raised.value)

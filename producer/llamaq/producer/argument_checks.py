@@ -35,6 +35,16 @@ def check_seconds(name: str, value: object) -> None:
         raise InvalidRequest(f"{name}: {_short(value)} is not a number of seconds: use 0 or more")
 
 
+def check_text(name: str, value: object, max_chars: int) -> None:
+    """Check that an argument is a text of 1 to `max_chars` characters.
+
+    Raises:
+        InvalidRequest: It is not.
+    """
+    if not isinstance(value, str) or not 1 <= len(value) <= max_chars:
+        raise InvalidRequest(f"{name}: a text of 1 to {max_chars} characters is required")
+
+
 def check_list(name: str, value: object) -> None:
     """Check that an argument is a list or another iterable. A text or a mapping is one item, not a list of items.
 

@@ -84,7 +84,7 @@ class JobId:
         return cls(queue, partition, secrets.token_hex(16))
 
     @classmethod
-    def parse(cls, job_id: str) -> Self:
+    def parse(cls, job_id: object) -> Self:
         """Return the parts of an id. Raises `InvalidRequest` if the value is not a job id."""
         if not isinstance(job_id, str) or not _JOB_ID.fullmatch(job_id):
             raise InvalidRequest(f"{repr(job_id)[:100]} is not a job id (QUEUE.PARTITION.32 hexadecimal digits)")

@@ -12,7 +12,7 @@ from pydantic import Field
 from llamaq.common.errors import InvalidRequest, RequestFailed
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import Priority
-from llamaq.producer.argument_checks import check_count
+from llamaq.producer.argument_checks import check_count, check_text
 from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
 from llamaq.producer.option_synonyms import translate
 from llamaq.producer.queries.queue_snapshots import read_workers
@@ -63,8 +63,8 @@ class RequestMap:
         """
         if window is not None:
             check_count("window", window, 1, MAX_WINDOW)
-        if resume is not None and not (isinstance(resume, str) and 1 <= len(resume) <= MAX_RESUME_CHARS):
-            raise InvalidRequest(f"resume: a text of 1 to {MAX_RESUME_CHARS} characters is required")
+        if resume is not None:
+            check_text("resume", resume, MAX_RESUME_CHARS)
         self._connection = connection
         self._options = {"priority": Priority.BULK, "stream": False, **translate(options)}
         self._ordered = ordered
