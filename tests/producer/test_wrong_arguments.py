@@ -56,7 +56,7 @@ def wrong_arguments() -> list[tuple[str, dict[str, Any], str]]:
     calls += [(name, {"job_id": value}, "job id") for value in NO_IDS for name in ("job", "cancel")]
     calls += [("submit_many", {"jobs": value}, "jobs") for value in (None, 1, "ab", {"prompt": "a"})]
     calls += [("purge", {"tenant": 1}, "tenant"), ("slots", {"worker": 1}, "worker")]
-    calls += [("rerank", {"query": "a", "documents": value}, "documents") for value in (None, [])]
+    calls += [("rerank", {"query": "a", "documents": value}, "documents") for value in (None, ())]
     return calls
 
 
