@@ -31,7 +31,7 @@ Queues = Annotated[
     list[str] | None,
     typer.Option(
         "--queue",
-        help="Name of the queue; may be given several times. (default: all that workers on this host serve; LLAMAQ_QUEUE)",
+        help="Name of the queue; may be given several times. (default: all of workers on this host; LLAMAQ_QUEUE)",
     ),
 ]
 MaxAge = Annotated[float, typer.Option(min=0, help="Largest age of the worker's last tick, in seconds.")]

@@ -21,7 +21,7 @@ async def test_each_outage_is_one_warning(
     confirmed = asyncio.Event()
     with Proxy(redis_url) as proxy:
         redis = connect(proxy.url, name="test")
-        opened = PubSubConnection(lambda: make_connection(redis, None), lambda *_: None, lambda _: confirmed.set())
+        opened = PubSubConnection(lambda: make_connection(redis, ""), lambda *_: None, lambda _: confirmed.set())
         opened.add(b"channel")
         for outage in range(1, 3):
             await confirmed.wait()
