@@ -56,6 +56,6 @@ USER llamaq
 WORKDIR /home/llamaq
 
 HEALTHCHECK --interval=10s --timeout=10s --start-period=120s --retries=3 \
-    CMD ["llamaq", "health", "--queue", "default"]
+    CMD ["llamaq", "health"]
 ENTRYPOINT ["llamaq"]
-CMD ["worker", "--queue", "default"]
+CMD ["worker"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.command_line import failing, llamaq
+from tests.support.fake_redis import replace_redis
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app
@@ -56,6 +57,29 @@ def test_health_requires_a_worker_on_this_host_with_a_recent_tick(
     assert "the last tick of fake is 4" in failing(monkeypatch, capsys, "health", *options)
     announce(now_ms=now_ms - 60_000, host=socket.gethostname())
     assert "the last tick of fake is 6" in failing(monkeypatch, capsys, "health", *options)
+
+
+def test_health_without_a_name_checks_the_queues_of_the_workers_on_this_host(
+    queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = replace_redis(monkeypatch)  # no other test has a worker there
+    monkeypatch.delenv("LLAMAQ_QUEUE", raising=False)
+    options = ["--redis-url", url, "--max-age-s", "30"]
+    assert "serves queue 'default'" in failing(monkeypatch, capsys, "health", *options, code=4)
+
+    async def announce(queue: str, host: str, tick_age_ms: int = 0) -> None:
+        async with FakeWorker(url, queue, name=f"worker-of-{queue}") as worker:
+            await worker.announce(now_ms=int(time.time() * 1000), host=host, tick_age_ms=tick_age_ms)
+
+    here = socket.gethostname()
+    asyncio.run(announce("elsewhere", "another-host"))
+    asyncio.run(announce(queue, here))
+    assert llamaq("health", *options) == f"ok: worker-of-{queue} serves {queue}\n"
+    monkeypatch.setenv("LLAMAQ_QUEUE", "elsewhere")
+    assert "no worker on this host" in failing(monkeypatch, capsys, "health", *options, code=4)
+    monkeypatch.delenv("LLAMAQ_QUEUE")
+    asyncio.run(announce(queue, here, tick_age_ms=40_000))
+    assert f"the last tick of worker-of-{queue} is 4" in failing(monkeypatch, capsys, "health", *options)
 
 
 @pytest.fixture

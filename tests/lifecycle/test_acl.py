@@ -10,7 +10,7 @@ from redis import Redis
 from redis.exceptions import NoPermissionError
 
 from llamaq.cli.metrics_command import read_metrics
-from llamaq.common.metrics.metric_definitions import REDIS_UP
+from llamaq.common.metrics.metric_definitions import REDIS_UP, REDIS_USED_MEMORY
 from llamaq.common.settings import client_settings
 from llamaq.producer import Client, NotDurable
 from llamaq.producer import durability as durability_module
@@ -46,6 +46,7 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
                 client.resume()
                 samples = read_metrics(client_settings(redis_url=url), MetricsReader([environment.queue]))
                 assert samples.values[REDIS_UP] == {(): 1}
+                assert REDIS_USED_MEMORY not in samples.values, "this user has no permission for INFO"
                 with pytest.raises(NotDurable):  # the server has no replica
                     client.submit("x", max_tokens=1, durable=1)
         finally:

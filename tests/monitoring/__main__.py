@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from redis import Redis
 from rich.console import Console
 from tests.monitoring.queries import ALERTS, FOLDER, alert_queries, panel_queries, without_thresholds, without_variables
 from tests.support.ports import reserve_port
@@ -154,6 +155,8 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(EmbeddedRedis()).url
+        with Redis.from_url(url) as redis:
+            redis.config_set("maxmemory", "1gb")
         worker, metrics = folder / "worker.log", folder / "metrics.log"
         common = {"LLAMAQ_REDIS_URL": url}
         stack.enter_context(

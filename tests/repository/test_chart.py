@@ -180,6 +180,12 @@ def test_the_url_of_redis_is_in_a_secret_alone(name: str) -> None:
         assert ("redis://" in str(manifest)) == (manifest["kind"] == "Secret")
 
 
+@pytest.mark.parametrize(("name", "jobs_per_pod"), [("keda.yaml", 4), ("keda-sentinel.yaml", 2 * 32)])
+def test_a_pod_gets_the_jobs_of_all_its_workers(name: str, jobs_per_pod: int) -> None:
+    (scaled,) = of_kind(name, "ScaledObject")
+    assert int(scaled["spec"]["advanced"]["scalingModifiers"]["target"]) == jobs_per_pod
+
+
 @pytest.mark.parametrize("name", ["keda.yaml", "keda-sentinel.yaml"])
 def test_keda_sums_the_lengths_of_all_job_streams(name: str) -> None:
     (scaled,) = of_kind(name, "ScaledObject")

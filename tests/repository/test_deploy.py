@@ -155,8 +155,9 @@ def test_a_worker_waits_for_redis_and_is_healthy_when_its_queue_is_served(compos
     worker = compose["services"][name]
     assert worker["depends_on"]["redis"]["condition"] == "service_healthy"
     assert worker["environment"]["LLAMAQ_REDIS_URL"].startswith("redis://redis:")
-    queue = worker["command"][worker["command"].index("--queue") + 1]
-    assert worker["healthcheck"]["test"] == ["CMD", "llamaq", "health", "--queue", queue]
+    assert worker["command"] == ["worker"], "LLAMAQ_QUEUE names the queue, also for the health check"
+    assert "LLAMAQ_QUEUE" in worker["environment"]
+    assert worker["healthcheck"]["test"] == ["CMD", "llamaq", "health"]
     drain_s = WorkerSettings.model_fields["drain_s"].default
     assert seconds(worker["stop_grace_period"]) > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
 
@@ -287,8 +288,8 @@ def test_the_image_runs_a_worker_as_an_ordinary_user_with_a_health_check(dockerf
     assert arguments(runtime, "USER") == ["llamaq"]
     assert "useradd" in arguments(runtime, "RUN")[0]
     assert arguments(runtime, "ENTRYPOINT") == ['["llamaq"]']
-    assert arguments(runtime, "CMD") == ['["worker", "--queue", "default"]']
-    assert '["llamaq", "health", "--queue", "default"]' in arguments(runtime, "HEALTHCHECK")[0]
+    assert arguments(runtime, "CMD") == ['["worker"]']
+    assert arguments(runtime, "HEALTHCHECK")[0].endswith('CMD ["llamaq", "health"]')
 
 
 def test_the_settings_named_in_the_compose_file_exist(compose: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.protocol.job_request import QUEUE_PATTERN, TENANT_PATTERN
+from llamaq.common.protocol.job_request import MAX_PARTITIONS, QUEUE_PATTERN, TENANT_PATTERN
 
 ENV_PREFIX = "LLAMAQ_"
 DEFAULT_URL = "redis://localhost:6379/0"
@@ -39,7 +39,7 @@ class QueueSettings(BaseSettings):
     partitions: int = Field(
         1,
         ge=1,
-        le=1024,
+        le=MAX_PARTITIONS,
         description="Number of partitions of the queue. A Redis Cluster spreads them over its nodes.",
     )
     max_request_bytes: int = Field(

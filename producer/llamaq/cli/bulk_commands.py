@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from typing import Annotated
 
@@ -50,6 +51,8 @@ def run_here(
     an `id`, and job options. After an interruption, start the same command again: it continues, and computes no row
     twice. If a row has failed, the exit code is 1.
     """
+    # In an outage of Redis, the polls of the jobs log a warning. That of the other connection would say the same.
+    logging.getLogger("llamaq.producer.streaming.pubsub_connection").setLevel(logging.ERROR)
     if retry_errors:
         drop_errors(run)
     progress = asyncio.run(_execute(run, AsyncClient(redis_url, queue, require_worker=require_worker)))

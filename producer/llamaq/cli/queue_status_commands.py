@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,10 +25,14 @@ from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, Client, JobState, Worker
+from llamaq.producer.queries.queue_snapshots import read_workers
 
 Queues = Annotated[
     list[str] | None,
-    typer.Option("--queue", help="Name of the queue; may be given several times. (default default; LLAMAQ_QUEUE)"),
+    typer.Option(
+        "--queue",
+        help="Name of the queue; may be given several times. (default: all of workers on this host; LLAMAQ_QUEUE)",
+    ),
 ]
 MaxAge = Annotated[float, typer.Option(min=0, help="Largest age of the worker's last tick, in seconds.")]
 AnyHost = Annotated[bool, typer.Option("--any", help="Accept a worker on any host.")]
@@ -170,10 +174,12 @@ def health(
     any_host: AnyHost = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that every queue has a worker on this host with a recent tick. If so, the exit code is 0."""
+    """Check that every queue has a worker on this host with a recent tick. If so, the exit code is 0.
+
+    Without a name, these are the queues that workers on this host serve. There must be one.
+    """
     host = None if any_host else socket.gethostname()
-    names: list[str | None] = [*queue] if queue else [None]
-    for name in names:
+    for name in queue or asyncio.run(queues_to_check(redis_url, host)):
         worker, age_s = asyncio.run(freshest_worker(redis_url, name, host))
         card = worker.card
         if age_s > max_age_s:
@@ -186,14 +192,31 @@ def health(
             typer.echo(f"ok: {card.worker} serves {card.queue}")
 
 
-async def freshest_worker(redis_url: str | None, queue: str | None, host: str | None) -> tuple[Worker, float]:
+async def queues_to_check(redis_url: str | None, host: str | None) -> list[str]:
+    """Return the queue of the setting, if it is set. If not, return all queues that workers on `host` serve.
+
+    If there is none, or `host` is None, return the default queue.
+    """
+    async with AsyncClient(redis_url) as client:
+        if host is None or "queue" in client.settings.model_fields_set:
+            return [client.queue]
+        served: Any = await client.redis.zrange(client.keys.queues(), 0, -1)
+        found = []
+        for name in [name.decode() for name in served]:
+            workers = await read_workers(client.redis, client.keys, name)
+            if host in [worker.card.host for worker in workers]:
+                found.append(name)
+        return found or [client.queue]
+
+
+async def freshest_worker(redis_url: str | None, queue: str, host: str | None) -> tuple[Worker, float]:
     """Return the worker with the most recent tick, and the age of that tick in seconds.
 
     The engine of an idle worker wakes up every second, which counts as a tick.
 
     Args:
         redis_url: The Redis URL. None: the setting.
-        queue: The name of the queue. None: the setting.
+        queue: The name of the queue.
         host: Only workers on this host count. None: all workers.
 
     Raises:

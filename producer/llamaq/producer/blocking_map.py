@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, Generator, Iterable, Iterator
 from typing import Any
 
 from llamaq.common.errors import RequestFailed
+from llamaq.producer.argument_checks import check_list
 from llamaq.producer.blocking_portal import BlockingPortal
 from llamaq.producer.job_window.request_map import MappedResult, MapRequest, RequestMap
 
@@ -35,6 +36,7 @@ def blocking_map(
         raise_errors: See `AsyncClient.map`.
         **options: See `AsyncClient.map`.
     """
+    check_list("requests", requests)
     if isinstance(requests, AsyncIterable):
         yield from portal.iterate(
             portal.client.map(

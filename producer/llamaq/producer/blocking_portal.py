@@ -71,7 +71,13 @@ class BlockingPortal:
 
         Raises:
             PortalStopped: The portal is stopped, or another thread stopped it during the call.
+            RuntimeError: This is a child process. Clients start a portal of their own there, but streams do not.
         """
+        if not self.is_of_this_process:
+            raise RuntimeError(
+                f"process {self._pid} opened this stream or iterator before the fork: open it again in this process, "
+                "for example with client.job(job_id).stream()"
+            )
         call = _Call(work)
         try:
             self._pass_to_loop(call)

@@ -8,6 +8,7 @@ from typing import Self, Unpack
 
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.keys import JobId
 from llamaq.common.settings import client_settings
 from llamaq.producer import submission, submit_many
 from llamaq.producer.auto_cancelled_stream import AsyncStream
@@ -304,7 +305,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
         Raises:
             InvalidRequest: `job_id` does not have the form of a job id.
         """
-        return AsyncJob(self.connection, job_id)
+        return AsyncJob(self.connection, str(JobId.parse(job_id)))
 
     async def cancel(self, job_id: str) -> bool:
         """Request the cancellation of a job. See `AsyncJob.cancel`.

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from llamaq.common.errors import InvalidRequest, NotDurable
+from llamaq.common.errors import NotDurable
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.redis.wait_for_replicas import wait_for_replicas
+from llamaq.producer.argument_checks import check_count
 from llamaq.producer.queue_connection import QueueConnection
 
 REPLICA_WAIT_S = 2.0
 """How long a submit with `durable` waits for replicas. A connection to Redis waits at most 5 s for a reply."""
+
+MAX_REPLICAS = 1000
+"""Upper bound of `durable`. More replicas than that are a mistake."""
 
 
 def check_durable(durable: int) -> None:
     """Check the number of replicas before anything is submitted.
 
     Raises:
-        InvalidRequest: The number is negative.
+        InvalidRequest: It is not a whole number, or it is out of its bounds.
     """
-    if durable < 0:
-        raise InvalidRequest(f"durable: {durable} is not a number of replicas: use 0 or more")
+    check_count("durable", durable, 0, MAX_REPLICAS)
 
 
 async def confirm(connection: QueueConnection, job_ids: Sequence[str], durable: int) -> None:

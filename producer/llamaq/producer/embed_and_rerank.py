@@ -11,6 +11,7 @@ from llamaq.common.errors import InvalidRequest, JobFailed, ResultTimeout
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions, Priority
+from llamaq.producer.argument_checks import check_list
 from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
 from llamaq.producer.submission import build_request
 
@@ -52,17 +53,18 @@ class RankedDocument:
     """Number of tokens that the model read: query, document and the text around them."""
 
 
-def as_list(inputs: EmbeddingInputs) -> list[Any]:
-    """Return the inputs as a list. A single text, or a single list of token ids, becomes a list with one input.
+def as_list(inputs: EmbeddingInputs, name: str = "inputs") -> list[Any]:
+    """Return the argument as a list. A single text, or a single list of token ids, becomes a list with one input.
 
     Raises:
-        InvalidRequest: There is no input.
+        InvalidRequest: There is no input, or the argument is no list.
     """
     if isinstance(inputs, str):
         return [inputs]
+    check_list(name, inputs)
     listed = list(inputs)
     if not listed:
-        raise InvalidRequest("inputs: at least one text is required")
+        raise InvalidRequest(f"{name}: at least one text is required")
     return [listed] if all(isinstance(each, int) for each in listed) else listed
 
 

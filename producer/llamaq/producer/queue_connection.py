@@ -12,6 +12,7 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.connect import connect
 from llamaq.common.settings import ClientSettings
+from llamaq.producer.argument_checks import check_seconds
 from llamaq.producer.streaming.subscriber import Subscriber
 from llamaq.producer.worker_watch import WorkerWatch
 
@@ -121,8 +122,15 @@ class QueueConnection:
         return self._connections
 
     def timeout_s(self, timeout_s: float | None) -> float:
-        """Return the timeout of one call: `timeout_s`, or the client's setting if `timeout_s` is None."""
-        return self.settings.timeout_s if timeout_s is None else timeout_s
+        """Return the timeout of one call: `timeout_s`, or the client's setting if `timeout_s` is None.
+
+        Raises:
+            InvalidRequest: The argument `timeout` of the call is not a number of seconds.
+        """
+        if timeout_s is None:
+            return self.settings.timeout_s
+        check_seconds("timeout", timeout_s)
+        return timeout_s
 
     async def aclose(self) -> None:
         """Unsubscribe from all channels and close all connections of the running event loop."""

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 from llamaq.common.errors import BatchIncomplete, InvalidRequest, LlamaqError, NotDurable
 from llamaq.common.protocol.script_types import Submission, SubmitRefused, SubmitReply
 from llamaq.common.split_by_size import split_by_size
+from llamaq.producer.argument_checks import check_list
 from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.durability import check_durable, confirm
 from llamaq.producer.job_handle import AsyncJob
@@ -38,6 +39,7 @@ async def submit_many(
 ) -> tuple[AsyncJob, ...]:
     """Put many jobs into the queue and return their handles. See `AsyncClient.submit_many`."""
     check_durable(durable)
+    check_list("jobs", jobs)
     submissions = await _validate(connection, jobs)
     if not submissions:
         return ()

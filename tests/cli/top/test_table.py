@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.cells import cell_len
 from tests.support.top_readings import NOW_MS, make_queue, make_reading, make_worker, totals
@@ -99,6 +101,8 @@ def test_numbers_have_few_characters() -> None:
 
 def test_the_lines_above_the_tables_name_what_is_shown(overview: Overview) -> None:
     assert status_text("host:1", overview, "") == "host:1 · 0 waiting · 0 running · 3 workers · 0/12 slots · 55 tok/s"
+    assert status_text("host:1", replace(overview, redis_fullness=0.89), "").endswith("tok/s")
+    assert status_text("host:1", replace(overview, redis_fullness=0.93), "").endswith(" · Redis is 93% full")
     assert status_text("host:1", None, "") == "host:1: reading"
     assert status_text("host:1", overview, "Redis does not answer") == "Redis does not answer"
     empty = summarize(make_reading(), RateTracker())

@@ -9,6 +9,7 @@ from tests.support.fake_redis import replace_redis
 
 from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.metric_definitions import Samples
+from llamaq.common.redis.server_memory import ServerMemory
 from llamaq.common.settings import client_settings
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries.metrics import FIND_QUEUES_EVERY_S, MetricsReader
@@ -31,7 +32,13 @@ async def read(reader: MetricsReader, url: str, timeout_s: float = TIMEOUT_S) ->
         await connection.aclose()
 
 
-async def test_a_queue_has_its_depth_its_mode_its_dead_letters_and_its_workers(url: str) -> None:
+async def test_a_queue_has_its_depth_its_mode_its_dead_letters_and_its_workers(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def memory(_: object) -> tuple[ServerMemory, ...]:
+        return (ServerMemory("", 3, 4),)
+
+    monkeypatch.setattr("llamaq.producer.queries.metrics.read_server_memory", memory)  # the fake has no INFO
     async with AsyncClient(url, "a", partitions=2) as client, FakeWorker(url, "a") as worker:
         jobs = [await client.submit("hello") for _ in range(3)]
         await client.submit("hello", delay_s=60)
@@ -41,6 +48,8 @@ async def test_a_queue_has_its_depth_its_mode_its_dead_letters_and_its_workers(u
         await worker.redis.xadd(worker.keys.dead("a", 0), {"job": "x", "reason": "y"})
         samples = await read(MetricsReader(), url)
     assert {family for family, _ in samples} == {*f.QUEUE_FAMILIES, *f.WORKER_FAMILIES, *f.READER_FAMILIES}
+    assert samples.values[f.REDIS_USED_MEMORY] == {("",): 3}
+    assert samples.values[f.REDIS_MAXMEMORY] == {("",): 4}
     of_queue = {family: values["a",] for family, values in samples if family.labels == ("queue",)}
     assert of_queue[f.WAITING_JOBS] == 2
     assert of_queue[f.DELAYED_JOBS] == 1

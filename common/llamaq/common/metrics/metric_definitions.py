@@ -232,6 +232,20 @@ BATCH_SIZE = Family(
 REDIS_UP = Family(
     "llamaq_redis_up", "gauge", (), "1 if Redis answered this scrape, else 0. Then all metrics from Redis are absent."
 )
+_NODE = ("node",)
+REDIS_USED_MEMORY = Family(
+    "llamaq_redis_used_memory_bytes",
+    "gauge",
+    _NODE,
+    "Memory that Redis uses. `node` is the address of each master of a Redis Cluster, and otherwise empty. Absent if "
+    "the user of Redis has no permission for INFO.",
+)
+REDIS_MAXMEMORY = Family(
+    "llamaq_redis_maxmemory_bytes",
+    "gauge",
+    _NODE,
+    "`maxmemory` of Redis, at which it refuses new jobs; 0 if it has no limit. Absent as the used memory.",
+)
 READ_SECONDS = Family(
     "llamaq_metrics_read_seconds", "gauge", (), "Time that this scrape took to read all metrics from Redis."
 )
@@ -247,4 +261,4 @@ WORKER_FAMILIES = (
     *(CACHE_MISSES, CACHE_EVICTIONS, PREEMPTIONS, DECODE_TOKENS, PREFILL_TOKENS, TICK_DURATION, BATCH_SIZE),
     *(DRAFTED_TOKENS, ACCEPTED_TOKENS),
 )
-READER_FAMILIES = (REDIS_UP, READ_SECONDS)
+READER_FAMILIES = (REDIS_UP, REDIS_USED_MEMORY, REDIS_MAXMEMORY, READ_SECONDS)

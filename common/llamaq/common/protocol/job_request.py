@@ -44,6 +44,8 @@ EMBEDDING_OPTIONS = frozenset({
 })  # fmt: skip
 """The options that an embedding job may have. Its seed and its salt have no effect: it draws and shares nothing."""
 
+MAX_PARTITIONS = 1024
+"""Largest number of partitions of a queue."""
 QUEUE_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
 TRACEPARENT_PATTERN = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9_\-]{1,64}\.[0-9]{1,4}\.[0-9a-f]{32}$"

@@ -84,10 +84,10 @@ class JobId:
         return cls(queue, partition, secrets.token_hex(16))
 
     @classmethod
-    def parse(cls, job_id: str) -> Self:
-        """Return the parts of an id. Raises `InvalidRequest` if the text is not a job id."""
-        if not _JOB_ID.fullmatch(job_id):
-            raise InvalidRequest(f"{job_id[:100]!r} is not a job id (QUEUE.PARTITION.32 hexadecimal digits)")
+    def parse(cls, job_id: object) -> Self:
+        """Return the parts of an id. Raises `InvalidRequest` if the value is not a job id."""
+        if not isinstance(job_id, str) or not _JOB_ID.fullmatch(job_id):
+            raise InvalidRequest(f"{repr(job_id)[:100]} is not a job id (QUEUE.PARTITION.32 hexadecimal digits)")
         queue, partition, token = job_id.split(".")
         return cls(queue, int(partition), token)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.embedding_task import JobKind
+from llamaq.common.protocol.job_request import MAX_PARTITIONS
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -50,21 +53,38 @@ class QueueConfig:
         """Return the stored settings of a partition. None: no worker has stored them.
 
         Raises:
+            ProtocolError: The stored settings are damaged.
             RedisError: The partition cannot be reached.
         """
+        key = keys.config(queue, partition)
         names = ("partitions", "max_queue", "lease_ms", "model", "model_name", "kind")
-        values: Any = await redis.hmget(keys.config(queue, partition), names)
-        partitions, max_queue, lease_ms, model, model_name, kind = values
-        if partitions is None:
+        values: Any = await redis.hmget(key, names)
+        if values[0] is None:
             return None
-        return cls(
-            int(partitions),
+        try:
+            config = cls._of_fields(values)
+        except ValueError as exc:
+            raise ProtocolError(
+                f"the settings of queue {queue!r} in Redis are damaged ({exc}): delete the key {key}, and start its "
+                "workers again"
+            ) from exc
+        return config
+
+    @classmethod
+    def _of_fields(cls, values: Sequence[bytes | None]) -> QueueConfig:
+        """Return the settings with these stored values. Raises ValueError if another client has overwritten them."""
+        partitions, max_queue, lease_ms, model, model_name, kind = values
+        config = cls(
+            int(partitions or 0),
             int(max_queue or 0),
             int(lease_ms or 0),
             (model or b"").decode(),
             (model_name or b"").decode(),
             JobKind(kind.decode()) if kind else JobKind.GENERATION,
         )
+        if not 1 <= config.partitions <= MAX_PARTITIONS:
+            raise ValueError(f"{config.partitions} partitions")
+        return config
 
     def fields(self) -> dict[str, str]:
         """Return the fields of the hash."""

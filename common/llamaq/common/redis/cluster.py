@@ -174,10 +174,15 @@ class Cluster(RetryingRedis):
 
     async def scan_iter(self, *args: Any, **options: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         """Yield the keys of all masters. See `Redis.scan_iter`."""
-        await self._find(None)
-        for address in sorted({master for master in self._masters if master is not None}):
-            async for key in self._node(address).commands.scan_iter(*args, **options):
+        for master in (await self.masters()).values():
+            async for key in master.scan_iter(*args, **options):
                 yield key
+
+    async def masters(self) -> dict[str, RetryingRedis]:
+        """Return a client of each master by the master's name."""
+        await self._find(None)
+        addresses = sorted({master for master in self._masters if master is not None})
+        return {_name(address): self._node(address).commands for address in addresses}
 
     # ---- the map
 

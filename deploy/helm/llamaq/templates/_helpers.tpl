@@ -80,8 +80,10 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{- define "llamaq.jobsPerWorker" -}}
-{{ .Values.keda.jobsPerWorker | default .Values.worker.settings.n_parallel }}
+{{/* KEDA scales pods. A pod has a worker with n_parallel slots for each of `devices`, such as "0,1". */}}
+{{- define "llamaq.jobsPerPod" -}}
+{{- $workers := .Values.worker.settings.devices | default "0" | toString | splitList "," | len }}
+{{- .Values.keda.jobsPerWorker | default .Values.worker.settings.n_parallel | mul $workers }}
 {{- end }}
 
 {{/* Settings by their names as environment variables. toJson: Helm would write a million as 1e+06. */}}

@@ -9,6 +9,9 @@ from llamaq.cli.top.line_types import Overview
 from llamaq.cli.top.table import Order, Table
 from llamaq.cli.top.table_columns import PAGES
 
+ALMOST_FULL = 0.9
+"""Used share of the memory of Redis from which the first line shows it."""
+
 
 def status_text(server: str, overview: Overview | None, error: str) -> str:
     """Return the first line: the sums of all queues, or the error of the last reading."""
@@ -27,6 +30,8 @@ def status_text(server: str, overview: Overview | None, error: str) -> str:
         f"{total.busy_slots}/{total.slots} slots",
         f"{format_rate(total.tokens_per_s)} tok/s",
     ]
+    if overview.redis_fullness >= ALMOST_FULL:
+        parts.append(f"Redis is {overview.redis_fullness:.0%} full")
     if overview.n_hidden_queues:
         parts.append(f"{overview.n_hidden_queues} queues are not shown (--queue)")
     return " · ".join(parts)

@@ -14,6 +14,7 @@ from llamaq.common.protocol.oldest_waiting import oldest_waiting_s
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode
+from llamaq.common.redis.server_memory import read_server_memory
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries import dead_letters
@@ -66,8 +67,14 @@ class LiveQueues:
         shown = sorted(self._queues)[:MAX_QUEUES]
         read = (self._read_queue(name, with_waiting=with_waiting, with_dead=with_dead) for name in shown)
         readings = [one for one in await asyncio.gather(*read) if self._named or _is_in_use(one)]
-        now_ms = await server_time_ms(self._client.redis)
-        return Reading(now_ms, tuple(readings), n_hidden_queues=len(self._queues) - len(shown))
+        redis = self._client.redis
+        now_ms, servers = await asyncio.gather(server_time_ms(redis), read_server_memory(redis))
+        return Reading(
+            now_ms,
+            tuple(readings),
+            n_hidden_queues=len(self._queues) - len(shown),
+            redis_fullness=max((server.fullness for server in servers), default=0.0),
+        )
 
     async def _find_queues(self) -> None:
         """Find new queues. Queues that workers serve are searched in each reading, other queues only from time to

@@ -36,3 +36,5 @@ class Reading:
     queues: tuple[QueueReading, ...]
     n_hidden_queues: int = 0
     """Number of queues that were not read, because there are more than the view reads."""
+    redis_fullness: float = 0.0
+    """Used share of the `maxmemory` of the fullest Redis server; 0 if there is no limit or it is not known."""

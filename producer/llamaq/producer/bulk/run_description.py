@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from enum import StrEnum
 from pathlib import Path
@@ -105,6 +106,15 @@ def rows_file(output: Path) -> Path:
     return output.with_name(output.name + ".rows.jsonl") if output.suffix.lower() in TABLE_SUFFIXES else output
 
 
+def _identity(path: Path) -> object:
+    """Return a value that is equal for two paths of the same file, also through links and `..`."""
+    try:
+        found = path.stat()
+    except OSError:  # a run that has not begun
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
+
+
 class BulkRun(RunParameters):
     """What a bulk run computes, from which file into which file. It can be stored and sent as JSON.
 
@@ -124,10 +134,11 @@ class BulkRun(RunParameters):
 
     @model_validator(mode="after")
     def _check_files(self) -> Self:
-        if len({self.input, self.output, self.error_file}) < 3:
+        named = [_identity(path) for path in (self.input, self.output, self.error_file)]
+        if len(set(named)) < len(named):
             raise ValueError("input, output and errors must be three different files")
-        own = {description_file(self.output), rows_file(self.output)}
-        if taken := own & {self.input, self.error_file}:
+        own = (description_file(self.output), rows_file(self.output))
+        if taken := [path for path in own if _identity(path) in (named[0], named[2])]:
             raise ValueError(f"input, errors: the run itself writes {min(taken)}: name another file")
         if self.form == "openai" and self.writes_table:
             raise ValueError("form: a table has plain answers: leave it out, or name a .jsonl file")

@@ -7,6 +7,7 @@ from typing import Literal, Unpack
 
 from llamaq.common.protocol.embedding_task import Embedding, Normalization
 from llamaq.producer import embed_and_rerank
+from llamaq.producer.argument_checks import check_count
 from llamaq.producer.calls.calls_base import ClientCalls
 from llamaq.producer.embed_and_rerank import EmbeddingInputs, EmbeddingOptions, RankedDocument
 
@@ -78,7 +79,9 @@ class EmbeddingCalls(ClientCalls):
         Raises:
             LlamaqError: The same errors as `embed`.
         """
-        tasks = embed_and_rerank.split_task(embed_and_rerank.as_list(documents), query=query)
+        if top_n is not None:
+            check_count("top_n", top_n, 1)
+        tasks = embed_and_rerank.split_task(embed_and_rerank.as_list(documents, "documents"), query=query)
         return embed_and_rerank.rank(
             await embed_and_rerank.compute(self.auto_cancelled, tasks, options, timeout), top_n
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal, Unpack, overload
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import RequestFailed
 from llamaq.common.protocol.job_request import JobOptions
+from llamaq.producer.argument_checks import check_list
 from llamaq.producer.calls.calls_base import ClientCalls
 from llamaq.producer.job_window.request_map import MappedResult, MapRequest, RequestMap
 
@@ -79,6 +80,7 @@ class MapCall(ClientCalls):
             NoWorker: The client has `require_worker`, and no worker serves the queue.
             InvalidSettings: The workers of the queue have another number of partitions.
         """
+        check_list("requests", requests)
         computed = RequestMap(self.connection, options, ordered=ordered, window=window, resume=resume)
         async with computed:
             reading = asyncio.create_task(computed.read(requests))

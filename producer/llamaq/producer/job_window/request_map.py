@@ -12,6 +12,7 @@ from pydantic import Field
 from llamaq.common.errors import InvalidRequest, RequestFailed
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import Priority
+from llamaq.producer.argument_checks import check_count, check_text
 from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
 from llamaq.producer.option_synonyms import translate
 from llamaq.producer.queries.queue_snapshots import read_workers
@@ -60,10 +61,10 @@ class RequestMap:
         Raises:
             InvalidRequest: An argument is not valid.
         """
-        if window is not None and not 1 <= window <= MAX_WINDOW:
-            raise InvalidRequest(f"window: {window} is not between 1 and {MAX_WINDOW}")
-        if resume is not None and not 1 <= len(resume) <= MAX_RESUME_CHARS:
-            raise InvalidRequest(f"resume: a text of 1 to {MAX_RESUME_CHARS} characters is required")
+        if window is not None:
+            check_count("window", window, 1, MAX_WINDOW)
+        if resume is not None:
+            check_text("resume", resume, MAX_RESUME_CHARS)
         self._connection = connection
         self._options = {"priority": Priority.BULK, "stream": False, **translate(options)}
         self._ordered = ordered

@@ -95,7 +95,7 @@ def id_of_retry(letter: DeadLetter, job_id: JobId) -> JobId:
 
 async def _find_entry(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, int, bytes, Fields]:
     """Return the queue and the partition of a dead letter, and the id and fields of its stream entry."""
-    if match := _LETTER_WITHOUT_JOB.fullmatch(letter_id):
+    if match := _LETTER_WITHOUT_JOB.fullmatch(str(letter_id)):
         queue, partition = match[1], int(match[2])
         matching: Any = await redis.xrange(keys.dead(queue, partition), min=match[3], max=match[3])
     else:

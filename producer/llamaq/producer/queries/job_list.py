@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
@@ -16,7 +15,9 @@ from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_status import JobSummary
 from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.wire_model import StrictModel
 from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.argument_checks import check_count
 from llamaq.producer.queries.handle_deadlines_and_delays import handle_due
 from llamaq.producer.queue_connection import QueueConnection
 
@@ -40,15 +41,14 @@ _FIELDS = (
 _LISTED = (JobState.QUEUED.value.encode(), JobState.RUNNING.value.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class JobFilter:
+class JobFilter(StrictModel):
     """The conditions that a job must meet. None, or no metadata, stands for no condition."""
 
     state: JobState | None = None
     priority: Priority | None = None
-    older_than_s: float | None = None
+    older_than_s: float | None = Field(None, ge=0)
     """Seconds since the submit."""
-    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    metadata: Mapping[str, JsonValue] = Field(default_factory=dict)
     """Keys and values in the metadata of the request. A text also matches the number or boolean with this JSON text."""
     tenant: str | None = None
 
@@ -68,6 +68,7 @@ def _is_equal(value: JsonValue, wanted: JsonValue) -> bool:
 
 async def read_jobs(connection: QueueConnection, wanted: JobFilter, limit: int) -> tuple[JobSummary, ...]:
     """Return the oldest `limit` jobs of the queue that match the filter. See `AsyncClient.jobs`."""
+    check_count("limit", limit, 1)
     if wanted.state in (JobState.FINISHED, JobState.FAILED):
         raise InvalidRequest(f"state: only queued and running jobs are in a queue, not {wanted.state} ones")
     return await read_jobs_of(connection, connection.settings.queue, await connection.n_partitions(), wanted, limit)

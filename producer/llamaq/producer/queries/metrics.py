@@ -18,6 +18,7 @@ from llamaq.common.metrics.worker_samples import add_worker
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.redis.outage_log import OutageLog
+from llamaq.common.redis.server_memory import read_server_memory
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.producer.queries.dead_letters import count_all
@@ -60,6 +61,7 @@ class MetricsReader:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._read_queues(samples, connection)
+                await _read_memory(samples, connection.redis)
         except (RedisError, TimeoutError) as exc:
             late = RedisError(f"no answer within {timeout_s:g} s")
             self._outage_log.record_failure(exc if isinstance(exc, RedisError) else late)
@@ -89,6 +91,12 @@ class MetricsReader:
 
     def __repr__(self) -> str:
         return f"<MetricsReader {len(self._partitions)} queues>"
+
+
+async def _read_memory(samples: Samples, redis: Redis) -> None:
+    for memory in await read_server_memory(redis):
+        samples.set(f.REDIS_USED_MEMORY, (memory.node,), memory.used_bytes)
+        samples.set(f.REDIS_MAXMEMORY, (memory.node,), memory.max_bytes)
 
 
 async def _read_queue(connection: QueueConnection, queue: str, partitions: int, now_ms: int) -> Samples:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pydantic import ValidationError
-
 from llamaq.common.errors import InvalidRequest, NoWorker, SlotCommandRefused
-from llamaq.common.protocol import codec
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply, WorkerSlots
+from llamaq.producer.argument_checks import build_model
 from llamaq.producer.queries.worker_commands import exchange, new_command_id, worker_ids
 from llamaq.producer.queue_connection import QueueConnection
 
@@ -19,10 +17,7 @@ def build_command(action: SlotAction, slot: int | None = None, name: str | None 
     Raises:
         InvalidRequest: The slot or the name is not valid, or the action does not accept it.
     """
-    try:
-        return SlotCommand(id=new_command_id(), action=action, slot=slot, name=name, deadline_ms=0)
-    except ValidationError as exc:
-        raise InvalidRequest(codec.explain(exc)) from exc
+    return build_model(SlotCommand, id=new_command_id(), action=action, slot=slot, name=name, deadline_ms=0)
 
 
 async def list_slots(connection: QueueConnection, worker: str | None, timeout: float | None) -> tuple[WorkerSlots, ...]:
@@ -64,7 +59,7 @@ def choose_worker(ids: list[str], queue: str, named: str | None) -> str:
     if named is None and len(ids) > 1:
         raise InvalidRequest(f"worker: {len(ids)} workers serve queue {queue!r}; name one of: {', '.join(ids)}")
     if named is not None and named not in ids:
-        raise InvalidRequest(f"worker: {named[:100]!r} does not serve queue {queue!r}; these do: {', '.join(ids)}")
+        raise InvalidRequest(f"worker: {str(named)[:100]!r} does not serve queue {queue!r}; these do: {', '.join(ids)}")
     return named or ids[0]
 
 

@@ -26,6 +26,8 @@ REPLY_BLOCK_S = 1.0
 """Longest duration of one BLPOP for a reply. The worker's heartbeat is checked between two BLPOPs."""
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.2
 """Pauses between two reads of a reply that is read without BLPOP."""
+LONGEST_WAIT_S = 86_400.0
+"""Longest wait for a reply. A command has a deadline, also if the timeout of its call is unlimited."""
 LATE_HEARTBEAT_MS = 3000
 """A worker may have been killed if its last heartbeat is older than that of another worker by more than this time."""
 LIST_TTL_MARGIN_MS = 60_000
@@ -72,7 +74,7 @@ async def exchange(
         WorkerEnded: The worker ended before it replied.
         ResultTimeout: The reply did not arrive in time.
     """
-    redis, timeout_s = connection.redis, connection.timeout_s(timeout)
+    redis, timeout_s = connection.redis, min(connection.timeout_s(timeout), LONGEST_WAIT_S)
     deadline_ms = await server_time_ms(redis) + int(timeout_s * 1000)
     # A command may be sent to several workers. Each gets a new id, because the id names the list for the reply.
     command = command.model_copy(update={"id": new_command_id(), "deadline_ms": deadline_ms})

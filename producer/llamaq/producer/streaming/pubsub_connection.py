@@ -79,6 +79,7 @@ class PubSubConnection:
 
     async def _stay_connected(self) -> None:
         delay_s = BACKOFF_S[0]
+        is_lost = False
         while True:
             connection = self._make_connection()
             try:
@@ -87,7 +88,9 @@ class PubSubConnection:
                 error = errors.exceptions[0]
                 if not isinstance(error, RedisError | OSError):
                     log.exception("subscriber.connection_failed", exc_info=error)
-                log.warning("subscriber.disconnected error=%s", error)
+                is_lost = is_lost and not self.confirmed
+                log.log(logging.DEBUG if is_lost else logging.WARNING, "subscriber.disconnected error=%s", error)
+                is_lost = True  # until a subscription is confirmed: an outage is one warning
                 delay_s = BACKOFF_S[0] if self.confirmed else min(2 * delay_s, BACKOFF_S[1])
             finally:
                 self.confirmed.clear()

@@ -1,0 +1,51 @@
+"""Reads how much memory Redis uses, and how much it may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ResponseError
+
+from llamaq.common.redis.cluster import Cluster
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """The memory of one server.
+
+    Attributes:
+        node: Address of this master of a Redis Cluster. Empty: Redis is no cluster.
+        used_bytes: Memory that its data and buffers use.
+        max_bytes: Its `maxmemory`, at which it refuses new jobs. 0: it has no limit.
+    """
+
+    node: str
+    used_bytes: int
+    max_bytes: int
+
+    @property
+    def fullness(self) -> float:
+        """The used share of `maxmemory`; 0 without a limit."""
+        return self.used_bytes / self.max_bytes if self.max_bytes else 0.0
+
+
+async def read_server_memory(redis: Redis) -> tuple[ServerMemory, ...]:
+    """Return the memory of the server, or of each master of a Redis Cluster.
+
+    It is empty if the user of Redis has no permission for INFO, or the server does not tell.
+
+    Raises:
+        RedisError: A server cannot be reached.
+    """
+    servers = await redis.masters() if isinstance(redis, Cluster) else {"": redis}
+    try:
+        replies: dict[str, dict[str, Any]] = {node: await server.info("memory") for node, server in servers.items()}
+        return tuple(
+            ServerMemory(node, int(memory["used_memory"]), int(memory["maxmemory"])) for node, memory in replies.items()
+        )
+    except (ResponseError, KeyError):
+        return ()

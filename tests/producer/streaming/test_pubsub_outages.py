@@ -1,0 +1,39 @@
+"""What a pub/sub connection logs in an outage of Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from tests.support.tcp_proxy import Proxy
+
+from llamaq.common.redis.connect import connect, make_connection
+from llamaq.producer.streaming import pubsub_connection
+from llamaq.producer.streaming.pubsub_connection import PubSubConnection
+
+
+async def test_each_outage_is_one_warning(
+    redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pubsub_connection, "BACKOFF_S", (0.001, 0.002))
+    caplog.set_level(logging.DEBUG, pubsub_connection.__name__)
+    confirmed = asyncio.Event()
+    with Proxy(redis_url) as proxy:
+        redis = connect(proxy.url, name="test")
+        opened = PubSubConnection(lambda: make_connection(redis, ""), lambda *_: None, lambda _: confirmed.set())
+        opened.add(b"channel")
+        for outage in range(1, 3):
+            await confirmed.wait()
+            confirmed.clear()
+            proxy.refuse()
+            n_before = len(caplog.records)
+            proxy.cut()
+            while len(caplog.records) < n_before + 5:  # noqa: ASYNC110  # the log has no event
+                await asyncio.sleep(0.001)
+            warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+            assert len(warnings) == outage
+            proxy.accept()
+        opened.task.cancel()
+        await asyncio.wait([opened.task])
+        await redis.aclose()
