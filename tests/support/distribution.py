@@ -12,7 +12,7 @@ SERVED_QUEUES = ("slow", "narrow", "demo")
 """Session fixtures of `tests/e2e`, each of which starts a worker. The tests of each fixture form a group, so that its
 worker is started once, and no test finds the jobs of another test in its queue."""
 
-SEPARATE = ("tests/lifecycle/", "tests/repository/test_bench.py", "tests/cli/test_start_worker_commands.py")
+SEPARATE = ("tests/lifecycle/", "tests/repository/test_bench.py", "tests/worker_cli/test_start_worker_commands.py")
 """Folders and files whose tests share no process: each of these tests may run in any xdist worker."""
 
 LONG_GROUPS = ("tests/tools/test_demo_model.py", "tests/repository/test_packaging.py", "queue-")

@@ -20,10 +20,11 @@ from tests.support.forked_children import NewProcess, become, receive
 
 def import_commands() -> None:
     """Import what the scripts and their children import."""
-    from llamaq.cli import main, start_worker_commands  # noqa: F401
+    from llamaq.cli import main  # noqa: F401
     from llamaq.gateway import app, uvicorn_server  # noqa: F401
     from llamaq.worker.generation.grammar import gbnf_to_lark, token_constraint  # noqa: F401
     from llamaq.worker.process import worker_process  # noqa: F401
+    from llamaq.worker_cli import start_worker_commands  # noqa: F401
 
 
 def serve(control: socket.socket) -> NewProcess | None:

@@ -18,7 +18,7 @@ import pytest
 
 STARTING_FOLDERS = (
     *("tests/e2e/", "tests/lifecycle/", "tests/repository/", "tests/tools/"),
-    *("tests/cli/test_start_worker_commands.py", "tests/worker/local/"),
+    *("tests/worker_cli/test_start_worker_commands.py", "tests/worker/local/"),
     *("tests/common/vocab/test_llama_vocab.py", "tests/common/vocab/test_text_tokenizer.py"),
     *("tests/common/vocab/test_chat_tokenizer.py", "tests/common/vocab/test_special_token_masking.py"),
     *("tests/worker/engine/", "tests/worker/kv_cache/test_cache_on_llama.py"),

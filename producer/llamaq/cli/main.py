@@ -1,6 +1,6 @@
 """The `llamaq` command. After an error it prints one line on standard error, and exits with a code of `exit_codes`.
 
-The commands of a GPU host (`worker`, `up`, `demo`) need `llamaq[worker]`, so their module is imported only when one of
+The commands of a GPU host (`worker`, `up`, `demo`) are in `llamaq[worker]`. Their module is imported only when one of
 them is called.
 """
 
@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -37,6 +37,8 @@ from llamaq.cli.foreign_option_hints import add_hint
 from llamaq.cli.top import command as top_command
 from llamaq.common.errors import LlamaqError, MissingExtra
 
+COMMANDS_GROUP = "llamaq.commands"
+"""Entry points of this group are functions that add commands to the application. `llamaq-worker` has one."""
 WORKER_COMMANDS = {
     "worker": "Serve a queue: run its jobs on this machine.",
     "up": "Start Redis and workers on this machine, or workers alone if --redis-url is given.",
@@ -118,15 +120,16 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
     Raises:
         MissingExtra: `llamaq[worker]` is not installed.
     """
-    try:
-        from llamaq.cli.start_worker_commands import register
-    except ModuleNotFoundError as exc:
-        if exc.name is not None and exc.name.startswith("llamaq.") and exc.name != "llamaq.worker":
-            raise
-        raise MissingExtra(f"llamaq {called}", "worker") from exc
-    if importlib.util.find_spec("llama_cpp") is None:  # not imported here: only the worker processes need it
+    found = entry_points(group=COMMANDS_GROUP)
+    # llama_cpp is not imported here: only the worker processes need it.
+    if not found or importlib.util.find_spec("llama_cpp") is None:
         raise MissingExtra(f"llamaq {called}", "worker")
-    register(app)
+    try:
+        registers = [entry_point.load() for entry_point in found]
+    except ModuleNotFoundError as exc:
+        raise MissingExtra(f"llamaq {called}", "worker") from exc
+    for register in registers:
+        register(app)
 
 
 def main() -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llamaq.cli.demo import demo_jobs
-from llamaq.cli.demo_view import DemoJob, DemoView
 from llamaq.producer import AsyncClient
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
+from llamaq.worker_cli.demo import demo_jobs
+from llamaq.worker_cli.demo_view import DemoJob, DemoView
 
 COLUMNS, LINES = 100, 26
 N_JOBS = 8

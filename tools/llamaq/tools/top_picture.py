@@ -9,13 +9,13 @@ import asyncio
 import sys
 from pathlib import Path
 
-from llamaq.cli.demo import demo_jobs
 from llamaq.cli.top.app import TopApp
 from llamaq.cli.top.live_queues import LiveQueues
 from llamaq.producer import AsyncClient
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
+from llamaq.worker_cli.demo import demo_jobs
 
 COLUMNS, LINES = 96, 24
 SLOTS_PAGE = "2"

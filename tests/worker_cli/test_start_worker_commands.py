@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tests.support.forked_scripts import run_script
 
-from llamaq.cli.start_worker_commands import example_command, note_demo_model
 from llamaq.common.logging_setup import LogFormat
 from llamaq.worker.settings import WorkerSettings
+from llamaq.worker_cli.start_worker_commands import example_command, note_demo_model
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from llamaq.cli.demo_view import DemoJob, DemoView, stats_table
 from llamaq.producer import JobStats
+from llamaq.worker_cli.demo_view import DemoJob, DemoView, stats_table
 
 
 def demo_jobs(count: int) -> list[DemoJob]:

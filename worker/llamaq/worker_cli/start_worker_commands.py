@@ -15,12 +15,12 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from llamaq.cli.generated_options import option, setting_help, with_options
-from llamaq.cli.http_server_process import HttpServerProcess
 from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.common.settings import QueueSettings
 from llamaq.gateway.settings import ServeSettings, serve_settings
 from llamaq.worker.local.supervise_local import DEFAULT_PORT
 from llamaq.worker.settings import WorkerSettings, load_settings
+from llamaq.worker_cli.http_server_process import HttpServerProcess
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def run_demo(
     model: Annotated[str | None, typer.Option(help="A GGUF file. If not set: the demo model of llamaq.")] = None,
 ) -> None:
     """Show eight jobs that stream side by side through one llama.cpp batch. The demo starts Redis and a worker."""
-    from llamaq.cli import demo
+    from llamaq.worker_cli import demo
 
     logging.getLogger("llamaq").addHandler(logging.NullHandler())
     raise typer.Exit(demo.run(jobs, model))

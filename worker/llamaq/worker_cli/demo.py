@@ -16,12 +16,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from rich.console import Console
 from rich.live import Live
 
-from llamaq.cli.demo_view import DemoJob, DemoView, stats_table
 from llamaq.producer import AsyncClient, JobFailed, LlamaqError
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.local.stop_signals import interrupt_on_sigterm, recorded_signals
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
+from llamaq.worker_cli.demo_view import DemoJob, DemoView, stats_table
 
 START_TIMEOUT_S = 120.0
 """Longest wait for the worker to load the model."""
