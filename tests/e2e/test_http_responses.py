@@ -254,6 +254,7 @@ async def test_a_conversation_that_is_too_long_is_shortened_if_the_request_says_
         ({"input": [{"type": "reasoning", "content": ["x"]}]}, r"input\.0\.content"),
         ({"truncation": "last"}, "truncation: auto or disabled"),
         ({"reasoning": {"effort": 1}}, "reasoning_effort: a text"),
+        ({"reasoning": {"summary": "long"}}, r"reasoning\.summary: auto"),
     ],
 )
 def test_a_body_that_cannot_be_read_names_its_field(fields: dict[str, Any], message: str) -> None:

@@ -39,8 +39,9 @@ ANSWERS = [
 ]
 
 
-def events_of(form: AnswerForm, pieces: list[str], starting_after: int = -1) -> list[dict[str, Any]]:
-    record = ResponseRecord(model="m", created_s=0, messages=[], n_new=0, shown={}, form=form)
+def events_of(form: AnswerForm, pieces: list[str], starting_after: int = -1, **reasoning: str) -> list[dict[str, Any]]:
+    shown: Any = {"reasoning": reasoning}
+    record = ResponseRecord(model="m", created_s=0, messages=[], n_new=0, shown=shown, form=form)
     sequence = EventSequence(JOB_ID, record, starting_after)
     result = Result(
         job_id=JOB_ID, text="".join(pieces), tokens=(), finish_reason=FinishReason.STOP, stats=JobStats(), seed=1
@@ -66,16 +67,17 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     return [text[first:last] for first, last in pairwise(places)]
 
 
-@given(st.sampled_from(ANSWERS), st.lists(st.integers(0)), st.lists(st.integers(0)), st.data())
+@given(st.sampled_from(ANSWERS), st.booleans(), st.lists(st.integers(0)), st.lists(st.integers(0)), st.data())
 def test_a_stream_resumed_after_any_event_has_exactly_the_rest(
-    answer: tuple[AnswerForm, str], cuts: list[int], other_cuts: list[int], data: st.DataObject
+    answer: tuple[AnswerForm, str], has_summary: bool, cuts: list[int], other_cuts: list[int], data: st.DataObject
 ) -> None:
     form, text = answer
-    events = events_of(form, pieces_of(text, cuts))
+    asked = {"summary": "auto"} if has_summary else {}
+    events = events_of(form, pieces_of(text, cuts), **asked)
     numbers = [event["sequence_number"] for event in events]
     assert all(first < second for first, second in pairwise(numbers))
     seen = data.draw(st.sampled_from(range(len(events))))
-    rest = events_of(form, pieces_of(text, other_cuts), numbers[seen])  # the other server has other pieces
+    rest = events_of(form, pieces_of(text, other_cuts), numbers[seen], **asked)  # the other server has other pieces
     assert text_of(events[: seen + 1]) + text_of(rest) == text_of(events)
     others = [event for event in events[seen + 1 :] if "delta" not in event]
     assert [event for event in rest if "delta" not in event] == others
@@ -106,6 +108,18 @@ def test_the_events_of_reasoning_content_and_calls() -> None:
         "arguments": '{"a": "b}"}',
     }
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == output
+
+
+def test_reasoning_has_the_form_of_a_summary_if_the_request_asks_for_one() -> None:
+    events = events_of(HERMES, ["<think>We", "ll</think>", "Yes"], summary="auto")
+    shown = [event for event in events if "summary_index" in event]
+    assert [event["type"].removeprefix("response.reasoning_summary_") for event in shown] == [
+        "part.added", "text.delta", "text.delta", "text.done", "part.done"
+    ]  # fmt: skip
+    assert not any(event["type"].startswith("response.reasoning_text") for event in events)
+    item = events[-1]["response"]["output"][0]
+    assert item["summary"] == [shown[-1]["part"]] == [{"type": "summary_text", "text": "Well"}]
+    assert item["content"] == [{"type": "reasoning_text", "text": "Well"}]
 
 
 @pytest.mark.parametrize(

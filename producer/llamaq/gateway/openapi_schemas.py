@@ -145,7 +145,9 @@ class ResponseRequest(Body):
     )
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls.")
     reasoning: dict[str, JsonValue] | None = Field(
-        None, description="`effort`: of the reasoning, for the chat template. `none`: no reasoning."
+        None,
+        description="`effort`: of the reasoning, for the chat template. `none`: no reasoning. `summary`: the "
+        "reasoning has the form of a summary too.",
     )
     include: list[str] | None = Field(None, description="`message.output_text.logprobs`: probabilities of the tokens.")
     top_logprobs: int | None = Field(None, description="Number of alternatives for each token.")

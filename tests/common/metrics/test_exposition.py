@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import urllib.error
 import urllib.request
@@ -90,6 +91,17 @@ def test_every_family_is_listed_once_and_is_served() -> None:
     for family, value in lengths:
         if isinstance(value, Histogram):
             assert len(value.counts) in (0, len(family.bounds) + 1), family.name
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/other"])
+def test_head_has_the_status_of_get_and_no_body(path: str) -> None:
+    with served(Samples) as server:
+        status, _ = get(server, path)
+        with socket.create_connection(("127.0.0.1", server.port)) as connection, connection.makefile("rb") as answer:
+            connection.sendall(f"HEAD {path} HTTP/1.0\r\n\r\n".encode())
+            head = answer.read()
+    assert head.startswith(f"HTTP/1.0 {status} ".encode())
+    assert head.endswith(b"\r\n\r\n"), "no body follows"
 
 
 @pytest.mark.parametrize(("is_healthy", "status"), [(True, 200), (False, 503)])

@@ -49,6 +49,34 @@ def allows_tokens(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, tokens: l
     return any(token in constraint.allowed_tokens() for token in vocab.end_tokens)
 
 
+NESTED = {"properties": {"a": {"items": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}, "type": "array"}}}
+NESTED |= {"type": "object", "$defs": {"b": {"type": "object", "properties": {"c": {"type": "integer"}}}}}
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+BASED = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {"type": "integer"}}}], "$defs": {"a": CITY}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (CITY, '{"city": "Ulm"}', '{"city": "Ulm", "zip": 1}'),
+        (NESTED, '{"a": [{"c": 1}, null]}', '{"a": [{"c": 1, "d": 2}]}'),
+        (CITY | {"additionalProperties": True}, '{"city": "Ulm", "zip": 1}', "[]"),
+        (CITY | {"additionalProperties": {"type": "integer"}}, '{"zip": 1}', '{"zip": "1"}'),
+        (CITY | {"required": ["zip"]}, '{"city": "Ulm", "zip": 1}', "{}"),
+        ({"type": "object"}, '{"zip": 1}', "1"),
+        (BASED, '{"city": "Ulm", "b": 1}', '{"b": "1"}'),
+        ({**CITY, "anyOf": [{"required": ["zip"]}, {"required": ["city"]}]}, '{"zip": 1}', "{}"),
+    ],
+)
+def test_arguments_have_only_the_properties_that_the_tool_names(
+    sandbox: GrammarSandbox, chat_vocab: Vocab, schema: dict[str, Any], good: str, bad: str
+) -> None:
+    named = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = answer_grammar(AnswerForm(format=AnswerFormat.JSON, has_tools=True), named)
+    assert allows(sandbox, chat_vocab, grammar, f'{{"name": "f", "arguments": {good}}}')
+    assert not allows(sandbox, chat_vocab, grammar, f'{{"name": "f", "arguments": {bad}}}')
+
+
 @pytest.mark.parametrize(
     ("answer_format", "good", "only_parallel", "bad"),
     [

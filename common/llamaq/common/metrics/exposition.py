@@ -116,6 +116,9 @@ class MetricsServer:
         return self._server.server_port
 
     def _answer(self, environment: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        if environment["REQUEST_METHOD"] == "HEAD":  # prometheus_client refuses it
+            self._answer(environment | {"REQUEST_METHOD": "GET"}, start_response)
+            return []
         path = environment["PATH_INFO"]
         if path == "/metrics":
             answer: list[bytes] = self._metrics_app(environment, start_response)

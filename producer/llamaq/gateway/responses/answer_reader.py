@@ -73,7 +73,8 @@ class AnswerReader:
 
 async def read_response(models: ModelKnowledge, job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
     """Return the response of a job that has ended."""
-    reader, output = AnswerReader(models, job_id, record), OutputItems(job_id, record.form)
+    reader = AnswerReader(models, job_id, record)
+    output = OutputItems(job_id, record.form, has_summary=record.has_summary)
     for each in await reader.read_whole(result):
         for _ in output.feed(*each):
             pass

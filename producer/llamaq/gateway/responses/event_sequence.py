@@ -26,7 +26,7 @@ class EventSequence:
         self._job_id = job_id
         self._record = record
         self._starting_after = starting_after
-        self._output = OutputItems(job_id, record.form)
+        self._output = OutputItems(job_id, record.form, has_summary=record.has_summary)
         self.last_number = -1
         """The number of the last event so far."""
 

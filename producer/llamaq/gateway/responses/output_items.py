@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
@@ -13,8 +13,26 @@ Event = dict[str, Any]
 Kind = Literal["message", "reasoning", "function_call"]
 
 PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-PARTS: dict[Kind, str] = {"message": "output_text", "reasoning": "reasoning_text"}
-"""The type of the only part of an item. Its events have the same name."""
+
+
+class PartForm(NamedTuple):
+    """The form of the only part of an item."""
+
+    field: str
+    """The field of the item that has the part."""
+    type: str
+    text_event: str
+    """The name of the events with its text."""
+    event: str
+    """The name of the events of its beginning and end."""
+
+
+SUMMARY = PartForm("summary", "summary_text", "reasoning_summary_text", "reasoning_summary_part")
+"""The form of reasoning for clients that ask for a summary. The whole reasoning stands for its summary."""
+PARTS = {
+    "message": PartForm("content", "output_text", "output_text", "content_part"),
+    "reasoning": PartForm("content", "reasoning_text", "reasoning_text", "content_part"),
+}
 
 
 class OutputItems:
@@ -23,13 +41,15 @@ class OutputItems:
     Args:
         job_id: The job of the response.
         form: The form of its answer.
+        has_summary: Whether the events of reasoning are those of a summary.
     """
 
-    def __init__(self, job_id: str, form: AnswerForm) -> None:
+    def __init__(self, job_id: str, form: AnswerForm, *, has_summary: bool = False) -> None:
         self.items: list[dict[str, Any]] = []
         """The items so far. The last one may be open."""
         self._job_id = job_id
         self._splitter = form.splitter()
+        self._parts = PARTS | {"reasoning": SUMMARY} if has_summary else PARTS
         self._open: Kind | None = None
         self._logprobs: list[dict[str, Any]] = []
         """Probabilities of the tokens that have not completed a part yet. They belong to the next part."""
@@ -77,14 +97,15 @@ class OutputItems:
             self.items[-1]["arguments"] += text
             yield self._event("response.function_call_arguments.delta", delta=text)
             return
-        part = self.items[-1]["content"][0]
+        form = self._parts[kind]
+        part = self.items[-1][form.field][0]
         part["text"] += text
         more = {}
         if kind == "message":
             part["logprobs"] += self._logprobs
             more = {"logprobs": self._logprobs}
         if text:
-            yield self._event(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **more)
+            yield self._event(f"response.{form.text_event}.delta", **_first(form), delta=text, **more)
 
     def _begin(self, kind: Kind, fields: dict[str, Any]) -> Iterator[Event]:
         yield from self._close("completed")
@@ -94,9 +115,9 @@ class OutputItems:
         empty: dict[str, Any] = {} if kind == "function_call" else {"content": []}
         self.items.append(item | empty)
         yield {"type": "response.output_item.added", "output_index": number, "item": item | empty}
-        if kind in PARTS:
-            self.items[-1]["content"] = [_empty_part(kind)]
-            yield self._event("response.content_part.added", content_index=0, part=_empty_part(kind))
+        if (form := self._parts.get(kind)) is not None:
+            self.items[-1][form.field] = [_empty_part(form)]
+            yield self._event(f"response.{form.event}.added", **_first(form), part=_empty_part(form))
 
     def _close(self, status: str) -> Iterator[Event]:
         """End the open item, if there is one."""
@@ -109,16 +130,24 @@ class OutputItems:
             done = {"arguments": item["arguments"], "name": item["name"]}
             yield self._event("response.function_call_arguments.done", **done)
         else:
-            (part,) = item["content"]
+            form = self._parts[kind]
+            (part,) = item[form.field]
             shown = {name: part[name] for name in ("text", "logprobs") if name in part}
-            yield self._event(f"response.{PARTS[kind]}.done", content_index=0, **shown)
-            yield self._event("response.content_part.done", content_index=0, part=part)
+            yield self._event(f"response.{form.text_event}.done", **_first(form), **shown)
+            yield self._event(f"response.{form.event}.done", **_first(form), part=part)
+            if form is SUMMARY:
+                item["content"] = [{"type": PARTS[kind].type, "text": part["text"]}]
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
 
-def _empty_part(kind: Kind) -> dict[str, Any]:
-    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
-    return {"type": PARTS[kind], "text": "", **more}
+def _empty_part(form: PartForm) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if form.type == "output_text" else {}
+    return {"type": form.type, "text": "", **more}
+
+
+def _first(form: PartForm) -> dict[str, int]:
+    """Return the index of the first part."""
+    return {f"{form.field}_index": 0}

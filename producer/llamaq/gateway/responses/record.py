@@ -33,6 +33,14 @@ class ResponseRecord(WireModel):
     shown: dict[str, JsonValue] = Field(description="Fields of the request that the response shows again.")
 
     @property
+    def has_summary(self) -> bool:
+        """Whether the request asks for a summary of the reasoning."""
+        match self.shown.get("reasoning"):
+            case {"summary": str()}:
+                return True
+        return False
+
+    @property
     def new_messages(self) -> list[dict[str, Any]]:
         """The messages that came with this request."""
         return self.messages[len(self.messages) - self.n_new :]

@@ -107,7 +107,10 @@ def _read_job_options(body: Mapping[str, Any]) -> dict[str, Any]:
     n_top = body.get("top_logprobs") or 0
     if not isinstance(include, list) or not isinstance(n_top, int):
         raise InvalidRequest("include: a list is required, and a number as top_logprobs")
-    kwargs = with_effort(body.get("chat_template_kwargs"), _object(body, "reasoning").get("effort"))
+    reasoning = _object(body, "reasoning")
+    if reasoning.get("summary") not in (None, "auto", "concise", "detailed"):
+        raise InvalidRequest("reasoning.summary: auto, concise or detailed is required")
+    kwargs = with_effort(body.get("chat_template_kwargs"), reasoning.get("effort"))
     return {
         **read_options(renamed),
         **({"logprobs": n_top} if n_top or LOGPROBS in include else {}),

@@ -19,6 +19,8 @@ from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
 
 _ARGUMENTS = {AnswerFormat.LLAMA3: "parameters"}
 """The name of the arguments in the object of a call, where it is not `arguments`."""
+_IN_PLACE = frozenset({"$ref", "anyOf", "oneOf", "minProperties"})
+"""Keywords for which an object may need properties that are not among its own `properties`."""
 
 
 def answer_grammar(
@@ -86,7 +88,7 @@ def _objects(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> li
     for number, (name, parameters) in enumerate(map(_function, tools)):
         opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, {key}: '
         rules.append(f'object{number}: {json.dumps(opening, ensure_ascii=False)} arguments{number} "}}"')
-        rules.append(f"arguments{number}: {_json(parameters)}")
+        rules.append(f"arguments{number}: {_json(parameters, is_closed=True)}")
     return rules
 
 
@@ -95,7 +97,7 @@ def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | N
     names = [f"call{number}" for number in range(len(tools))]
     rules = [
         f'{rule}: <|channel|> "commentary to=functions.{name} " <|constrain|> "json" <|message|> arguments{number}\n'
-        f"arguments{number}: {_json(parameters)}\n"
+        f"arguments{number}: {_json(parameters, is_closed=True)}\n"
         for number, (rule, (name, parameters)) in enumerate(zip(names, map(_function, tools), strict=True))
     ]
     if schema is not None:
@@ -105,13 +107,45 @@ def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | N
     return f"{start}rest: {' | '.join(names)}\n{''.join(rules)}"
 
 
-def _json(schema: dict[str, Any]) -> str:
+def _json(schema: dict[str, Any], *, is_closed: bool = False) -> str:
     if len(json.dumps(schema)) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"a JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
     try:
-        return f"%json {json.dumps({**rewrite_schema(schema), 'x-guidance': SCHEMA_OPTIONS})}"
+        rewritten = rewrite_schema(schema)
+        if is_closed and not _combines(rewritten):
+            rewritten = _closed(rewritten)
+        return f"%json {json.dumps({**rewritten, 'x-guidance': SCHEMA_OPTIONS})}"
     except ValueError as exc:
         raise InvalidRequest(f"a JSON schema cannot be used: {exc}") from exc
+
+
+def _combines(schema: Any) -> bool:
+    """Return whether a schema may describe one object in several places, so that none of them names all properties."""
+    if isinstance(schema, list):
+        return any(map(_combines, schema))
+    if not isinstance(schema, dict):
+        return False
+    is_combined = "allOf" in schema or ("properties" in schema and not _IN_PLACE.isdisjoint(schema))
+    return is_combined or any(map(_combines, schema.values()))
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have only the properties that it names, unless it has `additionalProperties`.
+
+    A small model would write further properties without end. llama-server and XGrammar, which vLLM uses, do the same.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inside = {name: _closed(schema[name]) for name in ("items", "prefixItems", "anyOf", "oneOf") if name in schema}
+    for name in ("properties", "$defs"):
+        if name in schema:
+            inside[name] = {key: _closed(each) for key, each in schema[name].items()}
+    names = schema.get("properties", {}).keys()
+    if names and names >= {*schema.get("required", ())}:
+        inside["additionalProperties"] = schema.get("additionalProperties", False)
+    return schema | inside
 
 
 def _function(tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
