@@ -94,6 +94,9 @@ class IoThread:
         """Done when the worker is in the list of workers, or when the thread has ended before that."""
         self._closing = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_intake_stopped = False
+        """Whether `stop_intake` was called, perhaps before the thread had its loop. An `Event` would not do: a signal
+        handler that interrupts another one would wait for the lock of the event forever."""
         self._intake_task: asyncio.Task[None] | None = None
         self._cancelling_intake: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="llamaq-io", daemon=True)
@@ -119,6 +122,7 @@ class IoThread:
 
     def stop_intake(self) -> None:
         """Stop claiming jobs. Safe in a signal handler."""
+        self._is_intake_stopped = True
         self._call_soon(self._cancel_intake)
 
     def close(self) -> None:
@@ -201,7 +205,7 @@ class IoThread:
             InvalidSettings: The settings of the queue do not allow this worker.
         """
         outage = OutageLog(log, "worker")
-        while not self._closing.is_set():
+        while not (self._closing.is_set() or self._is_intake_stopped):
             try:
                 await redis.ping()
                 await membership.join()
