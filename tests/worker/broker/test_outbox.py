@@ -58,7 +58,7 @@ class RecordingEngine:
     def release(self, lease: Lease) -> None:
         self.released.append(lease)
 
-    async def record(self, ended: EndedJob) -> None:
+    def record(self, ended: EndedJob) -> None:
         self.finished.append(ended)
 
 

@@ -60,7 +60,7 @@ async def crashes(job: AsyncJob) -> int:
 
 
 async def open_job_claims(worker: FakeWorker, ended: list[EndedJob] | None = None) -> JobClaims:
-    async def record(job: EndedJob) -> None:
+    def record(job: EndedJob) -> None:
         if ended is not None:
             ended.append(job)
 

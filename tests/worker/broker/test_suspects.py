@@ -125,7 +125,7 @@ async def working(
                 await job_claims.close()
 
 
-async def _ignore(_: EndedJob) -> None:
+def _ignore(_: EndedJob) -> None:
     """Ignore the end of a job."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +93,7 @@ class JobClaims:
         max_crashes: int,
         model: str = "",
         restart_other_model: bool = False,
-        on_finished: Callable[[EndedJob], Awaitable[None]] | None = None,
+        on_finished: Callable[[EndedJob], None] | None = None,
     ) -> None:
         """Create the object. `open` must be called before any other method.
 
@@ -356,7 +356,7 @@ class JobClaims:
             stats = stats.model_copy(update={"generated_tokens": int(generated or 0)})
             seed, metadata = codec.decode_returned(returned)
             stats = stats.model_copy(update={"seed": seed})
-        await self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
+        self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
 
     async def _read_published(self, job_id: str) -> TokenSpan:
         """Return the output in the stored events, up to the first gap in the offsets. Only the tokens are collected,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from redis.exceptions import ResponseError
 
@@ -38,7 +38,7 @@ class JobDepartures:
         engine: EngineControls,
         room_freed: asyncio.Event,
         retry_delay: RetryDelay,
-        on_finished: Callable[[EndedJob], Awaitable[None]],
+        on_finished: Callable[[EndedJob], None],
     ) -> None:
         """Create the object.
 
@@ -49,7 +49,7 @@ class JobDepartures:
             engine: The engine thread's controls.
             room_freed: Set when a job has left, so that the intake may claim another job.
             retry_delay: How long a job that failed waits before it is retried.
-            on_finished: Called for each job whose end is stored; may raise `RedisError`.
+            on_finished: Called for each job whose end is stored.
         """
         self._scripts = scripts
         self._worker_id = worker_id
@@ -75,7 +75,7 @@ class JobDepartures:
             for job, outcome in zip(jobs, outcomes, strict=True):
                 match outcome:
                     case FinishReply("ok"):
-                        await self._record_end(job)
+                        self._record_end(job)
                     case FinishReply("resend", stored):  # the reply to a flush was lost, or Redis has lost tokens
                         log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, stored)
                         job.set_stored(stored, now_s)
@@ -93,14 +93,14 @@ class JobDepartures:
         if error is not None:
             raise error
 
-    async def _record_end(self, job: JobProgress) -> None:
+    def _record_end(self, job: JobProgress) -> None:
         """Remove a job whose end is stored, and report it."""
         terminal_write = job.terminal_write
         if terminal_write is not None:
             log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
             self._jobs.remove(job)
             self._room_freed.set()
-            await self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
+            self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
 
     async def requeue(self, job: JobProgress) -> None:
         """Requeue a claimed job, so that another worker takes it at once, or later if it has failed."""
@@ -147,7 +147,7 @@ class JobDepartures:
         self._jobs.remove(job)
         self._room_freed.set()
         if end is not None and end.error_code not in REPORTED_BY_OTHERS:
-            await self._on_finished(job.describe_end(self._worker_id, end))
+            self._on_finished(job.describe_end(self._worker_id, end))
 
     def __repr__(self) -> str:
         return f"<JobDepartures of {self._jobs!r}>"

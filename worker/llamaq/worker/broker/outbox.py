@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -89,7 +89,7 @@ class Outbox:
         checkpoints: Checkpoints,
         retry_delay: RetryDelay,
         is_alive: Callable[[], bool],
-        on_finished: Callable[[EndedJob], Awaitable[None]],
+        on_finished: Callable[[EndedJob], None],
     ) -> None:
         """Create the outbox and attach it to the mailbox. `run` starts the flushes.
 
@@ -104,7 +104,7 @@ class Outbox:
             checkpoints: How often the tokens of jobs without per-token events are stored.
             retry_delay: How long a job that failed waits before it is retried.
             is_alive: Returns whether the engine runs ticks. No lease is renewed while the engine hangs.
-            on_finished: Called for each job whose end is stored; may raise `RedisError`.
+            on_finished: Called for each job whose end is stored.
         """
         self._scripts = scripts
         self._worker_id = worker_id
