@@ -34,7 +34,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, RecentJob, Worker, WorkerCard
-from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment, TerminalWrite
+from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, JobFlush, TerminalWrite
 from llamaq.common.redis.connect import connect
 from llamaq.producer.queries.job_records import read_output
 
@@ -187,7 +187,7 @@ class FakeAttempt:
         self.text = ""
         """Text of the job, that of earlier attempts included."""
 
-    def increment(self, tokens: Sequence[int] = (), text: str = "", *, offset: int | None = None) -> Increment:
+    def increment(self, tokens: Sequence[int] = (), text: str = "", *, offset: int | None = None) -> JobFlush:
         """Return the arguments with which a worker calls the flush script for these tokens.
 
         Args:
@@ -197,7 +197,7 @@ class FakeAttempt:
         """
         start = self.stored if offset is None else offset
         payload = codec.encode_tokens(start, list(tokens), len(self.text), text) if tokens or text else b""
-        return Increment(
+        return JobFlush(
             self.claim.job_id, self.number, self.claim.stream, self.claim.entry_id, start, len(tokens), payload
         )
 

@@ -26,7 +26,7 @@ from llamaq.common.protocol.script_types import (
     Claim,
     Claimant,
     FinishReply,
-    SubmitRefused,
+    SubmitQueueFull,
     Submitted,
     TerminalWrite,
 )
@@ -131,8 +131,8 @@ async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(red
 
         outcomes = await asyncio.gather(*(submit(number) for number in range(40)))
         assert sum(isinstance(outcome, Submitted) for outcome in outcomes) == 5
-        assert {outcome for outcome in outcomes if isinstance(outcome, SubmitRefused)} == {
-            SubmitRefused(depth=5, max_queue=5)
+        assert {outcome for outcome in outcomes if isinstance(outcome, SubmitQueueFull)} == {
+            SubmitQueueFull(depth=5, max_queue=5)
         }
 
 

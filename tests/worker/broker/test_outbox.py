@@ -24,7 +24,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.script_types import Attempt, Claim, Increment
+from llamaq.common.protocol.script_types import Attempt, Claim, JobFlush
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.queries.job_records import read_output
@@ -272,10 +272,10 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
     flush = AttemptScripts.flush
 
     async def recorded(
-        scripts: AttemptScripts, worker: str, increments: Sequence[Increment], *args: Any, **options: Any
+        scripts: AttemptScripts, worker: str, flushes: Sequence[JobFlush], *args: Any, **options: Any
     ) -> Any:
-        flushed.extend(increment.job_id for increment in increments)
-        return await flush(scripts, worker, increments, *args, **options)
+        flushed.extend(one.job_id for one in flushes)
+        return await flush(scripts, worker, flushes, *args, **options)
 
     async with working(redis_url, queue) as at:
         silent, _ = await at.begin()

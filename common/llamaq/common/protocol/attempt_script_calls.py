@@ -20,7 +20,7 @@ from llamaq.common.protocol.script_types import (
     CrashVerdict,
     FinishReply,
     FlushReply,
-    Increment,
+    JobFlush,
     StoredEnd,
     TerminalWrite,
 )
@@ -129,23 +129,21 @@ class AttemptScripts:
         )
         return bool(reply == b"ok")
 
-    async def flush(
-        self, worker: str, increments: Sequence[Increment], lease_ms: int, *, renew: bool
-    ) -> list[FlushReply]:
-        """Store and publish the increments of jobs of one partition, and record which jobs have a slot.
+    async def flush(self, worker: str, flushes: Sequence[JobFlush], lease_ms: int, *, renew: bool) -> list[FlushReply]:
+        """Store and publish the new tokens of jobs of one partition, and record which jobs have a slot.
 
         Args:
             worker: Id of the worker that has claimed the jobs.
-            increments: One increment for each job.
+            flushes: What to write of each job.
             lease_ms: How long the worker keeps a job without a renewal, in milliseconds.
             renew: Whether to renew the leases of all jobs.
 
         Returns:
-            One reply for each increment, in the same order.
+            One reply for each job, in the same order.
         """
         keys: list[str] = []
         values: list[int | str | bytes | Sequence[bytes]] = []
-        for item in increments:
+        for item in flushes:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
@@ -157,7 +155,7 @@ class AttemptScripts:
             for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
-    async def finish(self, worker: str, last: Increment, terminal_write: TerminalWrite) -> FinishReply:
+    async def finish(self, worker: str, last: JobFlush, terminal_write: TerminalWrite) -> FinishReply:
         """End a job. This works also when Redis is full.
 
         Args:
@@ -174,7 +172,7 @@ class AttemptScripts:
         return outcome
 
     async def finish_jobs(
-        self, worker: str, ends: Sequence[tuple[Increment, TerminalWrite]]
+        self, worker: str, ends: Sequence[tuple[JobFlush, TerminalWrite]]
     ) -> list[FinishReply | ResponseError]:
         """End several jobs of one partition, at most `MAX_JOBS_IN_CALL`. See `finish`.
 
@@ -228,7 +226,7 @@ class AttemptScripts:
         return None
 
     async def retry(
-        self, worker: str, last: Increment, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
+        self, worker: str, last: JobFlush, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
     ) -> int | None:
         """Schedule a retry of a job whose attempt failed. All tokens of the job are stored already.
 

@@ -50,7 +50,7 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitRefused:
+class SubmitQueueFull:
     """The reply to a submit into a full queue.
 
     Attributes:
@@ -100,7 +100,7 @@ class OtherKind:
     kind: JobKind
 
 
-SubmitReply = Submitted | SubmitRefused | SubmitConflict | SubmitDraining | OtherPartitions | OtherKind
+SubmitReply = Submitted | SubmitQueueFull | SubmitConflict | SubmitDraining | OtherPartitions | OtherKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,16 +205,16 @@ StreamEntries = list[Entry]
 
 
 @dataclass(frozen=True, slots=True)
-class Increment:
-    """The tokens that one job generated since its last flush.
+class JobFlush:
+    """What one flush writes of a job: the tokens since its last flush, and the present state of the job.
 
     Attributes:
         job_id: Id of the job.
         attempt: Number of the attempt.
         stream: Job stream that the job was read from.
         entry_id: Id of the job's entry in that stream.
-        offset: Number of tokens of the job before the first token of this increment.
-        count: Number of tokens in this increment.
+        offset: Number of tokens of the job before the first token of this flush.
+        count: Number of tokens in this flush.
         payload: The encoded event `tokens`; empty if there are no new tokens.
         publish: Whether subscribers receive the event. False: it is only stored.
         has_started: Whether the job has a slot, or had one in this attempt.
@@ -241,7 +241,7 @@ class Increment:
 
 @dataclass(frozen=True, slots=True)
 class FlushReply:
-    """The reply to the increment of one job.
+    """The reply to the flush of one job.
 
     Attributes:
         code: What the worker must do with the job.
@@ -262,7 +262,7 @@ class FinishReply:
 
     Attributes:
         code: `ok`: the job has ended now. `lost`: a newer attempt exists, or the job had already ended. `resend`: the
-            job has not ended, because Redis has stored only the first `stored` of its tokens, and the increment begins
+            job has not ended, because Redis has stored only the first `stored` of its tokens, and the flush begins
             after them. Call again with all tokens after these.
         stored: Number of tokens of the job that Redis has, for `resend`; otherwise 0.
     """

@@ -69,7 +69,7 @@ class JobDepartures:
         while jobs:
             outcomes = await self._scripts.finish_jobs(
                 self._worker_id,
-                [(job.next_increment(now_s), job.terminal_write) for job in jobs if job.terminal_write is not None],
+                [(job.next_flush(now_s), job.terminal_write) for job in jobs if job.terminal_write is not None],
             )
             again = []
             for job, outcome in zip(jobs, outcomes, strict=True):
@@ -120,7 +120,7 @@ class JobDepartures:
         """Let a job that has failed be retried later."""
         delay_ms = await self._scripts.retry(
             self._worker_id,
-            job.next_increment(time.monotonic()),
+            job.next_flush(time.monotonic()),
             error,
             first_delay_s=self._retry_delay.first_s,
             max_delay_s=self._retry_delay.longest_s,
