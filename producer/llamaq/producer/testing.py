@@ -34,7 +34,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, RecentJob, Worker, WorkerCard
-from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, JobFlush, TerminalWrite
+from llamaq.common.protocol.script_types import Attempt, FlushReply, JobEntry, JobFlush, TerminalWrite
 from llamaq.common.redis.connect import connect
 from llamaq.producer.queries.job_records import read_output
 
@@ -125,15 +125,15 @@ class FakeWorker:
         await self.redis.zadd(self.keys.queues(), {self.queue: time.time_ns() // 1_000_000})
         return card
 
-    async def claim(self) -> Claim | None:
+    async def claim(self) -> JobEntry | None:
         """Read the next entry of the queue, interactive jobs first. Returns None if no job waits."""
         for stream in self._streams:
             for _, entries in await self.claim_scripts.read([stream], 1, LEASE_MS):
                 for entry_id, fields, _ in entries:
-                    return Claim(fields[b"id"].decode(), stream, entry_id.decode())
+                    return JobEntry(fields[b"id"].decode(), stream, entry_id.decode())
         return None
 
-    async def begin(self, claim: Claim) -> FakeAttempt | None:
+    async def begin(self, claim: JobEntry) -> FakeAttempt | None:
         """Claim a job and start it, as a worker with a free slot does. Returns None if the job cannot be claimed."""
         claimed = await self.claim_scripts.claim_job(claim, self.name, LEASE_MS)
         if not isinstance(claimed, Attempt):
@@ -174,7 +174,7 @@ class FakeWorker:
 class FakeAttempt:
     """One attempt of a job, run by a `FakeWorker`."""
 
-    def __init__(self, worker: FakeWorker, claim: Claim, claimed: Attempt) -> None:
+    def __init__(self, worker: FakeWorker, claim: JobEntry, claimed: Attempt) -> None:
         self.worker = worker
         self.claim = claim
         self.number = claimed.number

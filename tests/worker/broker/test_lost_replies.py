@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, Entry
+from llamaq.common.protocol.script_types import Attempt, Claimant, Entry, JobEntry
 from llamaq.common.redis.client import RetryingRedis
 from llamaq.common.redis.shared_round_trips import Command
 from llamaq.producer import AsyncClient
@@ -129,8 +130,10 @@ async def test_a_repeated_read_leaves_jobs_that_have_ended_or_are_in_another_wor
         reader = Reader(connection, "w1")
         first = await reader.read(0, 0)
         await cancelled.cancel()
-        claim = Claim(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[1].entry_id.decode())
-        assert isinstance(await connection.claim_scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1), Attempt)
+        claim = JobEntry(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[1].entry_id.decode())
+        assert isinstance(
+            await connection.claim_scripts.claim_job(replace(claim, from_attempt=1), "w2", LEASE_MS), Attempt
+        )
         assert (await moved.status()).crashes == 1, "the first worker may have died"
         assert [one.outcome for one in await reader.read(0, 0)] == ["stale"]
         status = await moved.status()
@@ -148,7 +151,7 @@ async def test_a_worker_without_redis_for_longer_than_its_lease_removes_the_cras
         (first,) = await reader.read(0, 0, lease_ms=1)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
         await until_true(lambda: connection.claim_scripts.reclaim(stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
-        claim = Claim(job.id, stream, first.entry_id.decode())
+        claim = JobEntry(job.id, stream, first.entry_id.decode())
         verdict = await connection.scripts.check_crash(
             claim, "w2", last_worker="w1", heartbeat_ms=0, dead_after_s=1, max_crashes=3
         )
@@ -175,8 +178,8 @@ async def test_a_full_redis_accepts_a_repeated_read(queue: str) -> None:
             moved, here, gone = [await client.submit("hello") for _ in range(3)]
             reader = Reader(connection, "w1")
             first = await reader.read(0, 0)
-            claim = Claim(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[0].entry_id.decode())
-            await connection.claim_scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1)
+            claim = JobEntry(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[0].entry_id.decode())
+            await connection.claim_scripts.claim_job(replace(claim, from_attempt=1), "w2", LEASE_MS)
             await client.redis.delete(client.keys.of_job(gone.id).job)
             await client.redis.config_set("maxmemory", "1mb")
             replies = [one.outcome for one in await reader.read(0, 0)]

@@ -10,7 +10,7 @@ import pytest
 from tests.worker.broker.test_suspects import until, working
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker import intake
@@ -52,7 +52,7 @@ async def test_a_slot_that_becomes_free_during_a_search_is_for_a_requeued_job(
     may_reply.set()
     reclaim = JobClaims.reclaim
 
-    async def reclaim_late(claims: JobClaims, count: int, priorities: Sequence[Priority]) -> list[Claim]:
+    async def reclaim_late(claims: JobClaims, count: int, priorities: Sequence[Priority]) -> list[JobEntry]:
         found = await reclaim(claims, count, priorities)
         if not may_reply.is_set():
             is_searching.set()

@@ -16,10 +16,10 @@ from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
-    Claim,
     CrashVerdict,
     FinishReply,
     FlushReply,
+    JobEntry,
     JobFlush,
     StoredEnd,
     TerminalWrite,
@@ -63,12 +63,19 @@ class AttemptScripts:
         )
 
     async def check_crash(
-        self, claim: Claim, worker: str, *, last_worker: str, heartbeat_ms: int, dead_after_s: float, max_crashes: int
+        self,
+        entry: JobEntry,
+        worker: str,
+        *,
+        last_worker: str,
+        heartbeat_ms: int,
+        dead_after_s: float,
+        max_crashes: int,
     ) -> CrashVerdict:
         """Check whether the last worker of a job died with the job, and count the death.
 
         Args:
-            claim: The entry, which `worker` has taken from another worker.
+            entry: The entry, which `worker` has taken from another worker.
             worker: Id of the worker that will claim the job.
             last_worker: Id of the worker that claimed the job last; empty: the job is not at risk.
             heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
@@ -77,15 +84,15 @@ class AttemptScripts:
                 only while no other job runs. At least two deaths are required, so that every job runs once as a
                 suspect.
         """
-        keys = self._keys.of_job(claim.job_id)
-        job_id = JobId.parse(claim.job_id)
+        keys = self._keys.of_job(entry.job_id)
+        job_id = JobId.parse(entry.job_id)
         reply = await self._check_crash(
-            keys=[keys.job, keys.events, claim.stream, self._keys.dead(job_id.queue, job_id.partition)],
+            keys=[keys.job, keys.events, entry.stream, self._keys.dead(job_id.queue, job_id.partition)],
             args=[
-                claim.entry_id,
+                entry.entry_id,
                 GROUP,
                 keys.channel,
-                claim.job_id,
+                entry.job_id,
                 worker,
                 last_worker,
                 heartbeat_ms,
@@ -98,11 +105,11 @@ class AttemptScripts:
         verdict: CrashVerdict = reply.decode()
         return verdict
 
-    async def bury(self, claim: Claim, worker: str, attempt: int | None, error: Failed) -> bool:
+    async def bury(self, entry: JobEntry, worker: str, attempt: int | None, error: Failed) -> bool:
         """Fail a job whose data in Redis were damaged, and make a dead letter of it.
 
         Args:
-            claim: The entry of the job, which `worker` has taken.
+            entry: The entry of the job, which `worker` has taken.
             worker: Id of the worker.
             attempt: Number of the worker's attempt. None: the job could not be claimed.
             error: The error of the job.
@@ -110,17 +117,17 @@ class AttemptScripts:
         Returns:
             Whether the job has ended now. False: a newer attempt exists, or the job had already ended.
         """
-        keys = self._keys.of_job(claim.job_id)
-        job_id = JobId.parse(claim.job_id)
+        keys = self._keys.of_job(entry.job_id)
+        job_id = JobId.parse(entry.job_id)
         reply = await self._bury(
-            keys=[keys.job, keys.events, claim.stream, self._keys.dead(job_id.queue, job_id.partition)],
+            keys=[keys.job, keys.events, entry.stream, self._keys.dead(job_id.queue, job_id.partition)],
             args=[
                 "" if attempt is None else attempt,
                 worker,
                 GROUP,
-                claim.entry_id,
+                entry.entry_id,
                 keys.channel,
-                claim.job_id,
+                entry.job_id,
                 error.code,
                 error.message,
                 DEAD_TTL_S * 1000,
@@ -259,11 +266,11 @@ class AttemptScripts:
         )
         return int(reply) if reply >= 0 else None
 
-    async def requeue(self, claim: Claim, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
+    async def requeue(self, entry: JobEntry, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
         """Requeue a job, so that another worker can take it at once. A job whose cancel was accepted ends instead.
 
         Args:
-            claim: The entry of the job.
+            entry: The entry of the job.
             attempt: Number of the worker's attempt. None: the worker has read the entry and not claimed the job.
             worker: Id of the worker.
             crashed: Whether the worker crashed, which counts as a death.
@@ -272,11 +279,11 @@ class AttemptScripts:
             Whether the job was requeued. False: a newer attempt exists, or the job has ended, perhaps here.
         """
         reply = await self._requeue(
-            keys=[self._keys.of_job(claim.job_id).job, claim.stream],
+            keys=[self._keys.of_job(entry.job_id).job, entry.stream],
             args=[
                 "" if attempt is None else attempt,
                 GROUP,
-                claim.entry_id,
+                entry.entry_id,
                 worker,
                 int(crashed),
             ],

@@ -14,11 +14,11 @@ from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
     MAX_JOBS_IN_CALL,
     Attempt,
-    Claim,
     Claimant,
     ClaimCode,
     ClaimOutcome,
     Entry,
+    JobEntry,
     StreamEntries,
 )
 from llamaq.common.redis.client import RetryingRedis
@@ -174,8 +174,8 @@ class ClaimScripts:
 
     async def movable_jobs(
         self, queue: str, partition: int, worker: str, count: int, *, max_crashes: int
-    ) -> list[tuple[Claim, int]]:
-        """Return jobs that wait for a slot in other workers, and the numbers of their attempts.
+    ) -> list[JobEntry]:
+        """Return the entries of jobs that wait for a slot in other workers, with the numbers of their attempts.
 
         An entry that another client of Redis wrote may name no job of the partition. It is left out: when its lease has
         expired, the worker that reclaims it makes a dead letter of it.
@@ -194,45 +194,42 @@ class ClaimScripts:
             args=[GROUP, worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
         )
         return [
-            (Claim(str(job_id), stream.decode(), entry.decode()), int(attempt))
+            JobEntry(str(job_id), stream.decode(), entry.decode(), int(attempt))
             for stream, entry, stored, attempt in reply
             if (job_id := JobId.find(stored, queue, partition)) is not None
         ]
 
     async def claim_job(
         self,
-        claim: Claim,
+        entry: JobEntry,
         worker: str,
         lease_ms: int,
         *,
-        from_attempt: int | None = None,
         at_risk: bool = True,
     ) -> Attempt | ClaimCode:
         """Claim a job whose entry a worker has read: begin a new attempt, without a slot so far.
 
         Args:
-            claim: The entry.
+            entry: The entry.
             worker: Id of the worker.
             lease_ms: How long the worker keeps the job without a renewal, in milliseconds.
-            from_attempt: Number of the attempt that waits for a slot in another worker. The job is claimed only if it
-                still waits there. None: the worker has taken the entry.
             at_risk: Whether the worker prepares the job at once, so that a crash of the worker counts against the job.
 
         Returns:
             The attempt. A code if the job was not claimed.
         """
-        (outcome,) = await self.claim_jobs([(claim, from_attempt)], Claimant(worker, lease_ms), at_risk=at_risk)
+        (outcome,) = await self.claim_jobs([entry], Claimant(worker, lease_ms), at_risk=at_risk)
         if isinstance(outcome, RedisError):
             raise outcome
         return outcome
 
     async def claim_jobs(
-        self, claims: Sequence[tuple[Claim, int | None]], claimant: Claimant, *, at_risk: bool = True
+        self, entries: Sequence[JobEntry], claimant: Claimant, *, at_risk: bool = True
     ) -> list[ClaimOutcome]:
         """Claim several jobs of one partition, see `claim_job`.
 
         Args:
-            claims: The entries, each with its `from_attempt`.
+            entries: The entries.
             claimant: The worker.
             at_risk: See `claim_job`.
 
@@ -241,13 +238,13 @@ class ClaimScripts:
             error with which Redis refused to claim it. There are fewer outcomes than entries if there are many entries,
             or if their requests are large. The other jobs are unchanged: call again for them.
         """
-        some = claims[:MAX_JOBS_IN_CALL]
+        some = entries[:MAX_JOBS_IN_CALL]
         keys: list[str] = []
         values: list[int | str] = []
-        for claim, from_attempt in some:
-            of_job = self._keys.of_job(claim.job_id)
-            keys += [of_job.job, of_job.events, claim.stream]
-            values += [claim.entry_id, of_job.channel, "" if from_attempt is None else from_attempt]
+        for entry in some:
+            of_job = self._keys.of_job(entry.job_id)
+            keys += [of_job.job, of_job.events, entry.stream]
+            values += [entry.entry_id, of_job.channel, "" if entry.from_attempt is None else entry.from_attempt]
         restart = int(claimant.restart_other_model)
         settings: list[Any] = [GROUP, claimant.worker, claimant.lease_ms, int(at_risk), claimant.model, restart]
         return [

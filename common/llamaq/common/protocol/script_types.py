@@ -15,7 +15,7 @@ from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_events import Event, Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
-from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.keys import JobId, priority_of
 
 # Upper bound on the jobs that one call of a script claims or ends. Meanwhile Redis executes nothing else.
 MAX_JOBS_IN_CALL = 64
@@ -119,12 +119,21 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """An entry of a job stream that a worker has read."""
+class JobEntry:
+    """An entry of a job stream, and the job that it names. A worker has taken it, or takes it from another one.
+
+    Attributes:
+        job_id: Id of the job.
+        stream: The job stream.
+        entry_id: Id of the entry in that stream.
+        from_attempt: Number of the attempt that waits for a slot in another worker, or in this one: the job is claimed
+            only if it still waits there. None: the worker has taken the entry.
+    """
 
     job_id: str
     stream: str
     entry_id: str
+    from_attempt: int | None = None
 
     @property
     def partition(self) -> int:
@@ -134,7 +143,7 @@ class Claim:
     @property
     def priority(self) -> Priority:
         """The priority of the stream, which is that of the job."""
-        return Priority.INTERACTIVE if self.stream.endswith(f":{Priority.INTERACTIVE}") else Priority.BULK
+        return priority_of(self.stream)
 
 
 @dataclass(frozen=True, slots=True)

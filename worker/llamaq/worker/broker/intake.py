@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_starts import JobStarts
@@ -131,7 +131,7 @@ class Intake:
             startable = await self._suspects.select_startable(reclaimed)
             if not startable:
                 self._reclaimed_s = dict.fromkeys(Priority, -BLOCK_S)  # reclaim the next suspect at once
-            self._starts.start_soon([(claim, None) for claim in startable])
+            self._starts.start_soon(startable)
             return bool(startable)
         if self.room <= 0:
             return await self._start_although_full()
@@ -169,12 +169,12 @@ class Intake:
             return False
         self._moved_s = self._clock()
         found = await self._job_claims.movable(self._starts.n_free_slots)
-        for claim, _ in found:
-            log.info("job.moved_here id=%s", claim.job_id)
+        for entry in found:
+            log.info("job.moved_here id=%s", entry.job_id)
         self._starts.start_soon(found)
         return bool(found)
 
-    async def _reclaim(self) -> list[Claim]:
+    async def _reclaim(self) -> list[JobEntry]:
         """Take requeued and expired entries of each priority whose last search is old enough.
 
         A priority without room is searched as soon as there is room, because such an entry gets the next free slot.
@@ -182,11 +182,11 @@ class Intake:
         for priority, room in self._rooms():
             if self._clock() < self._reclaimed_s[priority] + BLOCK_S:
                 continue
-            claims = await self._job_claims.reclaim(room, [priority])
-            if len(claims) < room:
+            entries = await self._job_claims.reclaim(room, [priority])
+            if len(entries) < room:
                 self._reclaimed_s[priority] = self._clock()
-            if claims:
-                return claims
+            if entries:
+                return entries
         return []
 
     async def _start_although_full(self) -> bool:
