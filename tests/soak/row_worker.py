@@ -28,8 +28,7 @@ async def serve(url: str, queue: str) -> None:
             with suppress(ResponseError):  # Redis is full
                 claims = [
                     JobEntry(entry.fields[b"id"].decode(), stream, entry.entry_id.decode())
-                    for _, entries in await worker.claim_scripts.read([stream], JOBS_AT_ONCE, LEASE_MS)
-                    for entry in entries
+                    for entry in await worker.claim_scripts.read_unclaimed(stream, JOBS_AT_ONCE, LEASE_MS)
                 ]
             await asyncio.gather(*(_answer(worker, claim) for claim in claims))
             if not claims:

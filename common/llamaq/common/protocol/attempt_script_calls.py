@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
@@ -162,29 +162,18 @@ class AttemptScripts:
             for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
-    async def finish(self, worker: str, last: JobFlush, terminal_write: TerminalWrite) -> FinishReply:
-        """End a job. This works also when Redis is full.
-
-        Args:
-            worker: Id of the worker that runs the job.
-            last: The tokens since the last flush, which are published.
-            terminal_write: The terminal event, and the output.
-
-        Returns:
-            Whether the job has ended, or which tokens must be sent again; see `FinishReply`.
-        """
-        (outcome,) = await self.finish_jobs(worker, [(last, terminal_write)])
-        if isinstance(outcome, RedisError):
-            raise outcome
-        return outcome
-
     async def finish_jobs(
         self, worker: str, ends: Sequence[tuple[JobFlush, TerminalWrite]]
     ) -> list[FinishReply | ResponseError]:
-        """End several jobs of one partition, at most `MAX_JOBS_IN_CALL`. See `finish`.
+        """End jobs of one partition, at most `MAX_JOBS_IN_CALL`. This works also when Redis is full.
+
+        Args:
+            worker: Id of the worker that runs the jobs.
+            ends: For each job, the tokens since its last flush, which are published, and its terminal write.
 
         Returns:
-            For each job, in the same order, what `finish` returns, or the error with which Redis refused to end it.
+            For each job, in the same order, whether it has ended, or which tokens must be sent again (`FinishReply`),
+            or the error with which Redis refused to end it.
         """
         job_id = JobId.parse(ends[0][0].job_id)
         keys = [self._keys.dead(job_id.queue, job_id.partition)]

@@ -195,6 +195,22 @@ class Claimant:
     restart_other_model: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A process of a worker that reads job streams.
+
+    Attributes:
+        claimant: The worker, which claims the jobs of the entries, and prepares them at once.
+        token: Random text of this process. A call with the same token and the same `n_replies` gets the same reply, so
+            no job is forgotten if the first reply was lost.
+        n_replies: For each stream, how many replies with entries of the stream the process has received.
+    """
+
+    claimant: Claimant
+    token: str
+    n_replies: dict[str, int]
+
+
 class Entry(NamedTuple):
     """An entry of a job stream.
 
