@@ -26,7 +26,7 @@ MAX_QUESTION_MS = 100
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time that a job stays with its first worker, and the time between two searches."""
     monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
-    monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
+    monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
 
 
 async def test_jobs_that_wait_for_a_slot_move_to_a_worker_with_free_slots(

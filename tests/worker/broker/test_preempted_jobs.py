@@ -150,7 +150,7 @@ async def test_a_preempted_job_continues_in_a_worker_with_a_free_slot(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
-    monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
+    monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
     async with AsyncClient(redis_url, queue) as client, full_worker(redis_url, queue, n_slots=1) as busy:
         job = await client.submit("bulk", priority="bulk")
         await until(lambda: job.id in busy.admitted)

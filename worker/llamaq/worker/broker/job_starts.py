@@ -53,7 +53,16 @@ class JobStarts:
         admit: Callable[[Sequence[BaseJob]], None],
         n_slots: int,
     ) -> None:
-        """Create the object on the running event loop. `Intake` explains the arguments."""
+        """Create the object on the running event loop.
+
+        Args:
+            job_claims: Claims jobs.
+            outbox: Registers claimed jobs.
+            preparer: Prepares claimed jobs.
+            executor: Its threads prepare jobs that take long.
+            admit: Passes prepared jobs to the engine thread. Takes a tenth of a millisecond at most.
+            n_slots: The slots of this worker.
+        """
         self._job_claims = job_claims
         self._outbox = outbox
         self._preparations = Preparations(preparer, executor, self._receive_prepared)

@@ -32,6 +32,7 @@ from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.preparations import N_THREADS, Preparer
 from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
@@ -291,15 +292,13 @@ class IoThread:
 
     def _make_intake(self, job_claims: JobClaims, outbox: Outbox) -> Intake:
         settings = self._settings
+        n_slots = settings.n_parallel
         return Intake(
             job_claims,
             outbox,
-            self._preparer,
-            self._executor,
-            self._ticks.admit,
-            n_slots=settings.n_parallel,
-            capacity=settings.n_parallel + settings.inbox_window,
-            bulk_share=BulkShare(settings.bulk_share, settings.n_parallel),
+            JobStarts(job_claims, outbox, self._preparer, self._executor, self._ticks.admit, n_slots),
+            capacity=n_slots + settings.inbox_window,
+            bulk_share=BulkShare(settings.bulk_share, n_slots),
             is_alive=lambda: self._ticks.is_alive,
         )
 
