@@ -167,8 +167,8 @@ def test_an_idle_worker_starts_a_job_of_any_partition_at_once(cluster_environmen
         while min(len(waits) for waits in waits_ms.values()) < 3:
             job = client.submit(PROMPT, max_tokens=1)
             waits_ms[JobId.parse(job.id).partition].append(job.result().stats.queue_ms)
-        # A worker that looked into the partition only once per `SEARCH_EVERY_S` would start each of these jobs about that
-        # much later. The shortest wait hardly depends on the load of the machine.
+        # A worker that looked into the partition only once per `SEARCH_EVERY_S` would start each of these jobs about
+        # that much later. The shortest wait hardly depends on the load of the machine.
         assert max(min(waits) for waits in waits_ms.values()) < 1000 * SEARCH_EVERY_S / 2, waits_ms
 
 

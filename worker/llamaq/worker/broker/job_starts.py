@@ -120,22 +120,28 @@ class JobStarts:
         self.n_starting += len(entries)
         return [_Starting(entry, self._order.enter(entry.priority)) for entry in entries]
 
-    async def _claim_group(self, group: list[_Starting]) -> None:
+    async def _claim_group(self, group: Sequence[_Starting]) -> None:
         """Claim jobs of one partition, and begin to prepare them."""
-        n_done = 0
+        while group and (replies := await self._claim_first(group)):
+            self._prepare_claimed(list(zip(group, replies, strict=False)))
+            group = group[len(replies) :]
+
+    async def _claim_first(self, group: Sequence[_Starting]) -> list[ClaimReply]:
+        """Claim the first jobs of one partition, as many as Redis claims in one call. If it fails, forget all of them.
+
+        Then the entries stay pending. A worker takes them when their leases have expired.
+        """
+        replies: list[ClaimReply] = []
         try:
-            while n_done < len(group):
-                rest = group[n_done:]
-                replies = await self._job_claims.claim_jobs([one.entry for one in rest])
-                n_done += len(replies)
-                self._prepare_claimed(list(zip(rest, replies, strict=False)))
+            replies = await self._job_claims.claim_jobs([one.entry for one in group])
         except RedisError as exc:
-            # The entries stay pending. A worker takes them when their leases have expired.
-            for starting in group[n_done:]:
+            for starting in group:
                 log.warning("job.claim_failed id=%s error=%s", starting.entry.job_id, exc)
         finally:
-            for starting in group[n_done:]:
-                self._leave(starting)
+            if not replies:
+                for starting in group:
+                    self._leave(starting)
+        return replies
 
     def _prepare_claimed(self, replies: Sequence[tuple[_Starting, ClaimReply]]) -> None:
         """Begin to prepare the claimed jobs. Replies that need more calls of Redis are completed in the background."""
@@ -168,15 +174,8 @@ class JobStarts:
 
     async def _claim_alone(self, starting: _Starting) -> ClaimedJob | None:
         """Claim one job and begin to prepare it. Returns None if it was not claimed."""
-        try:
-            (reply,) = await self._job_claims.claim_jobs([starting.entry])
-        except BaseException as exc:
-            self._leave(starting)
-            if not isinstance(exc, RedisError):
-                raise
-            log.warning("job.claim_failed id=%s error=%s", starting.entry.job_id, exc)
-            return None
-        return await self._complete(starting, reply)
+        replies = await self._claim_first([starting])
+        return await self._complete(starting, replies[0]) if replies else None
 
     def _prepare(self, claimed: Sequence[tuple[_Starting, ClaimedJob]]) -> None:
         """Register claimed jobs, and prepare them."""
