@@ -22,7 +22,7 @@ from llamaq.common.protocol.script_types import Claimant
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient, Client, Job
 from llamaq.worker.broker import job_streams
-from llamaq.worker.broker.intake import BLOCK_S
+from llamaq.worker.broker.intake import SEARCH_EVERY_S
 from llamaq.worker.broker.job_streams import JobStreams
 
 if TYPE_CHECKING:
@@ -167,9 +167,9 @@ def test_an_idle_worker_starts_a_job_of_any_partition_at_once(cluster_environmen
         while min(len(waits) for waits in waits_ms.values()) < 3:
             job = client.submit(PROMPT, max_tokens=1)
             waits_ms[JobId.parse(job.id).partition].append(job.result().stats.queue_ms)
-        # A worker that looked into the partition only once per `BLOCK_S` would start each of these jobs about that much
-        # later. The shortest wait hardly depends on the load of the machine.
-        assert max(min(waits) for waits in waits_ms.values()) < 1000 * BLOCK_S / 2, waits_ms
+        # A worker that looked into the partition only once per `SEARCH_EVERY_S` would start each of these jobs about
+        # that much later. The shortest wait hardly depends on the load of the machine.
+        assert max(min(waits) for waits in waits_ms.values()) < 1000 * SEARCH_EVERY_S / 2, waits_ms
 
 
 @pytest.mark.parametrize("is_planned", [False, True])

@@ -21,7 +21,7 @@ from typing import Any
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.claim_script_calls import ClaimScripts
-from llamaq.common.protocol.script_types import Attempt, FinishReply, Increment
+from llamaq.common.protocol.script_types import Attempt, FinishReply, JobFlush
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult
 from llamaq.worker.engine.engine import Engine
@@ -106,8 +106,8 @@ def add_io_points(faults: Faults) -> None:
             if isinstance(outcome, Attempt):
                 faults.reach("admit.started", "reclaim.started" if outcome.number > 1 else "")
 
-    def flushed(_: object, worker: str, increments: Sequence[Increment], *__: object) -> None:
-        if any(increment.payload for increment in increments):
+    def flushed(_: object, worker: str, flushes: Sequence[JobFlush], *__: object) -> None:
+        if any(flush.payload for flush in flushes):
             faults.reach("publish.flushed")
 
     def finished(outcomes: Sequence[object], *_: object) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from redis.exceptions import ResponseError
 
-from llamaq.common.protocol.script_types import Attempt, Claim
+from llamaq.common.protocol.script_types import Attempt, JobEntry
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
 JOBS_AT_ONCE = 100
@@ -24,19 +24,18 @@ async def serve(url: str, queue: str) -> None:
         await worker.announce(ttl_s=3600)
         stream = worker._streams[1]  # bulk jobs
         while True:
-            claims: list[Claim] = []
+            claims: list[JobEntry] = []
             with suppress(ResponseError):  # Redis is full
                 claims = [
-                    Claim(entry.fields[b"id"].decode(), stream, entry.entry_id.decode())
-                    for _, entries in await worker.claim_scripts.read([stream], JOBS_AT_ONCE, LEASE_MS)
-                    for entry in entries
+                    JobEntry(entry.fields[b"id"].decode(), stream, entry.entry_id.decode())
+                    for entry in await worker.claim_scripts.read_unclaimed(stream, JOBS_AT_ONCE, LEASE_MS)
                 ]
             await asyncio.gather(*(_answer(worker, claim) for claim in claims))
             if not claims:
                 await asyncio.sleep(IDLE_S)
 
 
-async def _answer(worker: FakeWorker, claim: Claim) -> None:
+async def _answer(worker: FakeWorker, claim: JobEntry) -> None:
     """Answer a job. While Redis is full, this is tried again."""
     while True:
         try:

@@ -29,7 +29,7 @@ from llamaq.common.protocol.script_types import (
     Submission,
     SubmitConflict,
     SubmitDraining,
-    SubmitRefused,
+    SubmitQueueFull,
     SubmitReply,
     Submitted,
 )
@@ -153,7 +153,7 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
     except ResponseError as exc:
         outcome = exc
     wait_s = None
-    if isinstance(outcome, SubmitRefused):
+    if isinstance(outcome, SubmitQueueFull):
         wait_s = await estimate_queue_wait_s(connection, job_id.queue, outcome.depth)
     return job_of(connection, submission, outcome, wait_s)
 
@@ -207,7 +207,7 @@ def job_of(
             log.debug("job.submitted id=%s existing=%s", outcome.job_id, outcome.existing)
             is_shared = submission.request.idempotency_key is not None
             return AsyncJob(connection, outcome.job_id, is_new=not outcome.existing, is_shared=is_shared)
-        case SubmitRefused():
+        case SubmitQueueFull():
             raise QueueFull(queue, outcome.depth, outcome.max_queue, wait_s)
         case SubmitDraining():
             raise QueueDraining(queue)

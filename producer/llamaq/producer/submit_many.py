@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import BatchIncomplete, InvalidRequest, LlamaqError, NotDurable
-from llamaq.common.protocol.script_types import Submission, SubmitRefused, SubmitReply
+from llamaq.common.protocol.script_types import Submission, SubmitQueueFull, SubmitReply
 from llamaq.common.split_by_size import split_by_size
 from llamaq.producer.argument_checks import check_list
 from llamaq.producer.call_timeout import CallTimeout
@@ -115,7 +115,7 @@ async def _read_outcomes(
     connection: QueueConnection, submissions: Sequence[Submission], outcomes: Sequence[SubmitReply | RedisError]
 ) -> tuple[list[AsyncJob | None], list[Exception | None]]:
     """Return for each job its handle or None, and the error with which it was refused or None."""
-    depths = [outcome.depth for outcome in outcomes if isinstance(outcome, SubmitRefused)]
+    depths = [outcome.depth for outcome in outcomes if isinstance(outcome, SubmitQueueFull)]
     wait_s = await estimate_queue_wait_s(connection, connection.settings.queue, max(depths)) if depths else None
     handles: list[AsyncJob | None] = []
     errors: list[Exception | None] = []

@@ -22,19 +22,29 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.claim_script_calls import ClaimScripts, entries_by_stream
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, RecentJob, Worker, WorkerCard
-from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment, TerminalWrite
+from llamaq.common.protocol.script_types import (
+    Attempt,
+    Claimant,
+    ClaimCode,
+    FinishReply,
+    FlushReply,
+    JobEntry,
+    JobFlush,
+    StreamEntries,
+    TerminalWrite,
+)
 from llamaq.common.redis.connect import connect
 from llamaq.producer.queries.job_records import read_output
 
@@ -43,6 +53,35 @@ Answer = Callable[[JobRequest], Sequence[str]]
 
 POLL_S = 0.01
 LEASE_MS = 10_000
+
+
+class FakeClaimScripts(ClaimScripts):
+    """Reads entries without a claim of their jobs, and claims one job. Workers do both in one call, for many jobs."""
+
+    async def read_unclaimed(self, stream: str, count: int, lease_ms: int) -> StreamEntries:
+        """Take up to `count` new entries of a job stream for `lease_ms` milliseconds."""
+        reply = await self._read(keys=[stream], args=[GROUP, count, lease_ms, count, "", "", 0, ""])
+        return dict(entries_by_stream(reply)).get(stream, [])
+
+    async def claim_job(
+        self, entry: JobEntry, worker: str, lease_ms: int, *, at_risk: bool = True
+    ) -> Attempt | ClaimCode:
+        """Claim the job of one entry, see `claim_jobs`."""
+        (outcome,) = await self.claim_jobs([entry], Claimant(worker, lease_ms), at_risk=at_risk)
+        if isinstance(outcome, RedisError):
+            raise outcome
+        return outcome
+
+
+class FakeAttemptScripts(AttemptScripts):
+    """Ends one job. Workers end many in one call."""
+
+    async def finish(self, worker: str, last: JobFlush, terminal_write: TerminalWrite) -> FinishReply:
+        """End one job, see `finish_jobs`."""
+        (outcome,) = await self.finish_jobs(worker, [(last, terminal_write)])
+        if isinstance(outcome, RedisError):
+            raise outcome
+        return outcome
 
 
 class FakeWorker:
@@ -60,8 +99,8 @@ class FakeWorker:
         self.queue = queue
         self.keys = Keys(key_prefix)
         self.redis = connect(url, name="llamaq-fake-worker")
-        self.claim_scripts = ClaimScripts(self.redis, self.keys)
-        self.scripts = AttemptScripts(self.redis, self.keys)
+        self.claim_scripts = FakeClaimScripts(self.redis, self.keys)
+        self.scripts = FakeAttemptScripts(self.redis, self.keys)
         self._streams = [self.keys.jobs(queue, 0, priority) for priority in Priority]
 
     async def __aenter__(self) -> Self:
@@ -125,15 +164,14 @@ class FakeWorker:
         await self.redis.zadd(self.keys.queues(), {self.queue: time.time_ns() // 1_000_000})
         return card
 
-    async def claim(self) -> Claim | None:
+    async def claim(self) -> JobEntry | None:
         """Read the next entry of the queue, interactive jobs first. Returns None if no job waits."""
         for stream in self._streams:
-            for _, entries in await self.claim_scripts.read([stream], 1, LEASE_MS):
-                for entry_id, fields, _ in entries:
-                    return Claim(fields[b"id"].decode(), stream, entry_id.decode())
+            for entry_id, fields, _ in await self.claim_scripts.read_unclaimed(stream, 1, LEASE_MS):
+                return JobEntry(fields[b"id"].decode(), stream, entry_id.decode())
         return None
 
-    async def begin(self, claim: Claim) -> FakeAttempt | None:
+    async def begin(self, claim: JobEntry) -> FakeAttempt | None:
         """Claim a job and start it, as a worker with a free slot does. Returns None if the job cannot be claimed."""
         claimed = await self.claim_scripts.claim_job(claim, self.name, LEASE_MS)
         if not isinstance(claimed, Attempt):
@@ -174,7 +212,7 @@ class FakeWorker:
 class FakeAttempt:
     """One attempt of a job, run by a `FakeWorker`."""
 
-    def __init__(self, worker: FakeWorker, claim: Claim, claimed: Attempt) -> None:
+    def __init__(self, worker: FakeWorker, claim: JobEntry, claimed: Attempt) -> None:
         self.worker = worker
         self.claim = claim
         self.number = claimed.number
@@ -187,7 +225,7 @@ class FakeAttempt:
         self.text = ""
         """Text of the job, that of earlier attempts included."""
 
-    def increment(self, tokens: Sequence[int] = (), text: str = "", *, offset: int | None = None) -> Increment:
+    def increment(self, tokens: Sequence[int] = (), text: str = "", *, offset: int | None = None) -> JobFlush:
         """Return the arguments with which a worker calls the flush script for these tokens.
 
         Args:
@@ -197,7 +235,7 @@ class FakeAttempt:
         """
         start = self.stored if offset is None else offset
         payload = codec.encode_tokens(start, list(tokens), len(self.text), text) if tokens or text else b""
-        return Increment(
+        return JobFlush(
             self.claim.job_id, self.number, self.claim.stream, self.claim.entry_id, start, len(tokens), payload
         )
 

@@ -23,10 +23,10 @@ from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_types import (
     Attempt,
-    Claim,
     Claimant,
     FinishReply,
-    SubmitRefused,
+    JobEntry,
+    SubmitQueueFull,
     Submitted,
     TerminalWrite,
 )
@@ -131,8 +131,8 @@ async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(red
 
         outcomes = await asyncio.gather(*(submit(number) for number in range(40)))
         assert sum(isinstance(outcome, Submitted) for outcome in outcomes) == 5
-        assert {outcome for outcome in outcomes if isinstance(outcome, SubmitRefused)} == {
-            SubmitRefused(depth=5, max_queue=5)
+        assert {outcome for outcome in outcomes if isinstance(outcome, SubmitQueueFull)} == {
+            SubmitQueueFull(depth=5, max_queue=5)
         }
 
 
@@ -150,7 +150,7 @@ async def test_an_entry_with_the_same_id_in_the_other_stream_does_not_start_the_
         keys = worker.keys.of_job(job.id)
         entry = (await field(worker, job.id, "entry") or b"").decode()
         await worker.redis.xadd(keys.bulk, {"id": job.id}, id=entry)
-        assert await worker.claim_scripts.claim_job(Claim(job.id, keys.bulk, entry), "another", LEASE_MS) == "done"
+        assert await worker.claim_scripts.claim_job(JobEntry(job.id, keys.bulk, entry), "another", LEASE_MS) == "done"
         assert await worker.redis.xlen(keys.bulk) == 0
         assert (await job.status()).attempt == 1
 
@@ -195,7 +195,7 @@ async def test_claiming_a_missing_job_returns_gone_and_an_ended_job_returns_done
         job, attempt = await start(client, worker)
         await attempt.finish()
         assert await worker.claim_scripts.claim_job(attempt.claim, "fake", LEASE_MS) == "done"
-        missing = Claim(str(JobId.new(queue)), attempt.claim.stream, "1-1")
+        missing = JobEntry(str(JobId.new(queue)), attempt.claim.stream, "1-1")
         assert await worker.claim_scripts.claim_job(missing, "fake", LEASE_MS) == "gone"
         assert (await job.status()).attempt == 1
 
@@ -205,7 +205,7 @@ async def test_an_entry_that_was_not_made_for_the_job_is_dropped(redis_url: str,
         job, attempt = await start(client, worker)
         forged: Any = await worker.redis.xadd(attempt.claim.stream, {"id": job.id})
         claim = await worker.claim()
-        assert claim == Claim(job.id, attempt.claim.stream, forged.decode())
+        assert claim == JobEntry(job.id, attempt.claim.stream, forged.decode())
         assert await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS) == "done"
         assert (await client.queue_depth()).running == 1
 
@@ -239,7 +239,7 @@ async def test_of_several_jobs_that_are_claimed_together_a_damaged_one_affects_n
         claims = [claim for claim in [await worker.claim() for _ in jobs] if claim is not None]
         await worker.redis.set(worker.keys.of_job(jobs[1].id).job, "not a hash")
         await jobs[2].cancel()
-        outcomes = await worker.claim_scripts.claim_jobs([(claim, None) for claim in claims], Claimant("w", LEASE_MS))
+        outcomes = await worker.claim_scripts.claim_jobs(claims, Claimant("w", LEASE_MS))
         assert isinstance(outcomes[1], ResponseError)
         assert outcomes[2] == "done"
         assert [outcome.number for outcome in outcomes if isinstance(outcome, Attempt)] == [1, 1]
@@ -251,10 +251,10 @@ async def test_a_call_claims_no_more_jobs_than_it_can_return_requests_of(redis_u
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         jobs = [await client.submit("x" * size) for size in (10, 2**20, 10)]
         claims = [claim for claim in [await worker.claim() for _ in jobs] if claim is not None]
-        outcomes = await worker.claim_scripts.claim_jobs([(claim, None) for claim in claims], Claimant("w", LEASE_MS))
+        outcomes = await worker.claim_scripts.claim_jobs(claims, Claimant("w", LEASE_MS))
         assert [type(outcome) for outcome in outcomes] == [Attempt, Attempt]
         assert (await jobs[2].status()).attempt == 0, "the third job is claimed by another call"
-        (last,) = await worker.claim_scripts.claim_jobs([(claims[2], None)], Claimant("w", LEASE_MS))
+        (last,) = await worker.claim_scripts.claim_jobs([claims[2]], Claimant("w", LEASE_MS))
         assert isinstance(last, Attempt)
 
 
@@ -307,7 +307,7 @@ async def test_renewing_a_lease_changes_only_the_idle_time_and_the_consumer(redi
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         _, attempt = await start(client, worker)
         stream = attempt.claim.stream
-        await worker.scripts.requeue(Claim(attempt.claim.job_id, stream, attempt.claim.entry_id), None, "fake")
+        await worker.scripts.requeue(JobEntry(attempt.claim.job_id, stream, attempt.claim.entry_id), None, "fake")
         before: Any = await worker.redis.xpending_range(stream, GROUP, "-", "+", 10)
         assert before[0]["consumer"] == b"waiting"
         await worker.scripts.flush("fake", [attempt.increment()], LEASE_MS, renew=True)

@@ -65,7 +65,7 @@ async def test_tenants_take_turns_and_the_jobs_of_each_stay_in_their_order(redis
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         jobs = await submit(client, *"aaaabbc")
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
-        ((_, entries),) = await worker.claim_scripts.read([stream], 10, LEASE_MS)
+        entries = await worker.claim_scripts.read_unclaimed(stream, 10, LEASE_MS)
         assert [fields[b"tenant"].decode() for _, fields, _ in entries] == list("abcabaa")
         order = [fields[b"id"].decode() for _, fields, _ in entries]
         assert [job.id for job in jobs if job.id in order[0:1] + order[3:4] + order[5:]] == [

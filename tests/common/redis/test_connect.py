@@ -22,7 +22,7 @@ from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
-from llamaq.common.protocol.script_types import Increment
+from llamaq.common.protocol.script_types import JobFlush
 from llamaq.common.redis.connect import RETRY_S, connect, make_connection
 from llamaq.common.redis.retry import retry_until_deadline
 from llamaq.worker.testing import ManualClock
@@ -108,10 +108,10 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
     server.start()
     redis = connect(f"redis://{HOST}:{server.port}/0", name="test-demoted")
     scripts = AttemptScripts(redis, Keys())
-    increment = Increment(str(JobId.new("q")), 1, "stream", "0-1", 0, 1, b"event")
+    flush = JobFlush(str(JobId.new("q")), 1, "stream", "0-1", 0, 1, b"event")
     try:
         hash_fields: dict[Any, Any] = {"status": "running", "attempt": 1, "generated": 0, "worker": "me"}
-        await redis.hset(Keys().of_job(increment.job_id).job, mapping=hash_fields)
+        await redis.hset(Keys().of_job(flush.job_id).job, mapping=hash_fields)
         await redis.replicaof(HOST, str(port_of_no_master))
         with pytest.raises(RedisConnectionError, match="refuses to write"):
             await redis.set("key", "value")
@@ -120,11 +120,11 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
             with pytest.raises(RedisConnectionError, match="refuses to write"):
                 await pipe.execute()
         with pytest.raises(RedisConnectionError, match="refuses to write"):
-            await scripts.flush("me", [increment], 1000, renew=False)
+            await scripts.flush("me", [flush], 1000, renew=False)
         with pytest.raises(RedisConnectionError, match="refuses to write"):
             await JobScripts(redis, Keys()).submit(JobId.new("q"), JobRequest(prompt="x"), b"", result_ttl_s=1)
         await redis.replicaof("NO", "ONE")
-        assert (await scripts.flush("me", [increment], 1000, renew=False))[0].stored == 1
+        assert (await scripts.flush("me", [flush], 1000, renew=False))[0].stored == 1
     finally:
         await redis.aclose()
         server.kill()

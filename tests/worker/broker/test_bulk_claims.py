@@ -58,7 +58,8 @@ async def test_a_worker_full_of_bulk_jobs_waits_for_interactive_jobs_without_pol
 
     monkeypatch.setattr(JobClaims, "read", counted_read)
     monkeypatch.setattr(JobClaims, "wait", noted_wait)
-    monkeypatch.setattr(intake, "BLOCK_S", 60.0)
+    monkeypatch.setattr(intake, "SEARCH_EVERY_S", 60.0)
+    monkeypatch.setattr(intake, "LONGEST_WAIT_S", 60.0)
     async with AsyncClient(redis_url, queue) as client, working(redis_url, queue, capacity=CAPACITY) as worker:
         bulk = [await client.submit("bulk", priority="bulk") for _ in range(CAPACITY + 1)]
         await until(lambda: len(worker.admitted) == CAPACITY)

@@ -14,7 +14,7 @@ from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, Claimant
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, Claimant, Reader
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -122,10 +122,10 @@ async def test_the_jobs_of_one_priority_are_started_although_the_read_of_the_nex
 ) -> None:
     read = ClaimScripts.read
 
-    async def read_interactive(scripts: ClaimScripts, streams: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    async def read_interactive(scripts: ClaimScripts, reader: Reader, streams: Sequence[str], *args: Any) -> Any:
         if streams[0].endswith(Priority.BULK):
             raise ResponseError("broken on purpose")
-        return await read(scripts, streams, *args, **kwargs)
+        return await read(scripts, reader, streams, *args)
 
     monkeypatch.setattr(ClaimScripts, "read", read_interactive)
     redis = connect(redis_url, name="test")

@@ -44,7 +44,7 @@ async def delete_fields(redis: Any, keys: JobKeys) -> None:
 def claims_of(worker: FakeWorker, name: str, ended: list[EndedJob] | None = None) -> JobClaims:
     """Return the claims of a worker. The jobs that end there are appended to `ended`."""
 
-    async def record(job: EndedJob) -> None:
+    def record(job: EndedJob) -> None:
         if ended is not None:
             ended.append(job)
 

@@ -14,9 +14,10 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader
 from llamaq.common.redis.connect import connect
 from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.testing import FakeClaimScripts
 from llamaq.worker.broker.job_streams import JobStreams
 
 INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
@@ -102,10 +103,10 @@ async def test_an_expired_entry_is_found_behind_many_with_a_valid_lease(
     async with opened(redis_url, queue, partitions) as (redis, streams):
         await add(redis, queue, 0, INTERACTIVE, 40)
         stream = Keys().jobs(queue, 0, INTERACTIVE)
-        scripts = ClaimScripts(redis, Keys())
+        scripts = FakeClaimScripts(redis, Keys())
         streams.observe_time(0, await server_time_ms(redis), 0)
-        await scripts.read([stream], 39, 60_000)
-        ((_, [taken]),) = await scripts.read([stream], 39, 1)  # the lease of this entry expires at once
+        await scripts.read_unclaimed(stream, 39, 60_000)
+        (taken,) = await scripts.read_unclaimed(stream, 39, 1)  # the lease of this entry expires at once
         while not (found := await streams.reclaim(1)):
             pass
         assert found == [(stream, [taken])]
@@ -141,9 +142,9 @@ async def test_both_priorities_of_one_partition_are_read_in_one_call(
     calls: list[list[str]] = []
     read = ClaimScripts.read
 
-    async def recorded(scripts: ClaimScripts, streams: Sequence[str], *args: Any, **more: Any) -> Any:
+    async def recorded(scripts: ClaimScripts, reader: Reader, streams: Sequence[str], *args: Any) -> Any:
         calls.append([stream.rpartition(":")[2] for stream in streams])
-        return await read(scripts, streams, *args, **more)
+        return await read(scripts, reader, streams, *args)
 
     monkeypatch.setattr(ClaimScripts, "read", recorded)
     async with opened(redis_url, queue, 1) as (redis, streams):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, Entry
+from llamaq.common.protocol.script_types import Attempt, Claimant, Entry, JobEntry, Reader
 from llamaq.common.redis.client import RetryingRedis
 from llamaq.common.redis.shared_round_trips import Command
 from llamaq.producer import AsyncClient
@@ -53,7 +54,7 @@ def lost_replies(monkeypatch: pytest.MonkeyPatch) -> LostReplies:
     return lost
 
 
-class Reader:
+class ReaderWithNumbers:
     """Reads the job streams of one partition like `JobStreams`. The test decides whether a reply was lost."""
 
     def __init__(self, connection: FakeWorker, name: str) -> None:
@@ -63,10 +64,9 @@ class Reader:
 
     async def read(self, *numbers: int, count: int = 8, lease_ms: int = LEASE_MS) -> list[Entry]:
         """Return the entries of all streams."""
-        claimant = Claimant(self._name, lease_ms)
-        found = await self._connection.claim_scripts.read(
-            self._streams, count, lease_ms, total=count, claimant=claimant, reader="process", numbers=numbers
-        )
+        n_replies = dict(zip(self._streams, numbers, strict=True))
+        reader = Reader(Claimant(self._name, lease_ms), "process", n_replies)
+        found = await self._connection.claim_scripts.read(reader, self._streams, count, count)
         return [one for _, entries in found for one in entries]
 
 
@@ -103,7 +103,7 @@ async def test_a_repeated_read_changes_nothing_and_has_the_same_reply(redis_url:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as connection:
         for priority in (*BOTH, *BOTH):
             await client.submit("hello", priority=priority)
-        reader = Reader(connection, "w1")
+        reader = ReaderWithNumbers(connection, "w1")
         first = await reader.read(0, 0, count=3)
         assert [_number(one) for one in first] == [1, 1, 1], "two interactive jobs and a bulk job"
         again = await reader.read(0, 0, count=3)
@@ -114,7 +114,7 @@ async def test_a_repeated_read_changes_nothing_and_has_the_same_reply(redis_url:
 
 async def test_a_call_that_redis_executes_late_claims_no_job(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as connection:
-        reader = Reader(connection, "w1")
+        reader = ReaderWithNumbers(connection, "w1")
         for number in range(2):
             await client.submit("hello")
             assert [_number(one) for one in await reader.read(number, 0)] == [1]
@@ -126,11 +126,13 @@ async def test_a_call_that_redis_executes_late_claims_no_job(redis_url: str, que
 async def test_a_repeated_read_leaves_jobs_that_have_ended_or_are_in_another_worker(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as connection:
         cancelled, moved = [await client.submit("hello") for _ in range(2)]
-        reader = Reader(connection, "w1")
+        reader = ReaderWithNumbers(connection, "w1")
         first = await reader.read(0, 0)
         await cancelled.cancel()
-        claim = Claim(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[1].entry_id.decode())
-        assert isinstance(await connection.claim_scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1), Attempt)
+        claim = JobEntry(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[1].entry_id.decode())
+        assert isinstance(
+            await connection.claim_scripts.claim_job(replace(claim, from_attempt=1), "w2", LEASE_MS), Attempt
+        )
         assert (await moved.status()).crashes == 1, "the first worker may have died"
         assert [one.outcome for one in await reader.read(0, 0)] == ["stale"]
         status = await moved.status()
@@ -144,11 +146,11 @@ async def test_a_worker_without_redis_for_longer_than_its_lease_removes_the_cras
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as connection:
         job = await client.submit("hello")
-        reader = Reader(connection, "w1")
+        reader = ReaderWithNumbers(connection, "w1")
         (first,) = await reader.read(0, 0, lease_ms=1)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
         await until_true(lambda: connection.claim_scripts.reclaim(stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
-        claim = Claim(job.id, stream, first.entry_id.decode())
+        claim = JobEntry(job.id, stream, first.entry_id.decode())
         verdict = await connection.scripts.check_crash(
             claim, "w2", last_worker="w1", heartbeat_ms=0, dead_after_s=1, max_crashes=3
         )
@@ -161,7 +163,7 @@ async def test_a_worker_without_redis_for_longer_than_its_lease_removes_the_cras
 async def test_new_jobs_are_read_although_all_jobs_of_a_lost_reply_have_ended(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as connection:
         job = await client.submit("hello")
-        reader = Reader(connection, "w1")
+        reader = ReaderWithNumbers(connection, "w1")
         assert len(await reader.read(0, 0)) == 1
         await job.cancel()
         new = await client.submit("new")
@@ -173,10 +175,10 @@ async def test_a_full_redis_accepts_a_repeated_read(queue: str) -> None:
     with EmbeddedRedis() as server:
         async with AsyncClient(server.url, queue) as client, FakeWorker(server.url, queue) as connection:
             moved, here, gone = [await client.submit("hello") for _ in range(3)]
-            reader = Reader(connection, "w1")
+            reader = ReaderWithNumbers(connection, "w1")
             first = await reader.read(0, 0)
-            claim = Claim(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[0].entry_id.decode())
-            await connection.claim_scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=1)
+            claim = JobEntry(moved.id, client.keys.jobs(queue, 0, Priority.INTERACTIVE), first[0].entry_id.decode())
+            await connection.claim_scripts.claim_job(replace(claim, from_attempt=1), "w2", LEASE_MS)
             await client.redis.delete(client.keys.of_job(gone.id).job)
             await client.redis.config_set("maxmemory", "1mb")
             replies = [one.outcome for one in await reader.read(0, 0)]

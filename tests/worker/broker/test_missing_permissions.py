@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from llamaq.common.protocol.end_expired_jobs import end_expired
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_script_calls import JobScripts
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
@@ -38,7 +38,7 @@ async def allow(client: AsyncClient, *rules: str) -> None:
     await redis.execute_command(*user)
 
 
-async def claim_of(worker: FakeWorker) -> Claim:
+async def claim_of(worker: FakeWorker) -> JobEntry:
     claim = await worker.claim()
     assert claim is not None
     return claim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.worker.broker.test_suspects import FOREVER, until, until_true, workin
 from llamaq.common.protocol import claim_script_calls
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import GROUP, JobId
-from llamaq.common.protocol.script_types import Claim, StreamEntries
+from llamaq.common.protocol.script_types import JobEntry, StreamEntries
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -25,7 +26,7 @@ MAX_QUESTION_MS = 100
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time that a job stays with its first worker, and the time between two searches."""
     monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
-    monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
+    monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
 
 
 async def test_jobs_that_wait_for_a_slot_move_to_a_worker_with_free_slots(
@@ -55,7 +56,7 @@ async def _is_running(job: AsyncJob) -> bool:
     return (await job.status()).state is JobState.RUNNING
 
 
-async def may_move(worker: FakeWorker, claim: Claim, waited_s: float, *, to: str = "another") -> bool:
+async def may_move(worker: FakeWorker, claim: JobEntry, waited_s: float, *, to: str = "another") -> bool:
     """Return whether a worker may take a job that has waited in its worker for this time.
 
     Meanwhile the job waits longer. If the machine has stopped this process or Redis for so long that it may matter, the
@@ -80,9 +81,11 @@ async def test_a_job_stays_with_its_worker_at_first_and_longer_after_each_move(r
         assert [await may_move(worker, claim, seconds) for seconds in (0, 0.5, 1.1)] == [False, False, True]
         assert not await may_move(worker, claim, 10, to="w0"), "the worker that has the job"
         # the same worker: no move
-        await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS, from_attempt=1, at_risk=False)
+        await worker.claim_scripts.claim_job(replace(claim, from_attempt=1), "w0", LEASE_MS, at_risk=False)
         for number in (1, 2):
-            await worker.claim_scripts.claim_job(claim, f"w{number}", LEASE_MS, from_attempt=number + 1, at_risk=False)
+            await worker.claim_scripts.claim_job(
+                replace(claim, from_attempt=number + 1), f"w{number}", LEASE_MS, at_risk=False
+            )
         assert [await may_move(worker, claim, seconds) for seconds in (1.1, 3.5, 4.1)] == [False, False, True]
         await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "move_factor", 10**6)
         assert await may_move(worker, claim, 31), "the time is bounded"
@@ -101,8 +104,8 @@ async def test_an_entry_that_names_no_job_does_not_move_and_other_jobs_do(redis_
         await redis.xadd(claim.stream, {"id": b"\xff"})
         await redis.xreadgroup(GROUP, "waiting", {claim.stream: ">"})
         assert await may_move(worker, claim, 10)
-        ((found, attempt),) = await worker.claim_scripts.movable_jobs(queue, 0, "another", 10, max_crashes=3)
-        assert (found.job_id, attempt) == (claim.job_id, 1)
+        (found,) = await worker.claim_scripts.movable_jobs(queue, 0, "another", 10, max_crashes=3)
+        assert (found.job_id, found.from_attempt) == (claim.job_id, 1)
 
 
 async def test_an_interrupted_job_soon_moves_to_a_worker_with_a_free_slot_however_often_it_was_interrupted(
@@ -135,14 +138,14 @@ async def test_a_move_counts_as_a_crash_until_the_first_worker_shows_that_it_is_
         job = await client.submit("hello")
         first = await worker.start_next()
         claim = first.claim
-        assert await worker.claim_scripts.claim_job(claim, "second", LEASE_MS, from_attempt=1) == "stale", (
+        assert await worker.claim_scripts.claim_job(replace(claim, from_attempt=1), "second", LEASE_MS) == "stale", (
             "it has a slot"
         )
         await worker.scripts.requeue(claim, first.number, worker.name)
         again = await worker.begin(claim)
         assert again is not None
         await client.redis.hset(client.keys.of_job(job.id).job, "status", "queued")  # as before its slot
-        moved = await worker.claim_scripts.claim_job(claim, "second", LEASE_MS, from_attempt=again.number)
+        moved = await worker.claim_scripts.claim_job(replace(claim, from_attempt=again.number), "second", LEASE_MS)
         assert not isinstance(moved, str)
         assert (await job.status()).crashes == 1
         assert (await again.emit([1], "a")).code == "lost"

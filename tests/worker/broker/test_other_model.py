@@ -10,7 +10,7 @@ import pytest
 from tests.worker.broker.test_suspects import FOREVER
 
 from llamaq.common.errors import JobFailed
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
@@ -37,7 +37,7 @@ async def model(worker: FakeWorker, name: str, *, restart: bool = False) -> Asyn
         await job_claims.close()
 
 
-async def begin(client: AsyncClient, worker: FakeWorker, n_tokens: int, **options: Any) -> tuple[AsyncJob, Claim]:
+async def begin(client: AsyncClient, worker: FakeWorker, n_tokens: int, **options: Any) -> tuple[AsyncJob, JobEntry]:
     """Let the model `first` generate tokens of a new job. Then its worker requeues the job."""
     job = await client.submit("hello", **options)
     async with model(worker, "first") as claims:
@@ -52,7 +52,7 @@ async def begin(client: AsyncClient, worker: FakeWorker, n_tokens: int, **option
 
 
 async def _store(worker: FakeWorker, claimed: ClaimedJob, n_tokens: int) -> None:
-    attempt = FakeAttempt(worker, claimed.claim, claimed.attempt)
+    attempt = FakeAttempt(worker, claimed.entry, claimed.attempt)
     await attempt.emit(list(range(n_tokens)), "x" * n_tokens)
 
 

@@ -24,7 +24,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.script_types import Attempt, Claim, Increment
+from llamaq.common.protocol.script_types import Attempt, JobEntry, JobFlush
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.queries.job_records import read_output
@@ -58,7 +58,7 @@ class RecordingEngine:
     def release(self, lease: Lease) -> None:
         self.released.append(lease)
 
-    async def record(self, ended: EndedJob) -> None:
+    def record(self, ended: EndedJob) -> None:
         self.finished.append(ended)
 
 
@@ -242,7 +242,7 @@ async def test_generated_tokens_are_stored_before_a_job_is_requeued(
         assert await at.stored(job) == [0, 1, 2]
         assert (await job.status()).state is JobState.QUEUED
         again = await at.claimer.claim_scripts.claim_job(
-            Claim(job.id, running.lease.stream, running.lease.entry_id), "other", LEASE_MS
+            JobEntry(job.id, running.lease.stream, running.lease.entry_id), "other", LEASE_MS
         )
         assert isinstance(again, Attempt)
         assert again.generated == 3
@@ -272,10 +272,10 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
     flush = AttemptScripts.flush
 
     async def recorded(
-        scripts: AttemptScripts, worker: str, increments: Sequence[Increment], *args: Any, **options: Any
+        scripts: AttemptScripts, worker: str, flushes: Sequence[JobFlush], *args: Any, **options: Any
     ) -> Any:
-        flushed.extend(increment.job_id for increment in increments)
-        return await flush(scripts, worker, increments, *args, **options)
+        flushed.extend(one.job_id for one in flushes)
+        return await flush(scripts, worker, flushes, *args, **options)
 
     async with working(redis_url, queue) as at:
         silent, _ = await at.begin()
@@ -560,7 +560,7 @@ async def test_the_report_of_a_job_that_could_not_be_prepared_has_its_metadata(r
 async def test_a_job_that_another_worker_has_taken_is_not_reported(redis_url: str, queue: str) -> None:
     async with working(redis_url, queue) as at:
         job, lease, _ = await at.claim()
-        claim = Claim(job.id, lease.stream, lease.entry_id)
+        claim = JobEntry(job.id, lease.stream, lease.entry_id)
         assert isinstance(await at.claimer.claim_scripts.claim_job(claim, "other", LEASE_MS), Attempt)
         await job.cancel()
         await at.outbox.flush()

@@ -21,7 +21,7 @@ NOW_MS = 2**52
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time between two searches of a worker."""
     monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
-    monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
+    monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
 
 
 async def state_of(job: AsyncJob) -> JobState:

@@ -15,7 +15,7 @@ from llamaq.common.protocol.attempt_script_calls import DEAD_TTL_S
 from llamaq.common.protocol.job_events import Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import Claim, CrashVerdict, TerminalWrite
+from llamaq.common.protocol.script_types import CrashVerdict, JobEntry, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
@@ -25,7 +25,7 @@ from llamaq.worker.local.embedded_redis import EmbeddedRedis
 LEASE_S = LEASE_MS / 1000
 
 
-async def begin(worker: FakeWorker, claim: Claim, name: str) -> FakeAttempt:
+async def begin(worker: FakeWorker, claim: JobEntry, name: str) -> FakeAttempt:
     named = copy.copy(worker)  # the copy shares the connections of the original
     named.name = name
     attempt = await named.begin(claim)
@@ -34,7 +34,7 @@ async def begin(worker: FakeWorker, claim: Claim, name: str) -> FakeAttempt:
 
 
 async def check_crash(
-    worker: FakeWorker, claim: Claim, last_worker: str, *, claimer: str = "successor", max_crashes: int = 3
+    worker: FakeWorker, claim: JobEntry, last_worker: str, *, claimer: str = "successor", max_crashes: int = 3
 ) -> CrashVerdict:
     """Check for a crash, as the worker that reclaims the job does. `last_worker` no longer has a heartbeat."""
     return await worker.scripts.check_crash(
@@ -42,13 +42,13 @@ async def check_crash(
     )
 
 
-async def crash_worker(worker: FakeWorker, claim: Claim, name: str, *, max_crashes: int = 3) -> CrashVerdict:
+async def crash_worker(worker: FakeWorker, claim: JobEntry, name: str, *, max_crashes: int = 3) -> CrashVerdict:
     """Start the job on a worker with this name, let the worker die, and check for the crash."""
     await begin(worker, claim, name)
     return await check_crash(worker, claim, name, max_crashes=max_crashes)
 
 
-async def submit(client: AsyncClient, worker: FakeWorker, **options: Any) -> tuple[AsyncJob, Claim]:
+async def submit(client: AsyncClient, worker: FakeWorker, **options: Any) -> tuple[AsyncJob, JobEntry]:
     job = await client.submit("hello", **options)
     claim = await worker.claim()
     assert claim is not None
@@ -60,7 +60,7 @@ async def crashes(job: AsyncJob) -> int:
 
 
 async def open_job_claims(worker: FakeWorker, ended: list[EndedJob] | None = None) -> JobClaims:
-    async def record(job: EndedJob) -> None:
+    def record(job: EndedJob) -> None:
         if ended is not None:
             ended.append(job)
 
@@ -187,7 +187,7 @@ async def test_an_entry_that_does_not_belong_to_the_job_counts_no_crash(redis_ur
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         running = await begin(worker, claim, "first")
-        assert await check_crash(worker, Claim(job.id, claim.stream, "1-1"), "first") == "ok"
+        assert await check_crash(worker, JobEntry(job.id, claim.stream, "1-1"), "first") == "ok"
         assert await crashes(job) == 0
         assert (await running.emit([1], "a")).code == "ok"
 

@@ -18,7 +18,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.script_types import Attempt, Claim
+from llamaq.common.protocol.script_types import Attempt, JobEntry
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.streaming.job_state import RUNNING_GRACE_MS
@@ -150,7 +150,7 @@ async def test_a_preempted_job_continues_in_a_worker_with_a_free_slot(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
-    monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
+    monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
     async with AsyncClient(redis_url, queue) as client, full_worker(redis_url, queue, n_slots=1) as busy:
         job = await client.submit("bulk", priority="bulk")
         await until(lambda: job.id in busy.admitted)
@@ -188,8 +188,8 @@ async def test_a_preempted_job_is_requeued_with_another_priority_or_by_the_super
         assert (again.claim.stream.rpartition(":")[2], again.tokens) == ("interactive", [1])
         preempted = replace(again.increment(), has_slot=False)
         await worker.scripts.flush(worker.name, [preempted], LEASE_MS, renew=False)
-        claim = Claim(job.id, again.claim.stream, again.claim.entry_id)
-        moved = await worker.claim_scripts.claim_job(claim, "w2", LEASE_MS, from_attempt=again.number)
+        claim = JobEntry(job.id, again.claim.stream, again.claim.entry_id)
+        moved = await worker.claim_scripts.claim_job(replace(claim, from_attempt=again.number), "w2", LEASE_MS)
         assert isinstance(moved, Attempt)
         assert moved.generated == 1
         assert moved.queue_ms is not None, "the wait for its first slot has ended"

@@ -17,7 +17,7 @@ from tests.worker.broker.test_suspects import BytePreparer, until, working
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Attempt, Claim
+from llamaq.common.protocol.script_types import Attempt, JobEntry
 from llamaq.producer import AsyncClient, JobFailed
 from llamaq.worker.broker import preparations as preparations_module
 from llamaq.worker.broker.job_claims import NO_OUTPUT, ClaimedJob
@@ -67,7 +67,7 @@ def preparations_of(*names: str) -> list[Preparation]:
     order, found = ReadOrder(), []
     for name in names:
         attempt = Attempt(1, name.encode(), 0, 0.0, None, 0.0, None, None)
-        claimed = ClaimedJob(Claim(name, "s", "1-1"), attempt, NO_OUTPUT, JobTimes())
+        claimed = ClaimedJob(JobEntry(name, "s", "1-1"), attempt, NO_OUTPUT, JobTimes())
         found.append(Preparation(claimed, Lease(name, 0, "s", "1-1", 1), order.enter(Priority.BULK)))
     return found
 

@@ -156,10 +156,11 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         assert await sweep_all(scripts, []) == [job.id]
         if loss == "stream":
             await worker.redis.xgroup_create(stream, GROUP, id="0")
-        entries = await worker.claim_scripts.read([stream], 1, 1000) or [
-            (stream, await worker.claim_scripts.reclaim(stream, 1, 1000, trusted_until_ms=FOREVER))
-        ]
-        assert [fields[b"id"] for _, found in entries for _, fields, _ in found] == [job.id.encode()]
+        scripts_of_worker = worker.claim_scripts
+        entries = await scripts_of_worker.read_unclaimed(stream, 1, 1000) or await scripts_of_worker.reclaim(
+            stream, 1, 1000, trusted_until_ms=FOREVER
+        )
+        assert [fields[b"id"] for _, fields, _ in entries] == [job.id.encode()]
         assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
 
 

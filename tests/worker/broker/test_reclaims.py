@@ -10,11 +10,11 @@ import pytest
 from tests.worker.broker.test_suspects import until, working
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker import intake
-from llamaq.worker.broker.intake import BLOCK_S
+from llamaq.worker.broker.intake import SEARCH_EVERY_S
 from llamaq.worker.broker.job_claims import JobClaims
 
 CAPACITY = 3
@@ -34,7 +34,7 @@ async def test_the_next_free_slot_is_for_a_requeued_job_although_new_jobs_wait(r
             assert claim is not None
             assert await leaving.scripts.requeue(claim, None, leaving.name)
             new = await client.submit("new")
-            await asyncio.sleep(1.5 * BLOCK_S)  # the worker has looked for such jobs, and had no room
+            await asyncio.sleep(1.5 * SEARCH_EVERY_S)  # the worker has looked for such jobs, and had no room
             worker.end(job)
             await until(lambda: len(worker.admitted) == CAPACITY)
             assert requeued.id in worker.admitted
@@ -52,14 +52,14 @@ async def test_a_slot_that_becomes_free_during_a_search_is_for_a_requeued_job(
     may_reply.set()
     reclaim = JobClaims.reclaim
 
-    async def reclaim_late(claims: JobClaims, count: int, priorities: Sequence[Priority]) -> list[Claim]:
+    async def reclaim_late(claims: JobClaims, count: int, priorities: Sequence[Priority]) -> list[JobEntry]:
         found = await reclaim(claims, count, priorities)
         if not may_reply.is_set():
             is_searching.set()
             await may_reply.wait()
         return found
 
-    monkeypatch.setattr(intake, "BLOCK_S", 0.05)
+    monkeypatch.setattr(intake, "SEARCH_EVERY_S", 0.05)
     monkeypatch.setattr(JobClaims, "reclaim", reclaim_late)
     async with (
         AsyncClient(redis_url, queue) as client,

@@ -27,6 +27,7 @@ from llamaq.worker.broker import suspects as suspects_module
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -111,9 +112,11 @@ async def working(
         )  # fmt: skip
         await job_claims.open()
         with ThreadPoolExecutor(n_threads) as executor:
+            starts = JobStarts(
+                job_claims, outbox, BytePreparer(), executor, worker.admit, n_slots or capacity,  # type: ignore[arg-type]
+            )  # fmt: skip
             intake = Intake(
-                job_claims, outbox, BytePreparer(), executor, worker.admit,  # type: ignore[arg-type]
-                n_slots=n_slots or capacity, capacity=capacity, bulk_share=BulkShare(0.1, 1), is_alive=lambda: True,
+                job_claims, outbox, starts, capacity=capacity, bulk_share=BulkShare(0.1, 1), is_alive=lambda: True,
             )  # fmt: skip
             tasks = [asyncio.create_task(intake.run()), asyncio.create_task(outbox.run())]
             try:
@@ -125,7 +128,7 @@ async def working(
                 await job_claims.close()
 
 
-async def _ignore(_: EndedJob) -> None:
+def _ignore(_: EndedJob) -> None:
     """Ignore the end of a job."""
 
 
@@ -166,7 +169,7 @@ async def submit_suspect_to_busy_worker(client: AsyncClient, other: FakeWorker, 
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time for which a suspect waits for running jobs, and the time between two reclaims."""
     monkeypatch.setattr(suspects_module, "MAX_SUSPECT_WAIT_S", 0.2)
-    monkeypatch.setattr(intake_module, "BLOCK_S", 0.1)
+    monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.1)
 
 
 async def test_no_other_job_is_started_until_a_suspect_has_stored_a_token(
@@ -211,7 +214,7 @@ async def test_the_lease_of_a_waiting_suspect_is_renewed(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suspects_module, "MAX_SUSPECT_WAIT_S", 60.0)
-    monkeypatch.setattr(intake_module, "BLOCK_S", 0.1)
+    monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.1)
     async with (
         AsyncClient(redis_url, queue) as client,
         FakeWorker(redis_url, queue) as other,

@@ -48,7 +48,8 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Record the calls. A wait does not end before there is a job."""
-    monkeypatch.setattr(intake, "BLOCK_S", 30.0)
+    monkeypatch.setattr(intake, "SEARCH_EVERY_S", 30.0)
+    monkeypatch.setattr(intake, "LONGEST_WAIT_S", 30.0)
     return Calls(monkeypatch)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
@@ -16,11 +16,11 @@ from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
-    Claim,
     CrashVerdict,
     FinishReply,
     FlushReply,
-    Increment,
+    JobEntry,
+    JobFlush,
     StoredEnd,
     TerminalWrite,
 )
@@ -63,12 +63,19 @@ class AttemptScripts:
         )
 
     async def check_crash(
-        self, claim: Claim, worker: str, *, last_worker: str, heartbeat_ms: int, dead_after_s: float, max_crashes: int
+        self,
+        entry: JobEntry,
+        worker: str,
+        *,
+        last_worker: str,
+        heartbeat_ms: int,
+        dead_after_s: float,
+        max_crashes: int,
     ) -> CrashVerdict:
         """Check whether the last worker of a job died with the job, and count the death.
 
         Args:
-            claim: The entry, which `worker` has taken from another worker.
+            entry: The entry, which `worker` has taken from another worker.
             worker: Id of the worker that will claim the job.
             last_worker: Id of the worker that claimed the job last; empty: the job is not at risk.
             heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
@@ -77,15 +84,15 @@ class AttemptScripts:
                 only while no other job runs. At least two deaths are required, so that every job runs once as a
                 suspect.
         """
-        keys = self._keys.of_job(claim.job_id)
-        job_id = JobId.parse(claim.job_id)
+        keys = self._keys.of_job(entry.job_id)
+        job_id = JobId.parse(entry.job_id)
         reply = await self._check_crash(
-            keys=[keys.job, keys.events, claim.stream, self._keys.dead(job_id.queue, job_id.partition)],
+            keys=[keys.job, keys.events, entry.stream, self._keys.dead(job_id.queue, job_id.partition)],
             args=[
-                claim.entry_id,
+                entry.entry_id,
                 GROUP,
                 keys.channel,
-                claim.job_id,
+                entry.job_id,
                 worker,
                 last_worker,
                 heartbeat_ms,
@@ -98,11 +105,11 @@ class AttemptScripts:
         verdict: CrashVerdict = reply.decode()
         return verdict
 
-    async def bury(self, claim: Claim, worker: str, attempt: int | None, error: Failed) -> bool:
+    async def bury(self, entry: JobEntry, worker: str, attempt: int | None, error: Failed) -> bool:
         """Fail a job whose data in Redis were damaged, and make a dead letter of it.
 
         Args:
-            claim: The entry of the job, which `worker` has taken.
+            entry: The entry of the job, which `worker` has taken.
             worker: Id of the worker.
             attempt: Number of the worker's attempt. None: the job could not be claimed.
             error: The error of the job.
@@ -110,17 +117,17 @@ class AttemptScripts:
         Returns:
             Whether the job has ended now. False: a newer attempt exists, or the job had already ended.
         """
-        keys = self._keys.of_job(claim.job_id)
-        job_id = JobId.parse(claim.job_id)
+        keys = self._keys.of_job(entry.job_id)
+        job_id = JobId.parse(entry.job_id)
         reply = await self._bury(
-            keys=[keys.job, keys.events, claim.stream, self._keys.dead(job_id.queue, job_id.partition)],
+            keys=[keys.job, keys.events, entry.stream, self._keys.dead(job_id.queue, job_id.partition)],
             args=[
                 "" if attempt is None else attempt,
                 worker,
                 GROUP,
-                claim.entry_id,
+                entry.entry_id,
                 keys.channel,
-                claim.job_id,
+                entry.job_id,
                 error.code,
                 error.message,
                 DEAD_TTL_S * 1000,
@@ -129,23 +136,21 @@ class AttemptScripts:
         )
         return bool(reply == b"ok")
 
-    async def flush(
-        self, worker: str, increments: Sequence[Increment], lease_ms: int, *, renew: bool
-    ) -> list[FlushReply]:
-        """Store and publish the increments of jobs of one partition, and record which jobs have a slot.
+    async def flush(self, worker: str, flushes: Sequence[JobFlush], lease_ms: int, *, renew: bool) -> list[FlushReply]:
+        """Store and publish the new tokens of jobs of one partition, and record which jobs have a slot.
 
         Args:
             worker: Id of the worker that has claimed the jobs.
-            increments: One increment for each job.
+            flushes: What to write of each job.
             lease_ms: How long the worker keeps a job without a renewal, in milliseconds.
             renew: Whether to renew the leases of all jobs.
 
         Returns:
-            One reply for each increment, in the same order.
+            One reply for each job, in the same order.
         """
         keys: list[str] = []
         values: list[int | str | bytes | Sequence[bytes]] = []
-        for item in increments:
+        for item in flushes:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
@@ -157,29 +162,18 @@ class AttemptScripts:
             for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
-    async def finish(self, worker: str, last: Increment, terminal_write: TerminalWrite) -> FinishReply:
-        """End a job. This works also when Redis is full.
+    async def finish_jobs(
+        self, worker: str, ends: Sequence[tuple[JobFlush, TerminalWrite]]
+    ) -> list[FinishReply | ResponseError]:
+        """End jobs of one partition, at most `MAX_JOBS_IN_CALL`. This works also when Redis is full.
 
         Args:
-            worker: Id of the worker that runs the job.
-            last: The tokens since the last flush, which are published.
-            terminal_write: The terminal event, and the output.
+            worker: Id of the worker that runs the jobs.
+            ends: For each job, the tokens since its last flush, which are published, and its terminal write.
 
         Returns:
-            Whether the job has ended, or which tokens must be sent again; see `FinishReply`.
-        """
-        (outcome,) = await self.finish_jobs(worker, [(last, terminal_write)])
-        if isinstance(outcome, RedisError):
-            raise outcome
-        return outcome
-
-    async def finish_jobs(
-        self, worker: str, ends: Sequence[tuple[Increment, TerminalWrite]]
-    ) -> list[FinishReply | ResponseError]:
-        """End several jobs of one partition, at most `MAX_JOBS_IN_CALL`. See `finish`.
-
-        Returns:
-            For each job, in the same order, what `finish` returns, or the error with which Redis refused to end it.
+            For each job, in the same order, whether it has ended, or which tokens must be sent again (`FinishReply`),
+            or the error with which Redis refused to end it.
         """
         job_id = JobId.parse(ends[0][0].job_id)
         keys = [self._keys.dead(job_id.queue, job_id.partition)]
@@ -228,7 +222,7 @@ class AttemptScripts:
         return None
 
     async def retry(
-        self, worker: str, last: Increment, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
+        self, worker: str, last: JobFlush, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
     ) -> int | None:
         """Schedule a retry of a job whose attempt failed. All tokens of the job are stored already.
 
@@ -261,11 +255,11 @@ class AttemptScripts:
         )
         return int(reply) if reply >= 0 else None
 
-    async def requeue(self, claim: Claim, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
+    async def requeue(self, entry: JobEntry, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
         """Requeue a job, so that another worker can take it at once. A job whose cancel was accepted ends instead.
 
         Args:
-            claim: The entry of the job.
+            entry: The entry of the job.
             attempt: Number of the worker's attempt. None: the worker has read the entry and not claimed the job.
             worker: Id of the worker.
             crashed: Whether the worker crashed, which counts as a death.
@@ -274,11 +268,11 @@ class AttemptScripts:
             Whether the job was requeued. False: a newer attempt exists, or the job has ended, perhaps here.
         """
         reply = await self._requeue(
-            keys=[self._keys.of_job(claim.job_id).job, claim.stream],
+            keys=[self._keys.of_job(entry.job_id).job, entry.stream],
             args=[
                 "" if attempt is None else attempt,
                 GROUP,
-                claim.entry_id,
+                entry.entry_id,
                 worker,
                 int(crashed),
             ],

@@ -14,11 +14,12 @@ from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
     MAX_JOBS_IN_CALL,
     Attempt,
-    Claim,
     Claimant,
     ClaimCode,
     ClaimOutcome,
     Entry,
+    JobEntry,
+    Reader,
     StreamEntries,
 )
 from llamaq.common.redis.client import RetryingRedis
@@ -72,12 +73,15 @@ def _attempt(
     )
 
 
-def _claims_of(claimant: Claimant) -> list[Any]:
-    """Return the arguments of read.lua about the worker that claims the jobs."""
-    return [claimant.worker, claimant.model, int(claimant.restart_other_model)]
+def _read_args(reader: Reader, streams: Sequence[str], count: int, total: int) -> list[Any]:
+    """Return the arguments of read.lua."""
+    claimant, numbers = reader.claimant, [reader.n_replies[stream] for stream in streams]
+    claims = [claimant.worker, claimant.model, int(claimant.restart_other_model)]
+    return [GROUP, count, claimant.lease_ms, min(total, MAX_JOBS_IN_CALL), *claims, reader.token, *numbers]
 
 
-def _entries_by_stream(reply: list[Any]) -> list[tuple[str, StreamEntries]]:
+def entries_by_stream(reply: list[Any]) -> list[tuple[str, StreamEntries]]:
+    """Return the entries of each stream in a reply of read.lua."""
     return [(stream.decode(), [_entry(entry) for entry in entries]) for stream, entries in reply]
 
 
@@ -97,67 +101,45 @@ class ClaimScripts:
         )
 
     async def read(
-        self,
-        streams: Sequence[str],
-        count: int,
-        lease_ms: int,
-        *,
-        total: int | None = None,
-        claimant: Claimant | None = None,
-        reader: str = "",
-        numbers: Sequence[int] = (),
+        self, reader: Reader, streams: Sequence[str], count: int, total: int
     ) -> list[tuple[str, StreamEntries]]:
         """Read new entries of job streams that are on one Redis server, and claim their jobs.
 
         Args:
+            reader: The process that reads.
             streams: The job streams.
             count: Number of entries to read from each stream at most.
-            lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
-            total: Number of entries to read from all streams together at most, from the first streams first. None: no
-                such bound.
-            claimant: The worker that claims the jobs of the entries, and prepares them at once. None: no job is
-                claimed.
-            reader: Random text of this process of the claimant. With it, a call with the same numbers gets the same
-                reply, so no job is forgotten if the first reply was lost. Empty: a repeated call reads further entries.
-            numbers: For each stream, how many replies with entries of the stream the reader has received.
+            total: Number of entries to read from all streams together at most, from the first streams first.
 
         Returns:
             The entries of each stream. An entry has no outcome if it names no job of its partition, or if the requests
             of the jobs before it are large. At most `MAX_JOBS_IN_CALL` jobs are claimed.
         """
-        total = count * len(streams) if total is None else total
-        claims: list[Any] = ["", "", 0]
-        if claimant is not None:
-            total = min(total, MAX_JOBS_IN_CALL)
-            claims = _claims_of(claimant)
-        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms, total, *claims, reader, *numbers])
-        return _entries_by_stream(reply)
+        return entries_by_stream(await self._read(keys=list(streams), args=_read_args(reader, streams, count, total)))
 
     async def wait_and_read(
-        self, wait: Command, streams: Sequence[str], count: int, claimant: Claimant, reader: str, numbers: Sequence[int]
+        self, wait: Command, reader: Reader, streams: Sequence[str], count: int
     ) -> tuple[Any, list[tuple[str, StreamEntries]]]:
         """Send a blocking command, and right behind it what `read` sends. Redis reads when the command has ended.
 
         Args:
             wait: The blocking command, which uses keys of the partition of the streams.
+            reader: The process that reads.
             streams: The job streams, of one partition.
             count: Number of entries to read from all streams together at most.
-            claimant: See `read`; its leases are those of the entries.
-            reader: See `read`.
-            numbers: See `read`.
 
         Returns:
             The reply to the blocking command, which may be an error, and the entries of each stream.
         """
-        redis, total = self._redis, min(count, MAX_JOBS_IN_CALL)
+        redis = self._redis
         if not isinstance(redis, RetryingRedis):
             raise TypeError("connect() did not create this client of Redis")
-        args = [GROUP, count, claimant.lease_ms, total, *_claims_of(claimant), reader, *numbers]
+        args = _read_args(reader, streams, count, count)
         read: Command = (("EVALSHA", self._read.sha, len(streams), *streams, *args), {})
         waited, reply = await redis.call_with_retry(lambda: redis.send_together(streams[0], [wait, read]))
         if isinstance(reply, RedisError):
             raise reply
-        return waited, _entries_by_stream(reply)
+        return waited, entries_by_stream(reply)
 
     async def reclaim(self, stream: str, count: int, lease_ms: int, *, trusted_until_ms: int) -> StreamEntries:
         """Take entries that were requeued or whose lease has expired.
@@ -174,8 +156,8 @@ class ClaimScripts:
 
     async def movable_jobs(
         self, queue: str, partition: int, worker: str, count: int, *, max_crashes: int
-    ) -> list[tuple[Claim, int]]:
-        """Return jobs that wait for a slot in other workers, and the numbers of their attempts.
+    ) -> list[JobEntry]:
+        """Return the entries of jobs that wait for a slot in other workers, with the numbers of their attempts.
 
         An entry that another client of Redis wrote may name no job of the partition. It is left out: when its lease has
         expired, the worker that reclaims it makes a dead letter of it.
@@ -194,60 +176,33 @@ class ClaimScripts:
             args=[GROUP, worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
         )
         return [
-            (Claim(str(job_id), stream.decode(), entry.decode()), int(attempt))
+            JobEntry(str(job_id), stream.decode(), entry.decode(), int(attempt))
             for stream, entry, stored, attempt in reply
             if (job_id := JobId.find(stored, queue, partition)) is not None
         ]
 
-    async def claim_job(
-        self,
-        claim: Claim,
-        worker: str,
-        lease_ms: int,
-        *,
-        from_attempt: int | None = None,
-        at_risk: bool = True,
-    ) -> Attempt | ClaimCode:
-        """Claim a job whose entry a worker has read: begin a new attempt, without a slot so far.
-
-        Args:
-            claim: The entry.
-            worker: Id of the worker.
-            lease_ms: How long the worker keeps the job without a renewal, in milliseconds.
-            from_attempt: Number of the attempt that waits for a slot in another worker. The job is claimed only if it
-                still waits there. None: the worker has taken the entry.
-            at_risk: Whether the worker prepares the job at once, so that a crash of the worker counts against the job.
-
-        Returns:
-            The attempt. A code if the job was not claimed.
-        """
-        (outcome,) = await self.claim_jobs([(claim, from_attempt)], Claimant(worker, lease_ms), at_risk=at_risk)
-        if isinstance(outcome, RedisError):
-            raise outcome
-        return outcome
-
     async def claim_jobs(
-        self, claims: Sequence[tuple[Claim, int | None]], claimant: Claimant, *, at_risk: bool = True
+        self, entries: Sequence[JobEntry], claimant: Claimant, *, at_risk: bool = True
     ) -> list[ClaimOutcome]:
-        """Claim several jobs of one partition, see `claim_job`.
+        """Claim the jobs of entries of one partition that a worker has read: begin new attempts, without a slot so far.
 
         Args:
-            claims: The entries, each with its `from_attempt`.
+            entries: The entries.
             claimant: The worker.
-            at_risk: See `claim_job`.
+            at_risk: Whether the worker prepares the jobs at once, so that a crash of the worker counts against them.
 
         Returns:
             For each of the first entries, in the same order, the attempt, or a code if the job was not claimed, or the
             error with which Redis refused to claim it. There are fewer outcomes than entries if there are many entries,
             or if their requests are large. The other jobs are unchanged: call again for them.
         """
-        some = claims[:MAX_JOBS_IN_CALL]
+        some = entries[:MAX_JOBS_IN_CALL]
         keys: list[str] = []
         values: list[int | str] = []
-        for claim, from_attempt in some:
-            of_job = self._keys.of_job(claim.job_id)
-            keys += [of_job.job, of_job.events, claim.stream]
-            values += [claim.entry_id, of_job.channel, "" if from_attempt is None else from_attempt]
+        for entry in some:
+            of_job = self._keys.of_job(entry.job_id)
+            keys += [of_job.job, of_job.events, entry.stream]
+            values += [entry.entry_id, of_job.channel, "" if entry.from_attempt is None else entry.from_attempt]
         restart = int(claimant.restart_other_model)
         settings: list[Any] = [GROUP, claimant.worker, claimant.lease_ms, int(at_risk), claimant.model, restart]
         return [

@@ -22,7 +22,7 @@ from llamaq.common.protocol.script_types import (
     Submission,
     SubmitConflict,
     SubmitDraining,
-    SubmitRefused,
+    SubmitQueueFull,
     SubmitReply,
     Submitted,
 )
@@ -42,7 +42,7 @@ def _submit_reply(reply: list[Any]) -> SubmitReply:
     if reply[0] == b"kind":
         return OtherKind(JobKind(reply[1].decode()))
     if reply[0] == b"full":
-        return SubmitRefused(int(reply[1]), int(reply[2]))
+        return SubmitQueueFull(int(reply[1]), int(reply[2]))
     if reply[0] == b"conflict":
         return SubmitConflict(reply[1].decode())
     if reply[0] == b"draining":

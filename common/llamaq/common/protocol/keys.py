@@ -118,6 +118,11 @@ class JobKeys:
     bulk: str
 
 
+def priority_of(stream: str) -> Priority:
+    """Return the priority of a job stream, whose key `Keys.jobs` returned."""
+    return Priority.INTERACTIVE if stream.endswith(f":{Priority.INTERACTIVE}") else Priority.BULK
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """All key names with one prefix."""

@@ -15,7 +15,7 @@ from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_events import Event, Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
-from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.keys import JobId, priority_of
 
 # Upper bound on the jobs that one call of a script claims or ends. Meanwhile Redis executes nothing else.
 MAX_JOBS_IN_CALL = 64
@@ -50,7 +50,7 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitRefused:
+class SubmitQueueFull:
     """The reply to a submit into a full queue.
 
     Attributes:
@@ -100,7 +100,7 @@ class OtherKind:
     kind: JobKind
 
 
-SubmitReply = Submitted | SubmitRefused | SubmitConflict | SubmitDraining | OtherPartitions | OtherKind
+SubmitReply = Submitted | SubmitQueueFull | SubmitConflict | SubmitDraining | OtherPartitions | OtherKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,21 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """An entry of a job stream that a worker has read."""
+class JobEntry:
+    """An entry of a job stream, and the job that it names. A worker has taken it, or takes it from another one.
+
+    Attributes:
+        job_id: Id of the job.
+        stream: The job stream.
+        entry_id: Id of the entry in that stream.
+        from_attempt: Number of the attempt that waits for a slot in another worker, or in this one: the job is claimed
+            only if it still waits there. None: the worker has taken the entry.
+    """
 
     job_id: str
     stream: str
     entry_id: str
+    from_attempt: int | None = None
 
     @property
     def partition(self) -> int:
@@ -134,7 +143,7 @@ class Claim:
     @property
     def priority(self) -> Priority:
         """The priority of the stream, which is that of the job."""
-        return Priority.INTERACTIVE if self.stream.endswith(f":{Priority.INTERACTIVE}") else Priority.BULK
+        return priority_of(self.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +195,22 @@ class Claimant:
     restart_other_model: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A process of a worker that reads job streams.
+
+    Attributes:
+        claimant: The worker, which claims the jobs of the entries, and prepares them at once.
+        token: Random text of this process. A call with the same token and the same `n_replies` gets the same reply, so
+            no job is forgotten if the first reply was lost.
+        n_replies: For each stream, how many replies with entries of the stream the process has received.
+    """
+
+    claimant: Claimant
+    token: str
+    n_replies: dict[str, int]
+
+
 class Entry(NamedTuple):
     """An entry of a job stream.
 
@@ -205,16 +230,16 @@ StreamEntries = list[Entry]
 
 
 @dataclass(frozen=True, slots=True)
-class Increment:
-    """The tokens that one job generated since its last flush.
+class JobFlush:
+    """What one flush writes of a job: the tokens since its last flush, and the present state of the job.
 
     Attributes:
         job_id: Id of the job.
         attempt: Number of the attempt.
         stream: Job stream that the job was read from.
         entry_id: Id of the job's entry in that stream.
-        offset: Number of tokens of the job before the first token of this increment.
-        count: Number of tokens in this increment.
+        offset: Number of tokens of the job before the first token of this flush.
+        count: Number of tokens in this flush.
         payload: The encoded event `tokens`; empty if there are no new tokens.
         publish: Whether subscribers receive the event. False: it is only stored.
         has_started: Whether the job has a slot, or had one in this attempt.
@@ -241,7 +266,7 @@ class Increment:
 
 @dataclass(frozen=True, slots=True)
 class FlushReply:
-    """The reply to the increment of one job.
+    """The reply to the flush of one job.
 
     Attributes:
         code: What the worker must do with the job.
@@ -262,7 +287,7 @@ class FinishReply:
 
     Attributes:
         code: `ok`: the job has ended now. `lost`: a newer attempt exists, or the job had already ended. `resend`: the
-            job has not ended, because Redis has stored only the first `stored` of its tokens, and the increment begins
+            job has not ended, because Redis has stored only the first `stored` of its tokens, and the flush begins
             after them. Call again with all tokens after these.
         stored: Number of tokens of the job that Redis has, for `resend`; otherwise 0.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.broker.job_output_buffer import JobProgress
 from llamaq.worker.core.job import Lease
 
@@ -53,7 +54,9 @@ class ClaimedJobs:
     @property
     def n_running_interactive(self) -> int:
         """Number of interactive jobs that have not ended."""
-        return sum([job.terminal_write is None and job.lease.is_interactive for job in self._jobs.values()])
+        return sum(
+            [job.terminal_write is None and job.lease.priority is Priority.INTERACTIVE for job in self._jobs.values()]
+        )
 
     def __repr__(self) -> str:
         return f"<ClaimedJobs {len(self)}, {self.n_running} running>"

@@ -8,25 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections import deque
 from contextlib import suppress
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from llamaq.common.backoff import Backoff
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import MAX_STATS, AttemptScripts
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_and_worker_state import RecentJob, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.script_source import source
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.engine_loop.shared_state import SharedState
-from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 
 log = logging.getLogger(__name__)
@@ -37,13 +32,12 @@ MIN_TTL_MS = 2000
 VOCAB_TTL_S = 24 * 3600
 DEPTH_TIMEOUT_S = 1.0
 """How long the heartbeat waits for the depth of the queue. On a cluster, a partition may not answer."""
-FIRST_STATS_PAUSE_S, LONGEST_STATS_PAUSE_S = 0.1, 5.0
 
 
 class Heartbeat:
     """Registers a worker in Redis, renews the registration, and removes it when the worker stops.
 
-    The heartbeat also reads the depth of the queue for the engine thread, and stores the stats of finished jobs.
+    The heartbeat also reads the depth of the queue for the engine thread.
 
     Threads: all methods run on the I/O thread.
     """
@@ -74,7 +68,6 @@ class Heartbeat:
         """
         self._redis = redis
         self._keys = keys
-        self._scripts = AttemptScripts(redis, keys)
         self._store_card = redis.register_script(source("store_card"))
         self._store_beat = redis.register_script(source("store_beat"))
         self._card = card
@@ -83,17 +76,9 @@ class Heartbeat:
         self._shared = shared
         self._partitions = partitions
         self._every_s = every_s
-        self._unstored: deque[RecentJob] = deque(maxlen=MAX_STATS)
-        self._has_stats = asyncio.Event()
 
     async def run(self) -> None:
-        """Send heartbeats and store the stats of finished jobs, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._run_beats())
-            tasks.create_task(self._run_stats())
-
-    async def _run_beats(self) -> None:
-        """Send heartbeats. No heartbeat is sent while the engine hangs."""
+        """Send heartbeats until cancelled. No heartbeat is sent while the engine hangs."""
         outage = OutageLog(log, "heartbeat")
         while True:
             try:
@@ -132,51 +117,12 @@ class Heartbeat:
                 depth = await queue_depth(self._redis, self._keys, self._card.queue, self._partitions)
                 self._shared.queue_depth.n_waiting = depth.waiting
 
-    async def record_job(self, ended: EndedJob) -> None:
-        """Record the end of a job in the telemetry, and soon in the queue's stream of stats.
-
-        The stream may be on another node of a cluster than the job. A node that does not answer must not delay the
-        job's partition, so the stats are stored in the background.
-        """
-        self._shared.telemetry.record_job(ended)
-        self._unstored.append(
-            RecentJob(
-                job_id=ended.job_id,
-                finish_reason=ended.finish_reason,
-                error_code=ended.error_code,
-                stats=ended.stats,
-            )
-        )
-        self._has_stats.set()
-
-    async def _run_stats(self) -> None:
-        backoff = Backoff(FIRST_STATS_PAUSE_S, LONGEST_STATS_PAUSE_S)
-        while True:
-            await self._has_stats.wait()
-            self._has_stats.clear()
-            try:
-                await self._store_stats()
-                backoff.reset()
-            except RedisError:  # the heartbeat logs the outage
-                self._has_stats.set()
-                await asyncio.sleep(backoff.next_delay_s())
-
-    async def _store_stats(self) -> None:
-        batch = list(self._unstored)
-        if not batch:
-            return
-        for part in range(0, len(batch), MAX_JOBS_IN_CALL):
-            await self._scripts.add_stats(self._card.queue, batch[part : part + MAX_JOBS_IN_CALL])
-        for _ in batch:
-            self._unstored.popleft()
-
     async def unregister(self) -> None:
-        """Store the last stats, and remove the worker from the list of workers.
+        """Remove the worker from the list of workers.
 
         Raises:
             RedisError: Redis is unreachable, or refused the write.
         """
-        await self._store_stats()
         await self._redis.zrem(self._keys.workers(self._card.queue), self._card.worker)
         await self._redis.delete(self._keys.worker(self._card.worker))
 

@@ -5,29 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 
 from redis.exceptions import RedisError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.broker.suspects import Suspects
-from llamaq.worker.core.job import BaseJob
 from llamaq.worker.scheduling.bulk_share import BulkShare
 
 log = logging.getLogger(__name__)
 
-BLOCK_S = 0.5
-"""Longest wait for new entries in seconds. Between two waits, expired and requeued jobs of other workers are reclaimed.
-The output of a job that moves to another worker therefore pauses for up to this time, plus the time of its prefill."""
-MIN_BLOCK_S = 0.01
+SEARCH_EVERY_S = 0.5
+"""Interval of the searches for jobs of other workers: expired and requeued ones, and those that wait for a slot. The
+output of a job that moves to another worker therefore pauses for up to this time, plus the time of its prefill. A wait
+for new entries ends when the next search is due."""
+SHORTEST_WAIT_S = 0.01
 """The shortest wait for new entries. A wait of 0 blocks without a limit in Redis."""
+LONGEST_WAIT_S = 0.5
+"""Longest wait for room in seconds. Then it is tested again whether the engine hangs."""
 RETRY_S = 0.5
 
 
@@ -43,18 +43,15 @@ class Intake:
     worker that is full of interactive jobs still claims the few bulk jobs that `BulkShare` asks for, so that the
     scheduler can give them their share of the slots.
 
-    Threads: all methods run on the I/O thread. The threads of the executor prepare jobs that take long.
+    Threads: all methods run on the I/O thread.
     """
 
     def __init__(
         self,
         job_claims: JobClaims,
         outbox: Outbox,
-        preparer: Preparer,
-        executor: Executor,
-        admit: Callable[[Sequence[BaseJob]], None],
+        starts: JobStarts,
         *,
-        n_slots: int,
         capacity: int,
         bulk_share: BulkShare,
         is_alive: Callable[[], bool],
@@ -63,26 +60,23 @@ class Intake:
 
         Args:
             job_claims: Claims jobs.
-            outbox: Registers claimed jobs and requeues them.
-            preparer: Prepares claimed jobs.
-            executor: Its threads prepare jobs that take long.
-            admit: Passes prepared jobs to the engine thread. Takes a tenth of a millisecond at most.
-            n_slots: The slots of this worker.
+            outbox: Knows how many jobs this worker has claimed, and requeues jobs.
+            starts: Starts claimed jobs.
             capacity: Upper bound on the jobs that this worker has claimed at a time: its slots plus a small window.
             bulk_share: Decides how many bulk jobs are claimed although interactive jobs wait.
             is_alive: Returns whether the engine runs ticks. No job is claimed while the engine hangs.
         """
         self._job_claims = job_claims
         self._outbox = outbox
-        self._starts = JobStarts(job_claims, outbox, preparer, executor, admit, n_slots)
-        self._suspects = Suspects(job_claims, outbox, self._starts)
+        self._starts = starts
+        self._suspects = Suspects(job_claims, outbox, starts)
         self._capacity = capacity
         self._bulk_share = bulk_share
         self._is_alive = is_alive
         self._clock = asyncio.get_running_loop().time
-        self._reclaimed_s = dict.fromkeys(Priority, -BLOCK_S)
+        self._reclaimed_s = dict.fromkeys(Priority, -SEARCH_EVERY_S)
         """When this worker last searched for jobs of each priority to reclaim, and took all jobs that it found."""
-        self._moved_s = -BLOCK_S
+        self._moved_s = -SEARCH_EVERY_S
         self._outage = OutageLog(log, "intake")
 
     @property
@@ -106,7 +100,7 @@ class Intake:
         """Claim jobs until cancelled."""
         while True:
             if max(self.room, self.interactive_room, self.bulk_room) <= 0 or not self._is_alive():
-                await self._starts.wait_for_room(BLOCK_S)
+                await self._starts.wait_for_room(LONGEST_WAIT_S)
                 continue
             try:
                 has_started = await self._start_jobs()
@@ -130,8 +124,8 @@ class Intake:
         if reclaimed := await self._reclaim():
             startable = await self._suspects.select_startable(reclaimed)
             if not startable:
-                self._reclaimed_s = dict.fromkeys(Priority, -BLOCK_S)  # reclaim the next suspect at once
-            self._starts.start_soon([(claim, None) for claim in startable])
+                self._reclaimed_s = dict.fromkeys(Priority, -SEARCH_EVERY_S)  # reclaim the next suspect at once
+            self._starts.start_soon(startable)
             return bool(startable)
         if self.room <= 0:
             return await self._start_although_full()
@@ -158,35 +152,35 @@ class Intake:
             raise
 
     def _time_to_reclaim_s(self, priorities: Sequence[Priority]) -> float:
-        due_s = min(self._reclaimed_s[priority] for priority in priorities) + BLOCK_S
-        return max(due_s - self._clock(), MIN_BLOCK_S)
+        due_s = min(self._reclaimed_s[priority] for priority in priorities) + SEARCH_EVERY_S
+        return max(due_s - self._clock(), SHORTEST_WAIT_S)
 
     async def _move_jobs(self) -> bool:
         """Claim jobs that wait for a slot in other workers, if this worker has free slots. Returns whether it claimed
         any.
         """
-        if self._starts.n_free_slots <= 0 or self._clock() < self._moved_s + BLOCK_S:
+        if self._starts.n_free_slots <= 0 or self._clock() < self._moved_s + SEARCH_EVERY_S:
             return False
         self._moved_s = self._clock()
         found = await self._job_claims.movable(self._starts.n_free_slots)
-        for claim, _ in found:
-            log.info("job.moved_here id=%s", claim.job_id)
+        for entry in found:
+            log.info("job.moved_here id=%s", entry.job_id)
         self._starts.start_soon(found)
         return bool(found)
 
-    async def _reclaim(self) -> list[Claim]:
+    async def _reclaim(self) -> list[JobEntry]:
         """Take requeued and expired entries of each priority whose last search is old enough.
 
         A priority without room is searched as soon as there is room, because such an entry gets the next free slot.
         """
         for priority, room in self._rooms():
-            if self._clock() < self._reclaimed_s[priority] + BLOCK_S:
+            if self._clock() < self._reclaimed_s[priority] + SEARCH_EVERY_S:
                 continue
-            claims = await self._job_claims.reclaim(room, [priority])
-            if len(claims) < room:
+            entries = await self._job_claims.reclaim(room, [priority])
+            if len(entries) < room:
                 self._reclaimed_s[priority] = self._clock()
-            if claims:
-                return claims
+            if entries:
+                return entries
         return []
 
     async def _start_although_full(self) -> bool:

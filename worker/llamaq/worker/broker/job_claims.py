@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
-from llamaq.common.protocol.script_types import Attempt, Claim, Claimant, ClaimOutcome, CrashVerdict, Entry
+from llamaq.common.protocol.script_types import Attempt, Claimant, ClaimOutcome, CrashVerdict, Entry, JobEntry
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
@@ -50,7 +50,7 @@ NO_OUTPUT = TokenSpan(0, (), 0, "")
 class ClaimedJob:
     """A claimed job and its new attempt."""
 
-    claim: Claim
+    entry: JobEntry
     attempt: Attempt
     published: TokenSpan
     """The output that earlier attempts published."""
@@ -62,7 +62,7 @@ class ClaimedJob:
 class ClaimReply:
     """What Redis has answered to the claim of one job."""
 
-    claim: Claim
+    entry: JobEntry
     outcome: ClaimOutcome
     claimed_s: float
     """About when Redis executed the claim."""
@@ -72,7 +72,7 @@ class ClaimReply:
         """The claimed job, if nothing more must be read: it has no output of earlier attempts. Otherwise None."""
         if not isinstance(self.outcome, Attempt) or self.outcome.generated:
             return None
-        return ClaimedJob(self.claim, self.outcome, NO_OUTPUT, _times(self.outcome, self.claimed_s))
+        return ClaimedJob(self.entry, self.outcome, NO_OUTPUT, _times(self.outcome, self.claimed_s))
 
 
 class JobClaims:
@@ -93,7 +93,7 @@ class JobClaims:
         max_crashes: int,
         model: str = "",
         restart_other_model: bool = False,
-        on_finished: Callable[[EndedJob], Awaitable[None]] | None = None,
+        on_finished: Callable[[EndedJob], None] | None = None,
     ) -> None:
         """Create the object. `open` must be called before any other method.
 
@@ -157,31 +157,31 @@ class JobClaims:
         """Return the claims of entries that were read. Entries that name no job of this queue become dead letters."""
         unclaimed = [(stream, [one for one in entries if one.outcome is None]) for stream, entries in found]
         replies = [
-            ClaimReply(_claim_of(stream, one), one.outcome, claimed_s)
+            ClaimReply(_job_entry(stream, one), one.outcome, claimed_s)
             for stream, entries in found
             for one in entries
             if one.outcome is not None
         ]
         return replies + await self._claim_rest(await self._accept_all(unclaimed))
 
-    async def _claim_rest(self, claims: Sequence[Claim]) -> list[ClaimReply]:
+    async def _claim_rest(self, unclaimed: Sequence[JobEntry]) -> list[ClaimReply]:
         """Claim the jobs of new entries that were read together with large requests."""
         replies: list[ClaimReply] = []
-        for claim in claims:
+        for entry in unclaimed:
             try:
-                replies += await self.claim_jobs([(claim, None)])
+                replies += await self.claim_jobs([entry])
             except RedisError as exc:  # the entry stays pending; a worker takes it when its lease has expired
-                log.warning("job.claim_failed id=%s error=%s", claim.job_id, exc)
+                log.warning("job.claim_failed id=%s error=%s", entry.job_id, exc)
         return replies
 
     async def wait(self, timeout_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
         """Wait up to `timeout_s` seconds for a new entry of these priorities. May return earlier without one."""
         await self._streams.wait(timeout_s, priorities)
 
-    async def movable(self, count: int) -> list[tuple[Claim, int]]:
-        """Return up to `count` jobs that wait for a slot in other workers, and the numbers of their attempts."""
+    async def movable(self, count: int) -> list[JobEntry]:
+        """Return the entries of up to `count` jobs that wait for a slot in other workers."""
 
-        async def find(partition: int) -> list[tuple[Claim, int]]:
+        async def find(partition: int) -> list[JobEntry]:
             try:
                 return await self._claim_scripts.movable_jobs(
                     self._queue, partition, self._worker_id, count, max_crashes=self._max_crashes
@@ -200,20 +200,20 @@ class JobClaims:
         """
         self._streams.observe_time(partition, server_ms, waited_s)
 
-    async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[Claim]:
+    async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[JobEntry]:
         """Take up to `count` entries that were requeued by their worker, or whose lease has expired."""
         return await self._accept_all(await self._streams.reclaim(count, priorities))
 
-    async def _accept_all(self, found: Entries) -> list[Claim]:
-        return [claim for stream, entries in found for claim in await self._accept(stream, entries)]
+    async def _accept_all(self, found: Entries) -> list[JobEntry]:
+        return [entry for stream, entries in found for entry in await self._accept(stream, entries)]
 
-    async def _accept(self, stream: str, entries: Sequence[Entry]) -> list[Claim]:
+    async def _accept(self, stream: str, entries: Sequence[Entry]) -> list[JobEntry]:
         """Return the entries that name a job of this queue. The other entries become dead letters.
 
         If Redis refuses that, for example because it is full, such an entry stays pending. A worker takes it when its
         lease has expired. It must not prevent the start of the other jobs, which are claimed already.
         """
-        claims = []
+        accepted = []
         for one in entries:
             try:
                 job_id = JobId.parse(one.fields.get(b"id", b"").decode("ascii", "replace"))
@@ -225,13 +225,13 @@ class JobClaims:
                 except RedisError as error:
                     log.warning("entry.not_dead_lettered stream=%s entry=%s error=%s", stream, one.entry_id, error)
                 continue
-            claims.append(Claim(str(job_id), stream, one.entry_id.decode()))
-        return claims
+            accepted.append(JobEntry(str(job_id), stream, one.entry_id.decode()))
+        return accepted
 
     def _stream_prefix(self, job_id: JobId) -> str:
         return self._keys.jobs(job_id.queue, job_id.partition, Priority.BULK).removesuffix(Priority.BULK.value)
 
-    async def check_crash(self, claim: Claim) -> CrashVerdict:
+    async def check_crash(self, entry: JobEntry) -> CrashVerdict:
         """Check whether the last worker of a reclaimed job crashed, and count the crash (`check_crash.lua`).
 
         A lease may also expire while its worker is alive, so the age of the worker's last heartbeat decides. A worker
@@ -245,11 +245,11 @@ class JobClaims:
             `dead`: the job has failed. `stale`: another worker has claimed the job.
         """
         try:
-            state: Any = await self._redis.hmget(self._keys.of_job(claim.job_id).job, ["at_risk", "worker"])
+            state: Any = await self._redis.hmget(self._keys.of_job(entry.job_id).job, ["at_risk", "worker"])
             last_worker = state[1].decode() if state[1] and state[0] else ""
             heartbeat_ms = await self._heartbeat_ms(last_worker) if last_worker else 0
             verdict = await self._scripts.check_crash(
-                claim,
+                entry,
                 self._worker_id,
                 last_worker=last_worker,
                 heartbeat_ms=heartbeat_ms,
@@ -261,7 +261,7 @@ class JobClaims:
                 raise
             return "ok"  # the job key has another type: `claim_job` moves the entry to the dead letters
         if verdict == "dead":
-            await self._report_end(claim.job_id, ErrorCode.POISON)
+            await self._report_end(entry.job_id, ErrorCode.POISON)
         return verdict
 
     async def _heartbeat_ms(self, worker: str) -> int:
@@ -276,16 +276,15 @@ class JobClaims:
         except (RedisConnectionError, RedisTimeoutError, TimeoutError):
             return UNKNOWN_HEARTBEAT_MS
 
-    async def requeue(self, claim: Claim) -> None:
+    async def requeue(self, entry: JobEntry) -> None:
         """Requeue a job that has not been claimed, so that another worker takes it at once."""
-        await self._scripts.requeue(claim, None, self._worker_id)
+        await self._scripts.requeue(entry, None, self._worker_id)
 
-    async def claim_jobs(self, claims: Sequence[tuple[Claim, int | None]], *, at_risk: bool = True) -> list[ClaimReply]:
+    async def claim_jobs(self, entries: Sequence[JobEntry], *, at_risk: bool = True) -> list[ClaimReply]:
         """Claim the jobs of entries of one partition, in one call.
 
         Args:
-            claims: The entries. Each has the number of the attempt that waits for a slot in another worker, or in this
-                one: the job is claimed only if it still waits there. None: this worker has taken the entry.
+            entries: The entries.
             at_risk: Whether the jobs are prepared at once, so that a crash of this worker counts against them.
 
         Returns:
@@ -296,52 +295,50 @@ class JobClaims:
             RedisError: Redis is unreachable, or refuses writes.
         """
         claimed_s = time.monotonic()
-        outcomes = await self._claim_scripts.claim_jobs(claims, self._claimant, at_risk=at_risk)
-        return [ClaimReply(claim, outcome, claimed_s) for (claim, _), outcome in zip(claims, outcomes, strict=False)]
+        outcomes = await self._claim_scripts.claim_jobs(entries, self._claimant, at_risk=at_risk)
+        return [ClaimReply(entry, outcome, claimed_s) for entry, outcome in zip(entries, outcomes, strict=False)]
 
     async def complete(self, reply: ClaimReply) -> ClaimedJob | None:
         """Return the claimed job, with the output of its earlier attempts.
 
         Returns:
             None when the job was not claimed: it does not exist, has ended, was cancelled, has reached a deadline, no
-            longer waits in `from_attempt`, was begun by another model, or is unusable. The entry of a missing or
-            unusable job is moved to the dead letters.
+            longer waits in the attempt that its entry names, was begun by another model, or is unusable. The entry of a
+            missing or unusable job is moved to the dead letters.
 
         Raises:
             RedisError: Redis is unreachable, or refuses to execute the claim.
         """
-        claim, outcome = reply.claim, reply.outcome
+        entry, outcome = reply.entry, reply.outcome
         if isinstance(outcome, Attempt):
-            published = await self._read_published(claim.job_id) if outcome.generated else NO_OUTPUT
+            published = await self._read_published(entry.job_id) if outcome.generated else NO_OUTPUT
             if len(published.tokens) == outcome.generated:
-                return ClaimedJob(claim, outcome, published, _times(outcome, reply.claimed_s))
+                return ClaimedJob(entry, outcome, published, _times(outcome, reply.claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published.tokens)}"
-            await self._bury(claim, outcome.number, f"the job's events are damaged: {counts}")
+            await self._bury(entry, outcome.number, f"the job's events are damaged: {counts}")
         elif isinstance(outcome, ResponseError):
             if not is_job_key_error(outcome):
                 raise outcome  # the fault is not in the job
-            await self._bury(claim, None, f"the job's hash is damaged: {outcome}")
+            await self._bury(entry, None, f"the job's hash is damaged: {outcome}")
         elif outcome == "left":
-            log.info("job.left id=%s: another model has begun it (--other-model)", claim.job_id)
+            log.info("job.left id=%s: another model has begun it (--other-model)", entry.job_id)
         elif outcome == "gone":
             await self._dead_letter(
-                claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, "the job does not exist"
+                entry.stream, entry.entry_id, {b"id": entry.job_id.encode()}, "the job does not exist"
             )
         return None
 
-    async def claim_job(
-        self, claim: Claim, *, from_attempt: int | None = None, at_risk: bool = True
-    ) -> ClaimedJob | None:
+    async def claim_job(self, entry: JobEntry, *, at_risk: bool = True) -> ClaimedJob | None:
         """Claim the job of one entry: `claim_jobs` and `complete`."""
-        (reply,) = await self.claim_jobs([(claim, from_attempt)], at_risk=at_risk)
+        (reply,) = await self.claim_jobs([entry], at_risk=at_risk)
         return await self.complete(reply)
 
-    async def _bury(self, claim: Claim, attempt: int | None, reason: str) -> None:
+    async def _bury(self, entry: JobEntry, attempt: int | None, reason: str) -> None:
         """Fail a job that cannot continue, and make a dead letter of it."""
-        log.warning("job.dead_lettered id=%s reason=%s", claim.job_id, reason)
+        log.warning("job.dead_lettered id=%s reason=%s", entry.job_id, reason)
         error = Failed(code=ErrorCode.DAMAGED, message=reason)
-        if await self._scripts.bury(claim, self._worker_id, attempt, error):
-            await self._report_end(claim.job_id, ErrorCode.DAMAGED)
+        if await self._scripts.bury(entry, self._worker_id, attempt, error):
+            await self._report_end(entry.job_id, ErrorCode.DAMAGED)
 
     async def _report_end(self, job_id: str, code: ErrorCode) -> None:
         """Report a job that became a dead letter here. Parts of the job that cannot be read are left out."""
@@ -356,7 +353,7 @@ class JobClaims:
             stats = stats.model_copy(update={"generated_tokens": int(generated or 0)})
             seed, metadata = codec.decode_returned(returned)
             stats = stats.model_copy(update={"seed": seed})
-        await self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
+        self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
 
     async def _read_published(self, job_id: str) -> TokenSpan:
         """Return the output in the stored events, up to the first gap in the offsets. Only the tokens are collected,
@@ -409,9 +406,9 @@ class JobClaims:
             await pipe.execute()
 
 
-def _claim_of(stream: str, one: Entry) -> Claim:
-    """Return the claim of an entry whose job was claimed with the read: `read.lua` has checked the job id."""
-    return Claim(one.fields[b"id"].decode(), stream, one.entry_id.decode())
+def _job_entry(stream: str, one: Entry) -> JobEntry:
+    """Return an entry whose job was claimed with the read: `read.lua` has checked the job id."""
+    return JobEntry(one.fields[b"id"].decode(), stream, one.entry_id.decode())
 
 
 def _times(attempt: Attempt, claimed_s: float) -> JobTimes:

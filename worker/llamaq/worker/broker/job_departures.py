@@ -6,14 +6,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_events import Failed
-from llamaq.common.protocol.script_types import Claim, FinishReply
+from llamaq.common.protocol.script_types import FinishReply
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import run_all
@@ -38,7 +38,7 @@ class JobDepartures:
         engine: EngineControls,
         room_freed: asyncio.Event,
         retry_delay: RetryDelay,
-        on_finished: Callable[[EndedJob], Awaitable[None]],
+        on_finished: Callable[[EndedJob], None],
     ) -> None:
         """Create the object.
 
@@ -49,7 +49,7 @@ class JobDepartures:
             engine: The engine thread's controls.
             room_freed: Set when a job has left, so that the intake may claim another job.
             retry_delay: How long a job that failed waits before it is retried.
-            on_finished: Called for each job whose end is stored; may raise `RedisError`.
+            on_finished: Called for each job whose end is stored.
         """
         self._scripts = scripts
         self._worker_id = worker_id
@@ -69,13 +69,13 @@ class JobDepartures:
         while jobs:
             outcomes = await self._scripts.finish_jobs(
                 self._worker_id,
-                [(job.next_increment(now_s), job.terminal_write) for job in jobs if job.terminal_write is not None],
+                [(job.next_flush(now_s), job.terminal_write) for job in jobs if job.terminal_write is not None],
             )
             again = []
             for job, outcome in zip(jobs, outcomes, strict=True):
                 match outcome:
                     case FinishReply("ok"):
-                        await self._record_end(job)
+                        self._record_end(job)
                     case FinishReply("resend", stored):  # the reply to a flush was lost, or Redis has lost tokens
                         log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, stored)
                         job.set_stored(stored, now_s)
@@ -93,14 +93,14 @@ class JobDepartures:
         if error is not None:
             raise error
 
-    async def _record_end(self, job: JobProgress) -> None:
+    def _record_end(self, job: JobProgress) -> None:
         """Remove a job whose end is stored, and report it."""
         terminal_write = job.terminal_write
         if terminal_write is not None:
             log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
             self._jobs.remove(job)
             self._room_freed.set()
-            await self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
+            self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
 
     async def requeue(self, job: JobProgress) -> None:
         """Requeue a claimed job, so that another worker takes it at once, or later if it has failed."""
@@ -108,8 +108,7 @@ class JobDepartures:
         if job.retried_error is not None:
             await self._retry(job, job.retried_error)
             return
-        claim = Claim(lease.job_id, lease.stream, lease.entry_id)
-        accepted = await self._scripts.requeue(claim, lease.attempt, self._worker_id, crashed=self.has_crashed)
+        accepted = await self._scripts.requeue(lease.entry, lease.attempt, self._worker_id, crashed=self.has_crashed)
         if not accepted:
             await self.drop_lost(job)
             return
@@ -120,7 +119,7 @@ class JobDepartures:
         """Let a job that has failed be retried later."""
         delay_ms = await self._scripts.retry(
             self._worker_id,
-            job.next_increment(time.monotonic()),
+            job.next_flush(time.monotonic()),
             error,
             first_delay_s=self._retry_delay.first_s,
             max_delay_s=self._retry_delay.longest_s,
@@ -147,7 +146,7 @@ class JobDepartures:
         self._jobs.remove(job)
         self._room_freed.set()
         if end is not None and end.error_code not in REPORTED_BY_OTHERS:
-            await self._on_finished(job.describe_end(self._worker_id, end))
+            self._on_finished(job.describe_end(self._worker_id, end))
 
     def __repr__(self) -> str:
         return f"<JobDepartures of {self._jobs!r}>"

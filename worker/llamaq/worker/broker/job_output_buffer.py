@@ -15,7 +15,7 @@ from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.script_types import Increment, StoredEnd, TerminalWrite
+from llamaq.common.protocol.script_types import JobFlush, StoredEnd, TerminalWrite
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.broker.token_times import TokenTimes
 from llamaq.worker.broker.wall_clock_timeline import timeline_of
@@ -163,7 +163,7 @@ class JobProgress:
             return True
         return len(self.tokens) > self.n_stored and self._is_due(now_s)
 
-    def next_increment(self, now_s: float) -> Increment:
+    def next_flush(self, now_s: float) -> JobFlush:
         """Return what the next flush writes: the tokens that are due and that Redis has not stored yet."""
         lease, offset = self.lease, self.n_stored
         tokens = self.tokens[offset:] if self._is_due(now_s) else []
@@ -175,7 +175,7 @@ class JobProgress:
             logprobs, draws = (self.logprobs[offset:], self.draws[offset:]) if tokens else ((), ())
             tag_offsets = self._tag_offsets_in(text_offset, text) if self.tag_offsets else ()
             payload = codec.encode_tokens(offset, tokens, text_offset, text, logprobs, draws, tag_offsets)
-        return Increment(
+        return JobFlush(
             lease.job_id,
             lease.attempt,
             lease.stream,
@@ -203,7 +203,7 @@ class JobProgress:
         is_old = now_s - self.stored_s >= self.checkpoints.every_s
         return is_old or len(self.tokens) - self.n_stored >= self.checkpoints.tokens
 
-    def drop_progress(self, sent: Increment) -> None:
+    def drop_progress(self, sent: JobFlush) -> None:
         """Drop the events `prompt_progress` that a flush has published."""
         if sent.progress:
             self.unsent_progress = tuple(event for event in self.unsent_progress if event not in sent.progress)

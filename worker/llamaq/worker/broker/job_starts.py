@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.worker.broker.job_claims import ClaimedJob, ClaimReply, JobClaims
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.preparations import Preparation, Preparations, Preparer
@@ -32,9 +32,7 @@ CLAIM_TIMEOUT_S = 2.0
 class _Starting:
     """An entry whose job is claimed."""
 
-    claim: Claim
-    from_attempt: int | None
-    """Number of the attempt that waits for a slot in another worker. None: this worker has taken the entry."""
+    entry: JobEntry
     place: Place
 
 
@@ -55,7 +53,16 @@ class JobStarts:
         admit: Callable[[Sequence[BaseJob]], None],
         n_slots: int,
     ) -> None:
-        """Create the object on the running event loop. `Intake` explains the arguments."""
+        """Create the object on the running event loop.
+
+        Args:
+            job_claims: Claims jobs.
+            outbox: Registers claimed jobs.
+            preparer: Prepares claimed jobs.
+            executor: Its threads prepare jobs that take long.
+            admit: Passes prepared jobs to the engine thread. Takes a tenth of a millisecond at most.
+            n_slots: The slots of this worker.
+        """
         self._job_claims = job_claims
         self._outbox = outbox
         self._preparations = Preparations(preparer, executor, self._receive_prepared)
@@ -97,38 +104,44 @@ class JobStarts:
         finally:
             self._n_reads -= 1
         if replies:
-            starting = self._enter([(reply.claim, None) for reply in replies])
+            starting = self._enter([reply.entry for reply in replies])
             self._prepare_claimed(list(zip(starting, replies, strict=True)))
         return bool(replies)
 
-    def start_soon(self, claims: Sequence[tuple[Claim, int | None]]) -> None:
+    def start_soon(self, entries: Sequence[JobEntry]) -> None:
         """Claim the jobs of entries in the background, those of each partition together."""
         partitions: dict[int, list[_Starting]] = {}
-        for starting in self._enter(claims):
-            partitions.setdefault(starting.claim.partition, []).append(starting)
+        for starting in self._enter(entries):
+            partitions.setdefault(starting.entry.partition, []).append(starting)
         for group in partitions.values():
             self._tasks.start(self._claim_group(group))
 
-    def _enter(self, claims: Sequence[tuple[Claim, int | None]]) -> list[_Starting]:
-        self.n_starting += len(claims)
-        return [_Starting(claim, attempt, self._order.enter(claim.priority)) for claim, attempt in claims]
+    def _enter(self, entries: Sequence[JobEntry]) -> list[_Starting]:
+        self.n_starting += len(entries)
+        return [_Starting(entry, self._order.enter(entry.priority)) for entry in entries]
 
-    async def _claim_group(self, group: list[_Starting]) -> None:
+    async def _claim_group(self, group: Sequence[_Starting]) -> None:
         """Claim jobs of one partition, and begin to prepare them."""
-        n_done = 0
+        while group and (replies := await self._claim_first(group)):
+            self._prepare_claimed(list(zip(group, replies, strict=False)))
+            group = group[len(replies) :]
+
+    async def _claim_first(self, group: Sequence[_Starting]) -> list[ClaimReply]:
+        """Claim the first jobs of one partition, as many as Redis claims in one call. If it fails, forget all of them.
+
+        Then the entries stay pending. A worker takes them when their leases have expired.
+        """
+        replies: list[ClaimReply] = []
         try:
-            while n_done < len(group):
-                rest = group[n_done:]
-                replies = await self._job_claims.claim_jobs([(one.claim, one.from_attempt) for one in rest])
-                n_done += len(replies)
-                self._prepare_claimed(list(zip(rest, replies, strict=False)))
+            replies = await self._job_claims.claim_jobs([one.entry for one in group])
         except RedisError as exc:
-            # The entries stay pending. A worker takes them when their leases have expired.
-            for starting in group[n_done:]:
-                log.warning("job.claim_failed id=%s error=%s", starting.claim.job_id, exc)
+            for starting in group:
+                log.warning("job.claim_failed id=%s error=%s", starting.entry.job_id, exc)
         finally:
-            for starting in group[n_done:]:
-                self._leave(starting)
+            if not replies:
+                for starting in group:
+                    self._leave(starting)
+        return replies
 
     def _prepare_claimed(self, replies: Sequence[tuple[_Starting, ClaimReply]]) -> None:
         """Begin to prepare the claimed jobs. Replies that need more calls of Redis are completed in the background."""
@@ -146,7 +159,7 @@ class JobStarts:
         try:
             claimed = await self._job_claims.complete(reply)
         except RedisError as exc:
-            log.warning("job.claim_failed id=%s error=%s", starting.claim.job_id, exc)
+            log.warning("job.claim_failed id=%s error=%s", starting.entry.job_id, exc)
         finally:
             if claimed is None:
                 self._leave(starting)
@@ -154,22 +167,15 @@ class JobStarts:
             self._prepare([(starting, claimed)])
         return claimed
 
-    async def start_alone(self, claim: Claim, from_attempt: int) -> ClaimedJob | None:
+    async def start_alone(self, entry: JobEntry) -> ClaimedJob | None:
         """Claim one job and begin to prepare it, also if the caller is cancelled. None: it was not claimed."""
-        (starting,) = self._enter([(claim, from_attempt)])
+        (starting,) = self._enter([entry])
         return await asyncio.shield(self._tasks.start(self._claim_alone(starting)))
 
     async def _claim_alone(self, starting: _Starting) -> ClaimedJob | None:
         """Claim one job and begin to prepare it. Returns None if it was not claimed."""
-        try:
-            (reply,) = await self._job_claims.claim_jobs([(starting.claim, starting.from_attempt)])
-        except BaseException as exc:
-            self._leave(starting)
-            if not isinstance(exc, RedisError):
-                raise
-            log.warning("job.claim_failed id=%s error=%s", starting.claim.job_id, exc)
-            return None
-        return await self._complete(starting, reply)
+        replies = await self._claim_first([starting])
+        return await self._complete(starting, replies[0]) if replies else None
 
     def _prepare(self, claimed: Sequence[tuple[_Starting, ClaimedJob]]) -> None:
         """Register claimed jobs, and prepare them."""
@@ -186,8 +192,8 @@ class JobStarts:
 
     def register(self, claimed: ClaimedJob) -> Lease:
         """Register a claimed job in the outbox, and return its lease."""
-        claim, attempt = claimed.claim, claimed.attempt
-        lease = Lease(claim.job_id, claim.partition, claim.stream, claim.entry_id, attempt.number)
+        entry, attempt = claimed.entry, claimed.attempt
+        lease = Lease(entry.job_id, entry.partition, entry.stream, entry.entry_id, attempt.number)
         self._outbox.register(lease, attempt, claimed.times)
         return lease
 

@@ -24,7 +24,7 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, StreamEntries
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader, StreamEntries
 from llamaq.common.redis.connect import is_cluster
 from llamaq.worker.broker.lease_grace_period import LeaseGuard
 
@@ -69,17 +69,14 @@ class JobStreams:
         """
         self._redis = redis
         self._scripts = ClaimScripts(redis, keys)
-        self._claimant = claimant
         self._partitions = [
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
             for partition in range(partitions)
         ]
-        self._reader = secrets.token_hex(8)
-        self._wake = keys.wake(queue, 0, self._reader)
+        all_streams = [stream for streams in self._partitions for stream in streams.values()]
+        self._reader = Reader(claimant, secrets.token_hex(8), dict.fromkeys(all_streams, 0))
+        self._wake = keys.wake(queue, 0, self._reader.token)
         """Key of a stream whose first entry ends the call of `wait_and_read`."""
-        self._n_replies = {stream: 0 for streams in self._partitions for stream in streams.values()}
-        """For each stream, the number of replies that had entries of it. After a lost reply, the next call has the same
-        numbers, so it gets the entries of the lost reply."""
         self._guards = [LeaseGuard(claimant.lease_ms / 1000) for _ in range(partitions)]
         self._is_scattered = partitions > 1 and is_cluster(redis)
         self.can_wait_and_read = partitions == 1
@@ -185,11 +182,11 @@ class JobStreams:
 
     async def _read_new(self, streams: Sequence[str], share: int) -> list[Reply]:
         if not self._is_scattered:
-            new = dict(await self._read_group(streams, share))
+            new = dict(await self._read_group(streams, share, share * len(streams)))
             return [(stream, new.get(stream, [])) for stream in streams]
 
         async def read_one(stream: str) -> StreamEntries:
-            return dict(await self._read_group([stream], share)).get(stream, [])
+            return dict(await self._read_group([stream], share, share)).get(stream, [])
 
         return await self._read_each(streams, read_one)
 
@@ -243,22 +240,8 @@ class JobStreams:
         order = [*range(self._first_partition, len(self._partitions)), *range(self._first_partition)]
         return [partition for partition in order if partition not in self._probes] or order
 
-    async def _read_group(self, streams: Sequence[str], count: int, total: int | None = None) -> Entries:
-        return await self._received(
-            streams,
-            self._scripts.read(
-                streams,
-                count,
-                self._claimant.lease_ms,
-                total=total,
-                claimant=self._claimant,
-                reader=self._reader,
-                numbers=self._numbers(streams),
-            ),
-        )
-
-    def _numbers(self, streams: Sequence[str]) -> list[int]:
-        return [self._n_replies[stream] for stream in streams]
+    async def _read_group(self, streams: Sequence[str], count: int, total: int) -> Entries:
+        return await self._received(streams, self._scripts.read(self._reader, streams, count, total))
 
     async def _received(self, streams: Sequence[str], read: Awaitable[Entries]) -> Entries:
         """Return the entries of a read of these streams."""
@@ -272,7 +255,7 @@ class JobStreams:
                 await self._create_group(stream)
             return []
         for stream, _ in found:
-            self._n_replies[stream] += 1
+            self._reader.n_replies[stream] += 1
         return found
 
     async def wait_and_read(self, wait_s: float, count: int) -> Entries:
@@ -289,9 +272,7 @@ class JobStreams:
         return found
 
     async def _read_behind(self, wait: tuple[Any, ...], streams: Sequence[str], count: int) -> Entries:
-        peeked, found = await self._scripts.wait_and_read(
-            (wait, {}), streams, count, self._claimant, self._reader, self._numbers(streams)
-        )
+        peeked, found = await self._scripts.wait_and_read((wait, {}), self._reader, streams, count)
         if isinstance(peeked, RedisError):
             log.debug("streams.peek_failed streams=%s error=%s", streams, peeked)
         else:
@@ -356,7 +337,7 @@ class JobStreams:
             trusted_until_ms = self._guards[self._partition_of(stream)].trusted_until_ms()
             try:
                 return await self._scripts.reclaim(
-                    stream, share, self._claimant.lease_ms, trusted_until_ms=trusted_until_ms
+                    stream, share, self._reader.claimant.lease_ms, trusted_until_ms=trusted_until_ms
                 )
             except ResponseError as exc:
                 if "NOGROUP" not in str(exc):

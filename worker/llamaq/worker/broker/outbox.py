@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, FlushReply, Increment
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, FlushReply, JobFlush
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.common.split_by_size import split_by_size
@@ -89,7 +89,7 @@ class Outbox:
         checkpoints: Checkpoints,
         retry_delay: RetryDelay,
         is_alive: Callable[[], bool],
-        on_finished: Callable[[EndedJob], Awaitable[None]],
+        on_finished: Callable[[EndedJob], None],
     ) -> None:
         """Create the outbox and attach it to the mailbox. `run` starts the flushes.
 
@@ -104,7 +104,7 @@ class Outbox:
             checkpoints: How often the tokens of jobs without per-token events are stored.
             retry_delay: How long a job that failed waits before it is retried.
             is_alive: Returns whether the engine runs ticks. No lease is renewed while the engine hangs.
-            on_finished: Called for each job whose end is stored; may raise `RedisError`.
+            on_finished: Called for each job whose end is stored.
         """
         self._scripts = scripts
         self._worker_id = worker_id
@@ -320,8 +320,8 @@ class Outbox:
         renew = now_s - partition.renewed_s >= self._renew_every_s and self._is_alive()
         is_whole = renew or not only_news
         running = [job for job in jobs if job.terminal_write is None and (is_whole or job.has_news(now_s))]
-        increments = [job.next_increment(now_s) for job in running]
-        flushed = [self._flush_running(running, increments, now_s, renew=renew)] if running else []
+        flushes = [job.next_flush(now_s) for job in running]
+        flushed = [self._flush_running(running, flushes, now_s, renew=renew)] if running else []
         # A full Redis refuses the tokens of the running jobs, and accepts ends and requeues, which let jobs end.
         ended = [job for job in jobs if job.terminal_write is not None]
         calls = split_by_size(ended, _output_bytes, max_items=MAX_JOBS_IN_CALL, max_bytes=MAX_BYTES_IN_CALL)
@@ -337,17 +337,17 @@ class Outbox:
             partition.whole_s = now_s
 
     async def _flush_running(
-        self, jobs: list[JobProgress], increments: list[Increment], now_s: float, *, renew: bool
+        self, jobs: list[JobProgress], flushes: list[JobFlush], now_s: float, *, renew: bool
     ) -> None:
-        replies = await self._scripts.flush(self._worker_id, increments, self._lease_ms, renew=renew)
-        for job, increment, reply in zip(jobs, increments, replies, strict=True):
-            self._handle_reply(job, increment, reply, now_s)
+        replies = await self._scripts.flush(self._worker_id, flushes, self._lease_ms, renew=renew)
+        for job, sent, reply in zip(jobs, flushes, replies, strict=True):
+            self._handle_reply(job, sent, reply, now_s)
         lost = [job for job, reply in zip(jobs, replies, strict=True) if reply.code == "lost"]
         await run_all(map(self._departures.drop_lost, lost))
         if refusal := next((reply.refusal for reply in replies if reply.refusal), ""):
             raise ResponseError(refusal)
 
-    def _handle_reply(self, job: JobProgress, sent: Increment, reply: FlushReply, now_s: float) -> None:
+    def _handle_reply(self, job: JobProgress, sent: JobFlush, reply: FlushReply, now_s: float) -> None:
         """Act on the reply of Redis for a job that is not lost: cancel the job, or record its stored tokens."""
         if reply.code == "lost":
             return
@@ -363,7 +363,7 @@ class Outbox:
         if not reply.refusal:
             self._set_stored(job, sent, reply.stored, now_s)
 
-    def _set_stored(self, job: JobProgress, sent: Increment, n_stored: int, now_s: float) -> None:
+    def _set_stored(self, job: JobProgress, sent: JobFlush, n_stored: int, now_s: float) -> None:
         """Record how many tokens Redis has stored. Tokens that a failover lost are written by the next flush."""
         if n_stored != sent.offset + sent.count:
             log.warning("job.tokens_resent id=%s offset=%d stored=%d", sent.job_id, sent.offset, n_stored)

@@ -68,7 +68,7 @@ class QueueMembership:
         """
         stored = await self._in_each(range(self._config.partitions), self._read)
         found = [config for config in stored if config is not None]
-        if found and await self._find_live_workers() != []:
+        if found and await self._may_have_live_workers():
             self._compare(found[0])
         elif found and found[0].partitions != self._config.partitions:
             await self._change_partitions(found[0].partitions)
@@ -115,12 +115,8 @@ class QueueMembership:
             streams = [self._keys.jobs(self._queue, partition, priority) for priority in Priority]
             return sum([await self._redis.xlen(stream) for stream in streams])
 
-        async def copy_mode(partition: int) -> None:
-            key = self._keys.config(self._queue, partition)
-            await (self._redis.hdel(key, "mode") if mode is None else self._redis.hset(key, "mode", mode))
-
         mode: Any = await self._redis.hget(self._keys.config(self._queue, 0), "mode")
-        await self._in_each(range(before, now), copy_mode)
+        await self._in_each(range(before, now), partial(self._set_mode, mode))
         n_left = sum(n or 0 for n in await self._in_each(range(now, before), close_partition))
         if n_left:
             log.warning(
@@ -128,6 +124,16 @@ class QueueMembership:
                 "--partitions %d until they have ended",
                 *(self._queue, n_left, before),
             )
+
+    async def _set_mode(self, mode: bytes | None, partition: int) -> None:
+        """Store the mode of a partition. None: the default."""
+        key = self._keys.config(self._queue, partition)
+        await (self._redis.hdel(key, "mode") if mode is None else self._redis.hset(key, "mode", mode))
+
+    async def _may_have_live_workers(self) -> bool:
+        """Return whether the queue may have a live worker besides this one. If Redis does not answer, it may."""
+        live = await self._find_live_workers()
+        return live is None or len(live) > 0
 
     async def _find_live_workers(self) -> list[str] | None:
         """Return the ids of the live workers of the queue, without this one. None: Redis does not answer.

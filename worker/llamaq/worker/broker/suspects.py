@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
-from llamaq.common.protocol.script_types import Claim
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_starts import POLL_S, JobStarts
 from llamaq.worker.broker.outbox import Outbox
@@ -43,23 +44,23 @@ class Suspects:
         """Give the next suspect the whole time to wait, because other jobs were claimed."""
         self._deadline_s = None
 
-    async def select_startable(self, reclaimed: list[Claim]) -> list[Claim]:
+    async def select_startable(self, reclaimed: list[JobEntry]) -> list[JobEntry]:
         """Return the reclaimed jobs that may run at the same time as other jobs.
 
         If one of the jobs is a suspect, it runs alone on this worker. The other jobs are requeued, so that they do not
         wait for the suspect.
         """
-        codes = await asyncio.gather(*(self._job_claims.check_crash(claim) for claim in reclaimed))
-        suspects = [claim for claim, code in zip(reclaimed, codes, strict=True) if code == "suspect"]
-        others = [claim for claim, code in zip(reclaimed, codes, strict=True) if code == "ok"]
+        codes = await asyncio.gather(*(self._job_claims.check_crash(entry) for entry in reclaimed))
+        suspects = [entry for entry, code in zip(reclaimed, codes, strict=True) if code == "suspect"]
+        others = [entry for entry, code in zip(reclaimed, codes, strict=True) if code == "ok"]
         if not suspects:
             return others
-        for claim in (*suspects[1:], *others):
-            await self._job_claims.requeue(claim)
+        for entry in (*suspects[1:], *others):
+            await self._job_claims.requeue(entry)
         await self._run_alone(suspects[0])
         return []
 
-    async def _run_alone(self, suspect: Claim) -> None:
+    async def _run_alone(self, suspect: JobEntry) -> None:
         """Prepare a suspect when this worker has no other job. Wait until its next token is stored or it has ended."""
         log.info("job.suspect id=%s running=%d", suspect.job_id, self._outbox.n_jobs)
         held = await self._job_claims.claim_job(suspect, at_risk=False)
@@ -68,7 +69,7 @@ class Suspects:
         lease = self._starts.register(held)
         if not await self._wait_until_alone(lease):
             return
-        claimed = await self._starts.start_alone(suspect, lease.attempt)
+        claimed = await self._starts.start_alone(replace(suspect, from_attempt=lease.attempt))
         if claimed is None:  # each flush would renew the lease of `held`, and no worker would run the job
             self._outbox.requeue(lease)
         while claimed is not None and self._outbox.n_stored_tokens(suspect.job_id) == claimed.attempt.generated:

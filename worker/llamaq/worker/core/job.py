@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from llamaq.common.protocol.job_request import JobRequest, Priority
+from llamaq.common.protocol.keys import priority_of
+from llamaq.common.protocol.script_types import JobEntry
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job_parts import N_LARGEST, Detokenizer, Sampler
@@ -32,12 +34,12 @@ class Lease:
     @property
     def priority(self) -> Priority:
         """The priority of the job, which may have changed since the submit."""
-        return Priority.INTERACTIVE if self.is_interactive else Priority.BULK
+        return priority_of(self.stream)
 
     @property
-    def is_interactive(self) -> bool:
-        """Whether the job is interactive."""
-        return self.stream.endswith(f":{Priority.INTERACTIVE}")
+    def entry(self) -> JobEntry:
+        """The entry that was read."""
+        return JobEntry(self.job_id, self.stream, self.entry_id)
 
 
 @dataclass(slots=True, eq=False)

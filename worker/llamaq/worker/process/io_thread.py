@@ -32,9 +32,11 @@ from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.preparations import N_THREADS, Preparer
 from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
+from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process.redis_server_check import log_dangers
@@ -94,6 +96,9 @@ class IoThread:
         """Done when the worker is in the list of workers, or when the thread has ended before that."""
         self._closing = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_intake_stopped = False
+        """Whether `stop_intake` was called, perhaps before the thread had its loop. An `Event` would not do: a signal
+        handler that interrupts another one would wait for the lock of the event forever."""
         self._intake_task: asyncio.Task[None] | None = None
         self._cancelling_intake: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="llamaq-io", daemon=True)
@@ -119,6 +124,7 @@ class IoThread:
 
     def stop_intake(self) -> None:
         """Stop claiming jobs. Safe in a signal handler."""
+        self._is_intake_stopped = True
         self._call_soon(self._cancel_intake)
 
     def close(self) -> None:
@@ -182,15 +188,16 @@ class IoThread:
                 return
             await log_dangers(redis)
             heartbeat = self._make_heartbeat(redis, keys)
-            job_claims = self._make_job_claims(redis, keys, heartbeat)
+            stats = StatsWriter(AttemptScripts(redis, keys), settings.queue, self._shared.telemetry)
+            job_claims = self._make_job_claims(redis, keys, stats)
             await job_claims.open()
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
-                outbox = self._make_outbox(AttemptScripts(flush_connection, keys), heartbeat)
+                outbox = self._make_outbox(AttemptScripts(flush_connection, keys), stats)
                 commands = self._make_command_inboxes(redis, keys)
                 sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
                 watch = self._make_empty_watch(redis, keys)
-                await self._run_services(job_claims, outbox, heartbeat, commands, membership, sweep, *watch)
+                await self._run_services(job_claims, outbox, heartbeat, stats, commands, membership, sweep, *watch)
         finally:
             await redis.aclose()
 
@@ -201,7 +208,7 @@ class IoThread:
             InvalidSettings: The settings of the queue do not allow this worker.
         """
         outage = OutageLog(log, "worker")
-        while not self._closing.is_set():
+        while not (self._closing.is_set() or self._is_intake_stopped):
             try:
                 await redis.ping()
                 await membership.join()
@@ -253,7 +260,7 @@ class IoThread:
             every_s=self._settings.heartbeat_s,
         )
 
-    def _make_job_claims(self, redis: Redis, keys: Keys, heartbeat: Heartbeat) -> JobClaims:
+    def _make_job_claims(self, redis: Redis, keys: Keys, stats: StatsWriter) -> JobClaims:
         settings = self._settings
         return JobClaims(
             redis,
@@ -265,10 +272,10 @@ class IoThread:
             max_crashes=settings.max_crashes,
             model=self._card.model_hash,
             restart_other_model=settings.other_model == "restart",
-            on_finished=heartbeat.record_job,
+            on_finished=stats.record_job,
         )
 
-    def _make_outbox(self, scripts: AttemptScripts, heartbeat: Heartbeat) -> Outbox:
+    def _make_outbox(self, scripts: AttemptScripts, stats: StatsWriter) -> Outbox:
         settings = self._settings
         return Outbox(
             scripts,
@@ -280,20 +287,18 @@ class IoThread:
             checkpoints=Checkpoints(settings.checkpoint_tokens, settings.checkpoint_s),
             retry_delay=RetryDelay(settings.retry_s, max(settings.retry_s, settings.max_retry_s)),
             is_alive=lambda: self._ticks.is_alive,
-            on_finished=heartbeat.record_job,
+            on_finished=stats.record_job,
         )
 
     def _make_intake(self, job_claims: JobClaims, outbox: Outbox) -> Intake:
         settings = self._settings
+        n_slots = settings.n_parallel
         return Intake(
             job_claims,
             outbox,
-            self._preparer,
-            self._executor,
-            self._ticks.admit,
-            n_slots=settings.n_parallel,
-            capacity=settings.n_parallel + settings.inbox_window,
-            bulk_share=BulkShare(settings.bulk_share, settings.n_parallel),
+            JobStarts(job_claims, outbox, self._preparer, self._executor, self._ticks.admit, n_slots),
+            capacity=n_slots + settings.inbox_window,
+            bulk_share=BulkShare(settings.bulk_share, n_slots),
             is_alive=lambda: self._ticks.is_alive,
         )
 
@@ -302,6 +307,7 @@ class IoThread:
         job_claims: JobClaims,
         outbox: Outbox,
         heartbeat: Heartbeat,
+        stats: StatsWriter,
         commands: Sequence[CommandInbox],
         membership: QueueMembership,
         *others: DeadlineSweep | EmptyQueueWatch,
@@ -311,14 +317,14 @@ class IoThread:
         await self._register(heartbeat)
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
-            running = (outbox.run(), heartbeat.run(), membership.run(), *(one.run() for one in (*others, *commands)))
-            services = [tasks.create_task(service) for service in running]
+            running = (outbox, heartbeat, stats, membership, *others, *commands)
+            services = [tasks.create_task(service.run()) for service in running]
             self._ready.set_result(None)
             await self._closing.wait()
             await cancel_tasks(self._intake_task, *services)
         await intake.close()
         await job_claims.close()
-        await self._drain_and_unregister(outbox, heartbeat, membership)
+        await self._drain_and_unregister(outbox, heartbeat, stats, membership)
 
     async def _register(self, heartbeat: Heartbeat) -> None:
         """Send the first heartbeat. On a cluster, the node with the list of workers may not answer."""
@@ -339,19 +345,23 @@ class IoThread:
         else:
             self._closing.set()  # Redis has not answered yet: there is nothing to drain
 
-    async def _drain_and_unregister(self, outbox: Outbox, heartbeat: Heartbeat, membership: QueueMembership) -> None:
-        """Write the last events, requeue unfinished jobs, and unregister the worker.
+    async def _drain_and_unregister(
+        self, outbox: Outbox, heartbeat: Heartbeat, stats: StatsWriter, membership: QueueMembership
+    ) -> None:
+        """Write the last events, requeue unfinished jobs, unregister the worker, and store the last stats.
 
-        On a cluster, a step may fail for a partition that does not answer. The next steps are tried nevertheless.
+        A step may fail: on a cluster, a partition does not answer, or a full Redis refuses stats. The next steps are
+        tried nevertheless.
         """
         deadline_s = asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S / 2
-        for step in (outbox.close(crashed=self.has_crashed), membership.leave(), heartbeat.unregister()):
+        steps = (outbox.close(crashed=self.has_crashed), membership.leave(), heartbeat.unregister(), stats.store())
+        for step in steps:
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await step
             except (RedisError, TimeoutError) as exc:
                 # No job is lost: other workers reclaim the jobs when their leases have expired.
-                log.warning("io_thread.unregister_failed jobs=%d error=%s %s", outbox.n_jobs, type(exc).__name__, exc)
+                log.warning("io_thread.close_failed jobs=%d error=%s %s", outbox.n_jobs, type(exc).__name__, exc)
 
     def __repr__(self) -> str:
         return f"<IoThread {self._card.worker} queue={self._card.queue!r}>"

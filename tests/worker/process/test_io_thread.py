@@ -1,0 +1,93 @@
+"""The I/O thread of a worker, with a preparer that rejects all jobs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import redis
+from tests.support.ports import HOST
+
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
+from llamaq.producer import Client, JobFailed
+from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.process.io_thread import IoThread
+from llamaq.worker.settings import load_settings
+from llamaq.worker.testing import FakeEngine, make_memory, make_scheduler
+
+SOON_S = 20.0
+
+
+class RejectingPreparer:
+    """Rejects each job."""
+
+    def is_quick(self, _: bytes) -> bool:
+        return True
+
+    def prepare(self, *_: object) -> Any:
+        raise JobRejected(ErrorCode.INVALID_REQUEST, "rejected")
+
+
+def io_thread_of(url: str, queue: str) -> IoThread:
+    """Return the I/O thread of a worker that has the name of its queue."""
+    card = WorkerCard(
+        worker=queue, queue=queue, model="m.gguf", n_ctx=8, n_ctx_train=8, n_vocab=8, n_parallel=1, quantization="F32",
+        vocab_hash="0" * 64, host="h", pid=1, device="cpu", version="1", started_ms=5000,
+    )  # fmt: skip
+    engine, shared = FakeEngine(), SharedState()
+    ticks = TickLoop(make_scheduler(engine, make_memory(engine)), engine, shared, hang_s=60, capacity=4)
+    commands = cast(Any, None)
+    settings = load_settings(redis_url=url, queue=queue)
+    return IoThread(settings, card, b"vocabulary", cast(Any, RejectingPreparer()), ticks, shared, commands, commands)
+
+
+@contextmanager
+def served(url: str, queue: str) -> Iterator[IoThread]:
+    """Serve a queue until the end of the block."""
+    io_thread = io_thread_of(url, queue)
+    assert io_thread.start() is None
+    try:
+        yield io_thread
+    finally:
+        io_thread.close()
+
+
+def eventually(is_true: Callable[[], bool]) -> bool:
+    """Return whether something becomes true soon."""
+    until_s = time.monotonic() + SOON_S
+    while not is_true() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return is_true()
+
+
+def test_a_worker_that_is_stopped_before_its_thread_runs_does_not_wait_for_redis(free_port: int) -> None:
+    io_thread = io_thread_of(f"redis://{HOST}:{free_port}/0", "queue")
+    io_thread.stop_intake()
+    starting = threading.Thread(target=io_thread.start, daemon=True)
+    starting.start()
+    starting.join(SOON_S)
+    has_ended = not starting.is_alive()
+    io_thread.close()
+    assert has_ended
+    assert io_thread.error is None
+
+
+def test_a_worker_whose_stats_redis_refuses_logs_that_and_is_not_listed_after_its_end(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(redis_url, queue) as client, redis.Redis.from_url(redis_url) as server:
+        with served(redis_url, queue):
+            assert [worker.card.worker for worker in client.workers()] == [queue]
+            server.set(Keys().stats(queue), "overwritten by another client")
+            with pytest.raises(JobFailed):
+                client.generate("hello")
+            assert eventually(lambda: "stats.redis_error" in caplog.text)
+        assert client.workers() == ()
+        assert not server.exists(Keys().worker(queue))
