@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import ValidationError
 
 from llamaq.cli.generated_options import option, with_options
 from llamaq.cli.job_options import job_options, read_job_options
@@ -94,7 +93,4 @@ def _read(values: dict[str, Any]) -> Any:
     if "run_id" not in fields and (known := run_id_of(fields["output"])) is not None:
         fields["run_id"] = known
     fields["options"] = read_job_options({name: value for name, value in values.items() if name not in _TYPES})
-    try:
-        return BulkRun(**fields)
-    except ValidationError as exc:
-        raise InvalidRequest(codec.explain(exc)) from exc
+    return codec.build_model(BulkRun, fields)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -98,12 +98,18 @@ def explain(exc: ValidationError) -> str:
     return "; ".join(problems[:8])
 
 
+def build_model(model: type[M], values: Mapping[str, Any]) -> M:
+    """Return a validated model. Raises `InvalidRequest`, which names the invalid fields."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as exc:
+        raise InvalidRequest(explain(exc)) from exc
+
+
 def build_request(values: dict[str, Any]) -> JobRequest:
     """Return a validated request. Raises `InvalidRequest`, which names the invalid fields."""
     try:
-        return JobRequest.model_validate(values)
-    except ValidationError as exc:
-        raise InvalidRequest(explain(exc)) from exc
+        return build_model(JobRequest, values)
     except RecursionError as exc:
         raise InvalidRequest("a parameter is nested too deeply") from exc
 

@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """The memory of one server.
-
-    Attributes:
-        node: Address of this master of a Redis Cluster. Empty: Redis is no cluster.
-        used_bytes: Memory that its data and buffers use.
-        max_bytes: Its `maxmemory`, at which it refuses new jobs. 0: it has no limit.
-    """
+    """The memory of one server. `node` is empty if Redis is no cluster, `max_bytes` is 0 without a limit."""
 
     node: str
     used_bytes: int
@@ -37,9 +31,6 @@ async def read_server_memory(redis: Redis) -> tuple[ServerMemory, ...]:
     """Return the memory of the server, or of each master of a Redis Cluster.
 
     It is empty if the user of Redis has no permission for INFO, or the server does not tell.
-
-    Raises:
-        RedisError: A server cannot be reached.
     """
     servers = await redis.masters() if isinstance(redis, Cluster) else {"": redis}
     try:

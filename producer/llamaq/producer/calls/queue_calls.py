@@ -13,7 +13,6 @@ from llamaq.common.protocol.job_status import JobSummary
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode
-from llamaq.producer.argument_checks import build_model
 from llamaq.producer.calls.calls_base import ClientCalls
 from llamaq.producer.queries import job_list, queue_list, queue_snapshots
 
@@ -79,14 +78,7 @@ class QueueCalls(ClientCalls):
         Raises:
             InvalidRequest: `state` is `FINISHED` or `FAILED`. Such jobs are not in the queue any more.
         """
-        wanted = build_model(
-            job_list.JobFilter,
-            state=state,
-            priority=priority,
-            older_than_s=older_than_s,
-            metadata={} if metadata is None else metadata,
-            tenant=tenant,
-        )
+        wanted = job_list.build_filter(state, priority, older_than_s, metadata, tenant)
         return await job_list.read_jobs(self.connection, wanted, limit)
 
     async def purge(
@@ -113,14 +105,7 @@ class QueueCalls(ClientCalls):
         Returns:
             The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.
         """
-        wanted = build_model(
-            job_list.JobFilter,
-            state=JobState.QUEUED,
-            priority=priority,
-            older_than_s=older_than_s,
-            metadata={} if metadata is None else metadata,
-            tenant=tenant,
-        )
+        wanted = job_list.build_filter(JobState.QUEUED, priority, older_than_s, metadata, tenant)
         return await job_list.purge(self.connection, wanted, dry_run=dry_run)
 
     async def workers(self) -> tuple[Worker, ...]:

@@ -62,6 +62,18 @@ class JobFilter(StrictModel):
         return all(name in metadata and _is_equal(metadata[name], value) for name, value in self.metadata.items())
 
 
+def build_filter(
+    state: JobState | None,
+    priority: Priority | None,
+    older_than_s: float | None,
+    metadata: Mapping[str, JsonValue] | None,
+    tenant: str | None,
+) -> JobFilter:
+    """Return the filter with these conditions. Raises `InvalidRequest`, which names the argument that is not valid."""
+    values = {"state": state, "priority": priority, "older_than_s": older_than_s, "tenant": tenant}
+    return codec.build_model(JobFilter, values if metadata is None else {**values, "metadata": metadata})
+
+
 def _is_equal(value: JsonValue, wanted: JsonValue) -> bool:
     return value == wanted or (isinstance(wanted, str) and not isinstance(value, str) and json.dumps(value) == wanted)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from llamaq.common.errors import InvalidRequest, NoWorker, SlotCommandRefused
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply, WorkerSlots
-from llamaq.producer.argument_checks import build_model
 from llamaq.producer.queries.worker_commands import exchange, new_command_id, worker_ids
 from llamaq.producer.queue_connection import QueueConnection
 
@@ -17,7 +17,8 @@ def build_command(action: SlotAction, slot: int | None = None, name: str | None 
     Raises:
         InvalidRequest: The slot or the name is not valid, or the action does not accept it.
     """
-    return build_model(SlotCommand, id=new_command_id(), action=action, slot=slot, name=name, deadline_ms=0)
+    values = {"id": new_command_id(), "action": action, "slot": slot, "name": name, "deadline_ms": 0}
+    return codec.build_model(SlotCommand, values)
 
 
 async def list_slots(connection: QueueConnection, worker: str | None, timeout: float | None) -> tuple[WorkerSlots, ...]:

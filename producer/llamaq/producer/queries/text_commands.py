@@ -9,7 +9,6 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest, NoWorker, WorkerEnded
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.text_commands import TextAction, TextCommand, TextReply
-from llamaq.producer.argument_checks import build_model
 from llamaq.producer.option_synonyms import translate
 from llamaq.producer.queries.worker_commands import exchange, new_command_id, responsive_worker_ids
 from llamaq.producer.queue_connection import QueueConnection
@@ -32,7 +31,7 @@ async def ask(connection: QueueConnection, action: TextAction, timeout: float | 
     """
     if "messages" in values:
         values = translate(values)
-    command = build_model(TextCommand, id=new_command_id(), action=action, deadline_ms=0, **values)
+    command = codec.build_model(TextCommand, {"id": new_command_id(), "action": action, "deadline_ms": 0, **values})
     limit, n_bytes = connection.settings.max_request_bytes, len(codec.encode_model(command))
     if n_bytes > limit:
         raise InvalidRequest(f"the input has {n_bytes} bytes, more than max_request_bytes={limit}")
