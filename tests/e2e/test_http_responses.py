@@ -125,7 +125,7 @@ async def test_a_background_response_is_polled_and_cancelled(demo: ServedQueue) 
     assert cancelled.status == "cancelled"
     assert failed.status == "failed"
     assert failed.error is not None
-    assert failed.error.code == "context_length_exceeded", "as at the other endpoints"
+    assert str(failed.error.code) == "context_length_exceeded", "as at the other endpoints"
 
 
 async def test_parse_returns_an_object_of_the_given_class(demo: ServedQueue) -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.producer import Result
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE
@@ -23,8 +24,9 @@ class Pieces:
 
 async def test_a_choice_without_probabilities_leaves_those_of_the_others_in_place() -> None:
     body = read_body(Endpoint.COMPLETIONS, {"prompt": "hi", "model": "m", "n": 3, "logprobs": 0})
-    models, client = SimpleNamespace(pieces=Pieces()), SimpleNamespace(queue="q")
-    asked = PreparedCompletion(cast("Any", models), cast("Any", client), body, CONTENT_ALONE, (), body.jobs)
+    pieces: Any = Pieces()
+    models, client = ModelKnowledge(pieces, pieces, pieces), SimpleNamespace(queue="q")
+    asked = PreparedCompletion(models, cast("Any", client), body, CONTENT_ALONE, (), body.jobs)
     answer = await asked.answer(
         [
             result_of(()),

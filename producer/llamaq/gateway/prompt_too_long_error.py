@@ -12,8 +12,9 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.context import Context
 from llamaq.gateway.generation import Generation
-from llamaq.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestRefused
+from llamaq.gateway.http.errors import RequestRefused
 from llamaq.producer import AsyncClient
+from llamaq.producer.openai_format.response_body import CONTEXT_LENGTH_EXCEEDED
 from llamaq.producer.queries import text_commands
 
 ASK_TIMEOUT_S = 5.0

@@ -49,8 +49,11 @@ def allows_tokens(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, tokens: l
     return any(token in constraint.allowed_tokens() for token in vocab.end_tokens)
 
 
-NESTED = {"properties": {"a": {"items": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}, "type": "array"}}}
-NESTED |= {"type": "object", "$defs": {"b": {"type": "object", "properties": {"c": {"type": "integer"}}}}}
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}}},
+    "$defs": {"b": {"type": "object", "properties": {"c": {"type": "integer"}}}},
+}
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 BASED = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {"type": "integer"}}}], "$defs": {"a": CITY}}
 
