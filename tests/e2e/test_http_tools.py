@@ -101,8 +101,8 @@ async def test_the_usage_has_the_tokens_of_reasoning(served: str, request: pytes
         response = await api.responses.create(**asked)
         events = [event async for event in await api.responses.create(**asked, stream=True)]
         stored = await api.responses.retrieve(response.id)
-    usages = [each.usage for each in (response, stored, events[-1].response)]
-    counts = [usage.output_tokens_details.reasoning_tokens for usage in usages if usage is not None]
+    usages: list[Any] = [each.usage for each in (response, stored, events[-1].response)]
+    counts = [usage.output_tokens_details.reasoning_tokens for usage in usages]
     n_tokens = counts[0]
     assert n_tokens in range(7, 11), "the reasoning ends at its budget, and not within a character"
     assert counts == [n_tokens] * 3

@@ -24,8 +24,9 @@ class Pieces:
 
 async def test_a_choice_without_probabilities_leaves_those_of_the_others_in_place() -> None:
     body = read_body(Endpoint.COMPLETIONS, {"prompt": "hi", "model": "m", "n": 3, "logprobs": 0})
-    models = ModelKnowledge(cast("Any", None), cast("Any", Pieces()), cast("Any", None))
-    asked = PreparedCompletion(models, cast("Any", SimpleNamespace(queue="q")), body, CONTENT_ALONE, (), body.jobs)
+    pieces: Any = Pieces()
+    models, client = ModelKnowledge(pieces, pieces, pieces), SimpleNamespace(queue="q")
+    asked = PreparedCompletion(models, cast("Any", client), body, CONTENT_ALONE, (), body.jobs)
     answer = await asked.answer(
         [
             result_of(()),

@@ -72,7 +72,7 @@ def test_a_stream_resumed_after_any_event_has_exactly_the_rest(
     answer: tuple[AnswerForm, str], has_summary: bool, cuts: list[int], other_cuts: list[int], data: st.DataObject
 ) -> None:
     form, text = answer
-    asked: Any = {"summary": "auto"} if has_summary else {}
+    asked: dict[str, Any] = {"summary": "auto"} if has_summary else {}
     events = events_of(form, pieces_of(text, cuts), **asked)
     numbers = [event["sequence_number"] for event in events]
     assert all(first < second for first, second in pairwise(numbers))

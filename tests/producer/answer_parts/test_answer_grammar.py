@@ -50,9 +50,10 @@ def allows_tokens(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, tokens: l
 
 
 NESTED: dict[str, Any] = {
-    "properties": {"a": {"items": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}, "type": "array"}}
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "null"}]}}},
+    "$defs": {"b": {"type": "object", "properties": {"c": {"type": "integer"}}}},
 }
-NESTED |= {"type": "object", "$defs": {"b": {"type": "object", "properties": {"c": {"type": "integer"}}}}}
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 BASED = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {"type": "integer"}}}], "$defs": {"a": CITY}}
 

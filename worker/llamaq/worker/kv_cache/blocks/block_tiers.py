@@ -14,6 +14,7 @@ block with a file always has a file. This module only decides. The package `offl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from operator import attrgetter
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope
@@ -132,14 +133,12 @@ class BlockStore:
     def store_in_host(self, block: Block, data: Data) -> None:
         """Store the data of a block that is only on disk also in host memory. This may evict other blocks.
 
-        Nothing changes if the length of the data is wrong or the block is larger than the capacity of host memory.
+        Nothing is stored or evicted if the length of the data is wrong or host memory has no room for the block.
         """
-        fits = len(data) == block.n_bytes and block.host_bytes <= self._host.max_bytes
-        if block in self and block.data is None and fits:
-            block.data = data
-            self._host.add(block)
+        if block in self and block.data is None and len(data) == block.n_bytes:
             self._touch(block)
-            self._evict_until_host_fits(block)
+            if self._put_in_host(block, data):
+                self._evict_until_host_fits(block)
 
     def mark_file_lost(self, block: Block) -> None:
         """Remove the files of the block and its descendants, because the block's file is missing or invalid.
@@ -207,23 +206,40 @@ class BlockStore:
         return orphans
 
     def _add(self, parent: Block, namespace: bytes, tokens: bytes, data: Data) -> Block | None:
-        """Add a new block in host memory, or on disk when it is larger than host memory. None when neither fits."""
+        """Add a new block in host memory, or on disk when host memory has no room. None when neither has room.
+
+        Blocks that the new block supersedes are removed only if the new block is stored.
+        """
         block = self._tree.add(parent, namespace, tokens, len(data))
-        fits_host = block.host_bytes <= self._host.max_bytes
-        if not fits_host and block.file_bytes > self._disk.max_bytes:
-            self._tree.remove(block)
-            return None
-        self._remove_superseded(block)
-        block.data = data
-        if fits_host:
-            self._host.add(block)
+        if self._put_in_host(block, data):
+            self._remove_superseded(block)  # before other blocks are evicted, because their room may be enough
             self._evict_until_host_fits(block)
+        elif self._put_on_disk(block, data):
+            self._remove_superseded(block)
         else:
-            is_planned = self._plan_files(block)
-            block.data = None
-            if not is_planned:
-                self._tree.remove(block)
+            self._tree.remove(block)
         return block if block in self else None
+
+    def _put_in_host(self, block: Block, data: Data) -> bool:
+        """Put the block into host memory if there is room without older blocks. The caller evicts these blocks.
+
+        Returns:
+            False if pinned or more recently used blocks leave no room. Then nothing has changed.
+        """
+        block.data = data
+        self._host.add(block)
+        if self._host.fits_without(takewhile(lambda each: each is not block, self._host.oldest_first())):
+            return True
+        self._host.remove(block)
+        block.data = None
+        return False
+
+    def _put_on_disk(self, block: Block, data: Data) -> bool:
+        """Plan a file for a block that is not in host memory. Returns False when the disk has no room."""
+        block.data = data
+        is_planned = self._plan_files(block)
+        block.data = None
+        return is_planned
 
     def _parent_of(self, tokens: bytes, scope: Scope, start: int) -> Block | None:
         """Return the block of `tokens` that ends at `start`, or None. Marks the block and its ancestors as used now."""
@@ -281,21 +297,19 @@ class BlockStore:
         return True
 
     def _make_disk_room(self, n_bytes: int, block: Block) -> bool:
-        """Evict files until `n_bytes` are free. Files of the block's ancestors are kept. Returns False if
-        impossible.
+        """Evict files until `n_bytes` are free. Files of the block's ancestors are kept.
+
+        Returns:
+            False if pinned blocks and the block's ancestors leave no room. Then nothing has changed.
         """
-        is_touched = False
-        while self._disk.n_bytes + n_bytes > self._disk.max_bytes:
-            oldest = self._disk.oldest
-            if oldest is None:
-                return False
-            if not oldest.is_ancestor_of(block):
-                self._evict_from_disk(oldest)
-            elif is_touched:  # all other files are evicted, because `_touch` made the ancestors the newest
-                return False
+        evictable = (each for each in self._disk.oldest_first() if not each.is_ancestor_of(block))
+        if not self._disk.fits_without(evictable, n_bytes):
+            return False
+        while self._disk.n_bytes + n_bytes > self._disk.max_bytes and (oldest := self._disk.oldest):
+            if oldest.is_ancestor_of(block):
+                self._touch(block)  # makes the ancestors the newest
             else:
-                is_touched = True
-                self._touch(block)
+                self._evict_from_disk(oldest)
         return True
 
     def _evict_from_disk(self, block: Block) -> None:

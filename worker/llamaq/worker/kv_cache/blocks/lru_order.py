@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from llamaq.worker.kv_cache.blocks.block import Block
 
@@ -44,6 +44,16 @@ class LruOrder:
         """The least recently used block that is not pinned."""
         block = self._next[self._root]
         return None if block is self._root else block
+
+    def fits_without(self, evictable: Iterable[Block], n_more: int = 0) -> bool:
+        """Whether `n_more` bytes fit once blocks are evicted: the first of `evictable`, as many as necessary."""
+        n_bytes = self.n_bytes + n_more
+        if n_bytes > self.max_bytes:
+            for block in evictable:
+                n_bytes -= self._size_of(block)
+                if n_bytes <= self.max_bytes:
+                    break
+        return n_bytes <= self.max_bytes
 
     def add(self, block: Block) -> None:
         """Add a block directly before its nearest ancestor in the order. It counts as used when that ancestor was used.
@@ -92,6 +102,13 @@ class LruOrder:
         while block is not self._root:
             yield block
             block = self._previous[block]
+
+    def oldest_first(self) -> Iterator[Block]:
+        """Iterate over the blocks that are not pinned, the oldest first."""
+        block = self._next[self._root]
+        while block is not self._root:
+            yield block
+            block = self._next[block]
 
     def check_integrity(self, members: set[Block]) -> None:
         """Raise `AssertionError` when size or order contradict `members`, the blocks of this tier."""
