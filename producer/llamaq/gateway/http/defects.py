@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamaq.gateway.http.errors import error_response
-from llamaq.gateway.http.sent_response import SentResponse
+from llamaq.gateway.http.open_requests import SentResponse
 
 
 class Defects:

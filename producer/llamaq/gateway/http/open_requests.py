@@ -1,4 +1,4 @@
-"""Ends the open requests of a server that stops, with an answer that lets clients try again."""
+"""Notes how much of a response is sent. Ends the open requests of a server that stops, so that clients try again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any, cast
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from llamaq.gateway.http.errors import RequestRefused, error_response
-from llamaq.gateway.http.sent_response import SentResponse
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +19,25 @@ ANSWER_S = 1.0
 """Longest time to send the answer. A client that does not read would otherwise delay the end of the server."""
 FORMAT_ERROR = "format_error"
 """Name of the function, in the state of a request, that returns the event for an error of its stream."""
+
+
+class SentResponse:
+    """Sends the messages of a response, and notes how much of it is sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+        self.is_complete = False
+
+    def __repr__(self) -> str:
+        return f"<SentResponse has_begun={self.has_begun} is_complete={self.is_complete}>"
+
+    async def __call__(self, message: Message) -> None:
+        """Send a message."""
+        self.has_begun = True
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.is_complete = True  # before the send: afterwards `receive` tells of a disconnect
+        await self._send(message)
 
 
 class OpenRequests:

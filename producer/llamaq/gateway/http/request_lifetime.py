@@ -11,8 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.gateway.http.errors import RequestRefused, error_response
-from llamaq.gateway.http.open_requests import OpenRequests
-from llamaq.gateway.http.sent_response import SentResponse
+from llamaq.gateway.http.open_requests import OpenRequests, SentResponse
 
 DISCARD_S = 1.0
 """How long the rest of a body that is too large is read before the response. A client that still sends would get a
