@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 from tests.support.redis_servers import wait_until
 
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.keys import Keys
 from llamaq.producer import AsyncClient, Client, InvalidRequest, MappedResult, RequestFailed
 from llamaq.producer.testing import serving
 
@@ -117,3 +119,12 @@ async def test_the_asyncio_client_takes_asynchronous_generators(redis_url: str, 
         await results.aclose()
         while (depth := await client.queue_depth()).waiting + depth.running:  # noqa: ASYNC110  # Redis has no event
             await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_redis_refuses_leaves_no_job_of_the_others(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        await client.connection.redis.rpush(Keys().idempotency(queue, 0, "run:1"), "not a job id")
+        with pytest.raises(ResponseError, match="WRONGTYPE"):
+            async for _ in client.map(["a", "b", "c"], resume="run"):
+                pass
+        assert (await client.queue_depth()).waiting == 0

@@ -16,7 +16,7 @@ def test_the_public_api_is_typed_as_a_backend_uses_it(tmp_path: Path) -> None:
     paths = ":".join(str(ROOT / portion) for portion in ("common", "producer"))
     config.write_text(
         "[mypy]\nstrict = True\nwarn_unused_ignores = True\nnamespace_packages = True\nexplicit_package_bases = True\n"
-        f"mypy_path = {paths}\nplugins = pydantic.mypy\n"
+        f"mypy_path = {paths}\n"
         "[mypy-llama_cpp.*]\nignore_missing_imports = True\nfollow_imports = skip\n"
     )
     cache = ROOT / ".mypy_cache" / "backend"

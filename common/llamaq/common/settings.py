@@ -25,6 +25,7 @@ class QueueSettings(BaseSettings):
 
     redis_url: str = Field(
         DEFAULT_URL,
+        repr=False,  # it may have a password
         description="URL of Redis: `redis://HOST:PORT/DB`, `unix:///PATH`, `redis+sentinel://HOST,HOST/NAME` or "
         "`redis+cluster://HOST,HOST`. `rediss` in place of `redis` turns on TLS.",
     )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from weakref import WeakSet
 
 from redis.exceptions import RedisError
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 LAST_WAIT_S = 0.1
 """Longest wait, after the timeout of a call, for the cancellation of its job and for the search for a worker."""
+EMBEDDINGS_TTL_S = 120.0
+"""How long Redis stores embeddings that a call waits for, in seconds. They are large, the call reads them at once, and
+nothing reads them again. It is longer than all retries of the read."""
 CLOSE_WAIT_S = 5.0
 """Longest wait of a closing client for cancellations in flight."""
 
@@ -72,7 +76,9 @@ class AutoCancelledJobs:
             self._calls.discard(ended)
 
     async def _generate(self, request: JobRequest, limit: CallTimeout) -> Result:
-        job = await self._submit(request, limit, new_job_id(self._connection, request))
+        is_read_once = request.embed is not None and request.idempotency_key is None
+        ttl_s = EMBEDDINGS_TTL_S if is_read_once else inf
+        job = await self._submit(request, limit, new_job_id(self._connection, request), ttl_s)
         try:
             if self._is_closing:
                 raise RuntimeError(CLOSED)
@@ -164,7 +170,9 @@ class AutoCancelledJobs:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await self._background.wait()
 
-    async def _submit(self, request: JobRequest, limit: CallTimeout, job_id: JobId) -> AsyncJob:
+    async def _submit(
+        self, request: JobRequest, limit: CallTimeout, job_id: JobId, result_ttl_s: float = inf
+    ) -> AsyncJob:
         """Submit a job. If the time is over or this task is cancelled during the submit, the job is cancelled too.
 
         Raises:
@@ -172,7 +180,7 @@ class AutoCancelledJobs:
         """
         problem = "could not be submitted: Redis has not answered"
         await require_worker(self._connection, job_id, limit)
-        submitting = self._background.start(send(self._connection, request, job_id))
+        submitting = self._background.start(send(self._connection, request, job_id, result_ttl_s=result_ttl_s))
         try:
             await asyncio.wait([submitting], timeout=limit.remaining_s)
         except asyncio.CancelledError:  # possible also when the submit has just ended

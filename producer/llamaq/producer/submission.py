@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Sized
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
@@ -47,8 +48,6 @@ log = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 10_000
 """Prompts of more token ids are validated and encoded in a thread, so that the event loop continues meanwhile."""
-EMBEDDINGS_TTL_S = 120.0
-"""How long Redis stores embeddings that a call waits for, in seconds. It is longer than all retries of the read."""
 SEED_BITS = 53
 """A JSON number keeps integers of up to 53 bits exactly, in any language."""
 
@@ -125,8 +124,16 @@ async def require_worker(connection: QueueConnection, job_id: JobId, limit: Call
         await limit.bound(connection.workers.require(job_id.queue), str(job_id), problem)
 
 
-async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) -> AsyncJob:
+async def send(
+    connection: QueueConnection, request: JobRequest, job_id: JobId, *, result_ttl_s: float = inf
+) -> AsyncJob:
     """Put a job into the queue like `submit`, without a bound on the time.
+
+    Args:
+        connection: The client's connection.
+        request: The validated request.
+        job_id: The id of the job.
+        result_ttl_s: How long Redis stores the result in seconds, if this is shorter than the client's `result_ttl_s`.
 
     Raises:
         InvalidRequest: The encoded request is larger than `max_request_bytes`.
@@ -146,7 +153,7 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
             job_id,
             request,
             submission.payload,
-            result_ttl_s=_result_ttl_s(connection, request),
+            result_ttl_s=min(result_ttl_s, settings.result_ttl_s),
             event_ttl_s=settings.event_ttl_s,
             partitions=settings.partitions if job_id.queue == settings.queue else 0,
         )
@@ -156,16 +163,6 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
     if isinstance(outcome, SubmitQueueFull):
         wait_s = await estimate_queue_wait_s(connection, job_id.queue, outcome.depth)
     return job_of(connection, submission, outcome, wait_s)
-
-
-def _result_ttl_s(connection: QueueConnection, request: JobRequest) -> float:
-    """Return how long Redis stores the result of a job, in seconds.
-
-    Embeddings are large. A call that waits for them (`stream=False`) reads them at once, and nothing reads them again.
-    """
-    ttl_s = connection.settings.result_ttl_s
-    is_read_once = request.embed is not None and not request.stream and request.idempotency_key is None
-    return min(ttl_s, EMBEDDINGS_TTL_S) if is_read_once else ttl_s
 
 
 def with_default_tenant(connection: QueueConnection, request: JobRequest) -> JobRequest:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from redis.asyncio.connection import SSLConnection
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.redis.url import RedisUrl, Topology, read_url
+from llamaq.common.settings import QueueSettings
 
 
 def test_a_url_of_one_server_has_the_options_of_redis_py() -> None:
@@ -62,6 +65,25 @@ def test_the_error_of_an_invalid_url_gives_the_reason(url: str, complaint: str) 
     with pytest.raises(InvalidSettings, match=complaint) as error:
         read_url(url)
     assert "LLAMAQ_REDIS_URL" in str(error.value)
+
+
+@pytest.mark.parametrize("reserved", "/?#")
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+sentinel", "redis+cluster"])
+def test_a_password_with_a_reserved_character_is_refused_with_the_way_out_and_not_shown(
+    scheme: str, reserved: str
+) -> None:
+    with pytest.raises(InvalidSettings, match=r"write %2F in place of /") as error:
+        read_url(f"{scheme}://user:sec{reserved}ret@host:1/name")
+    assert not {"sec", "ret"} & set(re.findall("sec|ret", str(error.value)))
+
+
+@pytest.mark.parametrize("url", ["redis://host?password=a@b", "redis://host/0?password=a@b", "unix:///a@b"])
+def test_an_at_sign_after_the_host_may_be_part_of_an_option_or_a_path(url: str) -> None:
+    read_url(url)
+
+
+def test_the_settings_do_not_show_the_password() -> None:
+    assert "secret" not in repr(QueueSettings(redis_url="redis://user:secret@host"))
 
 
 def test_a_list_of_nodes_may_contain_ipv6_addresses() -> None:

@@ -33,8 +33,10 @@ class FunctionCall(StrictModel):
 class ToolCall(StrictModel):
     """A call of a tool in a message of the assistant, in the form of the OpenAI API."""
 
-    id: str | None = Field(None, max_length=256, description="Id of the call, which the answer of the tool repeats.")
-    type: Literal["function"] = Field("function", description="Kind of the tool.")
+    id: str | None = Field(
+        default=None, max_length=256, description="Id of the call, which the answer of the tool repeats."
+    )
+    type: Literal["function"] = Field(default="function", description="Kind of the tool.")
     function: FunctionCall = Field(description="The called function.")
 
 
@@ -46,22 +48,22 @@ class Message(StrictModel):
         description="Author of the message, such as `system`, `user` or `assistant`: 1 to 32 small letters or `_`.",
     )
     content: str = Field(
-        "",
+        default="",
         description="Plain text. Special tokens in it are not parsed. It may be left out where there are `tool_calls`.",
     )
     name: str | None = Field(
-        None,
+        default=None,
         pattern=r"^[A-Za-z0-9_\-]{1,64}$",
         description="Name of the author, for chat templates that show it: 1 to 64 letters, digits, `_` or `-`.",
     )
     tool_calls: tuple[ToolCall, ...] | None = Field(
-        None, max_length=MAX_TOOL_CALLS, description="Tools that the assistant called."
+        default=None, max_length=MAX_TOOL_CALLS, description="Tools that the assistant called."
     )
     tool_call_id: str | None = Field(
-        None, max_length=256, description="Id of the call that a message of the role `tool` answers."
+        default=None, max_length=256, description="Id of the call that a message of the role `tool` answers."
     )
     reasoning_content: str | None = Field(
-        None, description="Reasoning of the assistant before its content, for chat templates that show it."
+        default=None, description="Reasoning of the assistant before its content, for chat templates that show it."
     )
 
     @model_validator(mode="after")
@@ -91,7 +93,7 @@ class TemplateParams(BaseModel):
     """The parameters of a chat template."""
 
     tools: tuple[dict[str, JsonValue], ...] | None = Field(
-        None,
+        default=None,
         max_length=MAX_TOOLS,
         description="Tools that the model may call, in the form of the OpenAI API. The chat template shows them to the "
         "model. Only for chats.",

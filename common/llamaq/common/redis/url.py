@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -71,6 +72,7 @@ def read_url(url: str) -> RedisUrl:
     """
     try:
         scheme, plus, topology = url.partition("://")[0].partition("+")
+        _check_login(url, scheme)
         _check_options(url, scheme, topology)
         if not plus:
             return _read_server(url, scheme)
@@ -79,6 +81,16 @@ def read_url(url: str) -> RedisUrl:
         return _read_sentinel(url, scheme) if topology == "sentinel" else _read_cluster(url, scheme)
     except ValueError as exc:
         raise InvalidSettings(f"--redis-url (LLAMAQ_REDIS_URL): {exc}") from exc
+
+
+def _check_login(url: str, scheme: str) -> None:
+    """Refuse a password that ends the login too early. Other errors would show a part of it."""
+    rest = url.partition("://")[2]
+    before_query, _, query = rest.partition("?")
+    names = [option.partition("=")[0] for option in query.split("&")]
+    has_host = "@" in re.split("[/?#]", rest, maxsplit=1)[0]
+    if scheme != "unix" and not has_host and any("@" in each for each in (before_query, *names)):
+        raise ValueError("in a user name or password, write %2F in place of /, %3F in place of ? and %23 in place of #")
 
 
 def _check_options(url: str, scheme: str, topology: str) -> None:

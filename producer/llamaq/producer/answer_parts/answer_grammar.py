@@ -132,7 +132,7 @@ def _combines(schema: Any) -> bool:
 def _closed(schema: Any) -> Any:
     """Return a schema whose objects have only the properties that it names, unless it has `additionalProperties`.
 
-    A small model would write further properties without end. llama-server and XGrammar, which vLLM uses, do the same.
+    A small model would write further properties without end. llama-server does the same.
     """
     if isinstance(schema, list):
         return [_closed(each) for each in schema]

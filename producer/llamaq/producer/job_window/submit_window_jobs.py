@@ -32,14 +32,15 @@ class SubmittedJobs(Generic[T]):
     """Requests that will never be accepted, and why."""
     problem: str | None = None
     """Why requests were refused. None: no request was refused."""
+    fatal: Exception | None = None
+    """The error of a request that ends the whole window. None: there is no such error."""
 
 
 async def submit_jobs(connection: QueueConnection, jobs: Sequence[WindowJob[T]]) -> SubmittedJobs[T]:
     """Submit requests. Each is accepted or refused separately. A refused request can be submitted again.
 
     Raises:
-        InvalidSettings: The workers of the queue use another number of partitions than this client.
-        RedisError: Redis refuses the commands.
+        RedisError: Redis refuses the whole round trip.
     """
     submitted: SubmittedJobs[T] = SubmittedJobs()
     encoded = await _encode(connection, jobs, submitted)
@@ -62,8 +63,8 @@ async def submit_jobs(connection: QueueConnection, jobs: Sequence[WindowJob[T]])
             submitted.problem = str(error)
         elif isinstance(error, LlamaqError) and not isinstance(error, InvalidSettings):
             submitted.failed.append((job, error))
-        elif error is not None:
-            raise error
+        else:
+            submitted.fatal = error
     return submitted
 
 

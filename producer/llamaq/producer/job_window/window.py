@@ -233,6 +233,10 @@ class JobWindow(Generic[T]):
         Returns:
             The number of submitted requests, and the reason why the others were not submitted. None: all were
             submitted.
+
+        Raises:
+            InvalidSettings: The workers of the queue use another number of partitions than this client.
+            RedisError: Redis refuses the commands.
         """
         submitted = await submit_jobs(self._connection, jobs)
         for job in submitted.accepted:
@@ -241,6 +245,8 @@ class JobWindow(Generic[T]):
             self._end(job, error)
         self._pace.count(len(submitted.accepted))
         self._waiting.put_back(submitted.refused)
+        if submitted.fatal is not None:
+            raise submitted.fatal
         return len(submitted.accepted), submitted.problem
 
     def _end(self, job: WindowJob[T], outcome: Outcome) -> None:
