@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llamaq.producer import AsyncClient, AsyncJob, FinishReason
+from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, FinishReason
 from llamaq.producer.testing import serving
 
 # Only an event loop can close its sockets. After the loop was closed, they stay open until they are garbage collected.
@@ -97,3 +97,26 @@ async def test_a_stream_that_is_read_in_a_second_loop_is_cancelled_in_its_own(
         assert (await stream.job.result()).finish_reason is FinishReason.CANCELLED
         gc.collect()
         assert caplog.records == []
+
+
+def test_a_stream_that_a_closed_loop_has_ended_does_not_look_complete_in_the_next_loop(
+    redis_url: str, queue: str
+) -> None:
+    client = AsyncClient(redis_url, queue)
+
+    async def begin() -> AsyncStream:
+        stream = await client.stream("x")
+        reading = asyncio.ensure_future(anext(stream._chunks))  # a reader that its loop interrupts
+        await asyncio.sleep(0.05)
+        reading.cancel()
+        return stream
+
+    stream = asyncio.run(begin())
+
+    async def read() -> None:
+        with pytest.raises(RuntimeError, match="belongs to another event loop"):
+            await anext(stream)
+        await stream.aclose()
+        await client.aclose()
+
+    asyncio.run(read())

@@ -51,3 +51,16 @@ def test_a_fake_worker_embeds_texts_in_several_jobs(redis_url: str, queue: str) 
     assert found == again == tuple(map(fake_embedding, texts))
     assert n_jobs == 3
     assert [one.score for one in ranking] == sorted((fake_embedding(each).score for each in texts[:5]), reverse=True)
+
+
+def test_the_job_of_an_answer_that_raises_fails_with_the_text_of_the_error(redis_url: str, queue: str) -> None:
+    def answer(_: JobRequest) -> list[str]:
+        raise AssertionError("not this prompt")
+
+    with (
+        pytest.raises(AssertionError, match="not this prompt"),
+        serving(redis_url, queue, answer),
+        Client(redis_url, queue) as client,
+        pytest.raises(JobFailed, match="not this prompt"),
+    ):
+        client.generate("x")

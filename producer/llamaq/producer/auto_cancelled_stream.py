@@ -99,7 +99,12 @@ class AsyncStream:
             return self._received.popleft()
         try:
             return await anext(self._chunks)
-        except (StopAsyncIteration, JobFailed, JobNotFound):
+        except StopAsyncIteration:
+            if asyncio.get_running_loop() is not self._loop:
+                raise RuntimeError("this stream belongs to another event loop, which has closed it") from None
+            self._has_ended = True
+            raise
+        except (JobFailed, JobNotFound):
             self._has_ended = True
             raise
         except ResultTimeout as exc:

@@ -122,7 +122,7 @@ class FakeWorker:
         *,
         vocab_hash: str = "0" * 64,
         now_ms: int = 1,
-        ttl_s: int = 60,
+        ttl_s: int = 3600,
         host: str = "localhost",
         tick_age_ms: int = 0,
     ) -> WorkerCard:
@@ -195,7 +195,8 @@ class FakeWorker:
     async def serve(self, answer: Answer) -> None:
         """Answer the jobs of the queue, one after the other, until this task is cancelled.
 
-        Each input of an embedding job has the embedding `fake_embedding`.
+        Each input of an embedding job has the embedding `fake_embedding`. If `answer` raises an error, the job fails
+        with its text, and this method raises it.
 
         Args:
             answer: Called with the request of each other job. It returns the pieces of text of the answer.
@@ -205,8 +206,13 @@ class FakeWorker:
             attempt = await self.start_next()
             if attempt.request.embed is not None:
                 await attempt.finish(embeddings=[fake_embedding(each) for each in attempt.request.embed.inputs])
-            else:
-                await attempt.answer(answer(attempt.request))
+                continue
+            try:
+                pieces = list(answer(attempt.request))
+            except Exception as exc:
+                await attempt.fail("internal", f"the answer of the fake worker failed: {exc!r}")
+                raise
+            await attempt.answer(pieces)
 
 
 class FakeAttempt:
