@@ -30,7 +30,7 @@ from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.queries.job_records import read_output
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import outbox as outbox_module
-from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
 from llamaq.worker.core.job import Job, Lease, PreparedJob
@@ -341,7 +341,7 @@ async def test_the_end_of_a_job_does_not_repeat_tokens_of_a_flush_whose_reply_wa
         await at.client.redis.hset(at.client.keys.of_job(job.id).job, "events_ttl_ms", 60_000)
         await at.put(running, 0, 1, 2)
         await at.outbox.flush()
-        next(iter(at.outbox._jobs)).n_stored = 0  # as if the connection had been cut before the reply
+        next(iter(at.outbox._jobs)).stored.n_tokens = 0  # as if the connection had been cut before the reply
         await at.put(running, 3)
         await at.end(running, 4)
         await at.outbox.flush()

@@ -15,7 +15,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import PromptProgress
 from llamaq.producer import AsyncJob
 from llamaq.worker.broker import outbox as outbox_module
-from llamaq.worker.broker.job_output_buffer import MAX_UNSENT_PROGRESS
+from llamaq.worker.broker.job_progress import MAX_UNSENT_PROGRESS
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import PromptAdvanced
 

@@ -15,11 +15,13 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
+from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.streaming.poll_schedule import LookSchedule
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
-from llamaq.worker.broker.job_output_buffer import JobProgress
+from llamaq.worker.broker.job_progress import JobProgress
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.outputs import JobEnded
 
 BROKEN = JobRejected(ErrorCode.DECODE_FAILED, "no room")
@@ -192,7 +194,8 @@ def test_only_failures_that_may_pass_are_retried(
     code: ErrorCode, retries_left: int | None, is_retried: bool, is_dead: bool
 ) -> None:
     lease: Any = None
-    progress = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=0, retries_left=retries_left)
+    attempt = Attempt(1, b"", 0, 0.0, None, 0.0, None, retries_left)
+    progress = JobProgress(lease, attempt, JobTimes())
     assert progress.retry_after(JobRejected(code, "broken")) is is_retried
     if not is_retried:
         progress.fail(JobRejected(code, "broken"))

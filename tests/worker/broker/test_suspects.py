@@ -26,7 +26,7 @@ from llamaq.worker.broker import intake as intake_module
 from llamaq.worker.broker import suspects as suspects_module
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
-from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, Lease, PreparedJob

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.worker.broker.job_output_buffer import JobProgress
+from llamaq.worker.broker.job_progress import JobProgress
 from llamaq.worker.core.job import Lease
 
 

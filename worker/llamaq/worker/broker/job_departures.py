@@ -13,12 +13,12 @@ from redis.exceptions import ResponseError
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_events import Failed
-from llamaq.common.protocol.script_types import FinishReply
+from llamaq.common.protocol.script_types import FinishReply, JobEntry
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import run_all
 from llamaq.worker.broker.engine_controls import EngineControls
-from llamaq.worker.broker.job_output_buffer import JobProgress, RetryDelay
+from llamaq.worker.broker.job_progress import JobProgress, RetryDelay
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,8 @@ class JobDepartures:
         if job.retried_error is not None:
             await self._retry(job, job.retried_error)
             return
-        accepted = await self._scripts.requeue(lease.entry, lease.attempt, self._worker_id, crashed=self.has_crashed)
+        entry = JobEntry(lease.job_id, lease.stream, lease.entry_id)
+        accepted = await self._scripts.requeue(entry, lease.attempt, self._worker_id, crashed=self.has_crashed)
         if not accepted:
             await self.drop_lost(job)
             return

@@ -27,8 +27,7 @@ from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import first_error, run_all
 from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_departures import JobDepartures
-from llamaq.worker.broker.job_output_buffer import Checkpoints, JobProgress, RetryDelay
-from llamaq.worker.broker.token_times import TokenTimes
+from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.outputs import JobEnded, NewToken, PromptAdvanced, SlotAcquired, SlotLost
@@ -157,7 +156,7 @@ class Outbox:
     def n_stored_tokens(self, job_id: str) -> int | None:
         """Return how many tokens of a job Redis has stored; None when the job is not registered."""
         job = self._jobs.get(job_id)
-        return None if job is None else job.n_stored
+        return None if job is None else job.stored.n_tokens
 
     # ---- registering jobs: called by the intake
 
@@ -174,10 +173,7 @@ class Outbox:
         """
         if (replaced := self._jobs.get(lease.job_id)) is not None:
             self._engine.release(replaced.lease)
-        progress = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=attempt.generated, times=times)
-        progress.request, progress.retries_left = attempt.request, attempt.retries_left
-        progress.token_times = TokenTimes.decode(attempt.token_times)
-        self._jobs.put(progress)
+        self._jobs.put(JobProgress(lease, attempt, times))
         if lease.partition not in self._partitions:
             self._partitions[lease.partition] = _Partition(Backoff(FIRST_BACKOFF_S, self._longest_backoff_s))
             self._partition_added.set()
@@ -209,7 +205,7 @@ class Outbox:
         """Requeue a job for other workers, and drop it in the engine, unless it has ended or its lease is lost."""
         job = self._jobs.of(lease)
         if job is not None and job.terminal_write is None and not job.must_requeue:
-            job.must_requeue = True
+            job.ask_requeue()
             self._engine.release(lease)
             self._request_flush()
 
@@ -231,14 +227,13 @@ class Outbox:
             if job is None:
                 continue  # the outbox has dropped this attempt, because its lease was lost
             if isinstance(message, NewToken):  # most messages
-                job.add(message.token, message.text, message.logprobs, message.draw_probability, message.tag_offset)
-                job.record_time(message.time_s)
+                job.add_token(message)
             elif isinstance(message, JobWithdrawn):
-                job.must_requeue = True
+                job.ask_requeue()
             elif isinstance(message, SlotAcquired):
-                job.has_started = job.has_slot = True
+                job.gain_slot()
             elif isinstance(message, SlotLost):
-                job.has_slot = False
+                job.lose_slot()
             elif isinstance(message, PromptAdvanced):
                 job.add_prompt_progress(message.progress)
             elif isinstance(message, JobEnded):
@@ -357,20 +352,16 @@ class Outbox:
         partition = self._partitions[job.lease.partition]
         unseen_s = now_s - max(job.subscriber_seen_s, partition.outage_ended_s)
         is_abandoned = job.cancel_on_disconnect and not partition.has_outage and unseen_s > self._disconnect_s
-        if (reply.code == "cancel" or is_abandoned) and not job.is_cancelling:
-            job.is_cancelling = True
+        if (reply.code == "cancel" or is_abandoned) and job.ask_cancel():
             self._engine.cancel(job.lease.job_id)
         if not reply.refusal:
-            self._set_stored(job, sent, reply.stored, now_s)
+            self._record_flush(job, sent, reply.stored, now_s)
 
-    def _set_stored(self, job: JobProgress, sent: JobFlush, n_stored: int, now_s: float) -> None:
-        """Record how many tokens Redis has stored. Tokens that a failover lost are written by the next flush."""
-        if n_stored != sent.offset + sent.count:
+    def _record_flush(self, job: JobProgress, sent: JobFlush, n_stored: int, now_s: float) -> None:
+        """Record what Redis has stored of a job. Tokens that a failover lost are written by the next flush."""
+        if not job.record_flush(sent, n_stored, now_s):
             log.warning("job.tokens_resent id=%s offset=%d stored=%d", sent.job_id, sent.offset, n_stored)
             self._request_flush()
-        else:
-            job.stored_slot = (sent.has_started, sent.has_slot)
-        job.set_stored(n_stored, now_s)
 
     async def close(self, *, crashed: bool = False) -> None:
         """Write all tokens and ends, then requeue the jobs that have not ended.
@@ -386,7 +377,7 @@ class Outbox:
         """
         self._departures.has_crashed = crashed
         for job in self._jobs:
-            job.must_requeue = True
+            job.ask_requeue()
         await run_all(self._close_partition(number) for number in self._partitions)
 
     async def _close_partition(self, number: int) -> None:

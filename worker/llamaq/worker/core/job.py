@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import priority_of
-from llamaq.common.protocol.script_types import JobEntry
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job_parts import N_LARGEST, Detokenizer, Sampler
@@ -35,11 +34,6 @@ class Lease:
     def priority(self) -> Priority:
         """The priority of the job, which may have changed since the submit."""
         return priority_of(self.stream)
-
-    @property
-    def entry(self) -> JobEntry:
-        """The entry that was read."""
-        return JobEntry(self.job_id, self.stream, self.entry_id)
 
 
 @dataclass(slots=True, eq=False)

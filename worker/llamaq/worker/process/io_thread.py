@@ -31,7 +31,7 @@ from llamaq.worker.broker.exit_when_empty import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.preparations import N_THREADS, Preparer

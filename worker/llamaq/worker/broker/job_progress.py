@@ -1,13 +1,13 @@
-"""The progress of one job: its generated tokens, how many of them Redis has stored, and what the next flush writes."""
+"""The progress of one job: its output, how much of it Redis has stored, and what the next flush writes."""
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.protocol import codec
@@ -15,13 +15,13 @@ from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.script_types import JobFlush, StoredEnd, TerminalWrite
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.script_types import Attempt, JobFlush, StoredEnd, TerminalWrite
+from llamaq.worker.broker.job_output import JobOutput
 from llamaq.worker.broker.token_times import TokenTimes
 from llamaq.worker.broker.wall_clock_timeline import timeline_of
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
-from llamaq.worker.core.outputs import JobEnded
+from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.scheduling.finished_job_stats import mode_of
 
@@ -53,58 +53,72 @@ class Checkpoints:
     """Seconds between two checkpoints."""
 
 
+class SlotUse(NamedTuple):
+    """Whether an attempt has a slot."""
+
+    has_started: bool = False
+    """Whether the attempt has a slot, or had one."""
+    has_slot: bool = False
+    """Whether the attempt has a slot now."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredState:
+    """What Redis has stored of an attempt."""
+
+    n_tokens: int
+    """Number of tokens, with those of earlier attempts."""
+    changed_s: float = field(default_factory=time.monotonic)
+    """When `n_tokens` last changed."""
+    slot: SlotUse = field(default_factory=SlotUse)
+
+
 @dataclass(slots=True, eq=False)
 class JobProgress:
-    """The generated tokens of one attempt, and how many of them Redis has stored."""
+    """The output of one attempt, how much of it Redis has stored, and how the job leaves this worker."""
 
     lease: Lease
-    checkpoints: Checkpoints | None
+    attempt: InitVar[Attempt]
+    times: JobTimes
+    encoded_request: bytes = field(init=False)
+    """The request. Empty when the job is prepared."""
+    request: JobRequest | None = field(default=None, init=False)
+    """The request. None until the job is prepared."""
+    checkpoints: Checkpoints | None = field(default=None, init=False)
     """When tokens are stored. None: every flush stores and publishes all new tokens."""
-    cancel_on_disconnect: bool
+    cancel_on_disconnect: bool = field(default=False, init=False)
     """Whether the job is cancelled when it has no subscriber."""
-    n_stored: int
-    """Tokens that Redis has stored."""
-    times: JobTimes = field(default_factory=JobTimes)
-    tokens: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """For each token, the text that the token completed. It may be empty."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """For each token, its probabilities. Empty if the job did not ask for them."""
-    draws: list[float] = field(default_factory=list)
-    """For each token, its probability in the draw. Empty if the sampler does not depend on it."""
-    tag_offsets: list[int] = field(default_factory=list)
-    """Positions in the text, in characters, of the tokens that are tags, in ascending order."""
-    text_ends: list[int] = field(default_factory=list)
-    """For each token, the number of characters of text up to and including that token."""
-    token_times: TokenTimes = field(default_factory=TokenTimes)
-    """When the tokens were generated, over all attempts."""
-    unsent_progress: tuple[bytes, ...] = ()
-    """The encoded events `prompt_progress` that are not published yet."""
-    terminal_write: TerminalWrite | None = None
-    """The terminal event of the job and its fields. None while the job runs."""
-    stats: JobStats | None = None
-    final_text: str = ""
-    """Text that was withheld until the end of the job."""
-    stored_s: float = field(default_factory=time.monotonic)
-    """When `n_stored` last changed."""
-    subscriber_seen_s: float = field(default_factory=time.monotonic)
-    """When the job last had a subscriber."""
-    is_cancelling: bool = False
-    """Whether the outbox has asked the engine thread to cancel the job."""
-    has_started: bool = False
-    """Whether the job has a slot, or had one in this attempt."""
-    has_slot: bool = False
-    """Whether the job has a slot now."""
-    stored_slot: tuple[bool, bool] = (False, False)
-    """`has_started` and `has_slot` as Redis has stored them."""
-    request: JobRequest | bytes = b""
-    """The request: encoded until the job is prepared."""
-    must_requeue: bool = False
-    """Whether the job is requeued for other workers as soon as all its tokens are stored."""
-    retries_left: int | None = None
+    retries_left: int | None = field(init=False)
     """Number of times that the job may be retried after a failure. None: it was submitted without retries."""
-    retried_error: Failed | None = None
+    output: JobOutput = field(default_factory=JobOutput, init=False)
+    """The output. Empty until the job is prepared, although earlier attempts may have stored tokens."""
+    token_times: TokenTimes = field(init=False)
+    """When the tokens were generated, over all attempts."""
+    slot: SlotUse = field(default_factory=SlotUse, init=False)
+    stored: StoredState = field(init=False)
+    unsent_progress: tuple[bytes, ...] = field(default=(), init=False)
+    """The encoded events `prompt_progress` that are not published yet."""
+    subscriber_seen_s: float = field(default_factory=time.monotonic, init=False)
+    """When the job last had a subscriber."""
+    is_cancelling: bool = field(default=False, init=False)
+    """Whether the outbox has asked the engine thread to cancel the job."""
+    must_requeue: bool = field(default=False, init=False)
+    """Whether the job is requeued for other workers as soon as all its tokens are stored."""
+    retried_error: Failed | None = field(default=None, init=False)
     """The failure after which the job is retried later, as soon as all its tokens are stored."""
+    terminal_write: TerminalWrite | None = field(default=None, init=False)
+    """The terminal event of the job and its fields. None while the job runs."""
+    final_text: str = field(default="", init=False)
+    """Text that was withheld until the end of the job."""
+    stats: JobStats | None = field(default=None, init=False)
+    """The stats of the job. None while it runs, and if it did not reach the engine."""
+
+    def __post_init__(self, attempt: Attempt) -> None:
+        self.encoded_request, self.retries_left = attempt.request, attempt.retries_left
+        self.token_times = TokenTimes.decode(attempt.token_times)
+        self.stored = StoredState(attempt.generated)
+
+    # ---- what the engine does with the job
 
     def prepare(self, prepared: PreparedJob, checkpoints: Checkpoints) -> None:
         """Record that the job is prepared.
@@ -114,104 +128,106 @@ class JobProgress:
             checkpoints: When the tokens of a job with `stream=False` are stored.
         """
         job = prepared.job
-        self.request = job.request
+        self.request, self.encoded_request = job.request, b""
         self.checkpoints = None if job.request.stream else checkpoints
         self.cancel_on_disconnect = job.request.cancel_on_disconnect
-        self.times, self.n_stored = job.times, len(job.generated_before)
-        self.tokens, self.texts, self.text_ends = [], [], []
-        for token, text in zip(job.generated_before, prepared.texts, strict=True):
-            self.add(token, text)
-        self.logprobs, self.draws = list(prepared.logprobs), list(prepared.draws)
-        self.tag_offsets = list(prepared.tag_offsets)
+        self.times = job.times
+        self.output = JobOutput.of_earlier_attempts(prepared)
+        self.stored.n_tokens = len(self.output.tokens)
 
-    def add(
-        self,
-        token: int,
-        text: str,
-        logprobs: TokenLogprobs | None = None,
-        draw_probability: float | None = None,
-        tag_offset: int | None = None,
-    ) -> None:
-        """Add a generated token, the text that the token completed, and what else the job needs of the token."""
-        self.tokens.append(token)
-        if tag_offset is not None:
-            self.tag_offsets.append(tag_offset)
-        if draw_probability is not None:
-            self.draws.append(draw_probability)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        self.texts.append(text)
-        self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
-
-    def record_time(self, time_s: float) -> None:
-        """Record when the last added token was generated, on the clock of `times`."""
-        since_s = time_s if self.times.submitted_s is None else self.times.submitted_s
-        self.token_times.add(max(0, int((time_s - since_s) * 1000)))
+    def add_token(self, new: NewToken) -> None:
+        """Add a generated token to the output."""
+        self.output.add(new.token, new.text, new.logprobs, new.draw_probability, new.tag_offset)
+        since_s = new.time_s if self.times.submitted_s is None else self.times.submitted_s
+        self.token_times.add(max(0, int((new.time_s - since_s) * 1000)))
 
     def add_prompt_progress(self, progress: PromptProgress) -> None:
         """Add an event `prompt_progress`, which the next flush publishes."""
         self.unsent_progress = (*self.unsent_progress, codec.encode_event(progress))[-MAX_UNSENT_PROGRESS:]
 
+    def gain_slot(self) -> None:
+        """Record that the job has a slot now."""
+        self.slot = SlotUse(has_started=True, has_slot=True)
+
+    def lose_slot(self) -> None:
+        """Record that the job was preempted."""
+        self.slot = SlotUse(has_started=self.slot.has_started, has_slot=False)
+
+    def ask_cancel(self) -> bool:
+        """Record that the job shall be cancelled. Returns False if that was recorded before."""
+        is_new, self.is_cancelling = not self.is_cancelling, True
+        return is_new
+
+    def ask_requeue(self) -> None:
+        """Let the job be requeued as soon as all its tokens are stored."""
+        self.must_requeue = True
+
+    # ---- flushes
+
     @property
     def can_requeue(self) -> bool:
         """Whether the job may be requeued now: all its tokens are stored, so the next worker resumes after them."""
-        return self.must_requeue and self.terminal_write is None and self.n_stored >= len(self.tokens)
+        return self.must_requeue and self.terminal_write is None and self.stored.n_tokens >= len(self.output.tokens)
 
     def has_news(self, now_s: float) -> bool:
         """Return whether the next flush has something to write for the job."""
-        if self.must_requeue or self.unsent_progress or self.stored_slot != (self.has_started, self.has_slot):
+        if self.must_requeue or self.unsent_progress or self.stored.slot != self.slot:
             return True
-        return len(self.tokens) > self.n_stored and self._is_due(now_s)
+        return len(self.output.tokens) > self.stored.n_tokens and self._is_due(now_s)
 
     def next_flush(self, now_s: float) -> JobFlush:
         """Return what the next flush writes: the tokens that are due and that Redis has not stored yet."""
-        lease, offset = self.lease, self.n_stored
-        tokens = self.tokens[offset:] if self._is_due(now_s) else []
+        lease, output, offset = self.lease, self.output, self.stored.n_tokens
+        n_new = len(output.tokens) - offset
+        if n_new < 0 or not self._is_due(now_s):
+            n_new = 0  # before the preparation, the output has no tokens of earlier attempts
         payload = b""
         # The terminal write of a job with `stream=False` contains the whole output, so no tokens event is needed.
-        if (tokens or self.final_text) and not (self.checkpoints and self.terminal_write):
-            text_offset = self.text_ends[offset - 1] if offset else 0
-            text = "".join(self.texts[offset:]) + self.final_text
-            logprobs, draws = (self.logprobs[offset:], self.draws[offset:]) if tokens else ((), ())
-            tag_offsets = self._tag_offsets_in(text_offset, text) if self.tag_offsets else ()
-            payload = codec.encode_tokens(offset, tokens, text_offset, text, logprobs, draws, tag_offsets)
+        if (n_new or self.final_text) and not (self.checkpoints and self.terminal_write):
+            payload = output.encode_from(offset, self.final_text)
+        has_started, has_slot = self.slot
         return JobFlush(
             lease.job_id,
             lease.attempt,
             lease.stream,
             lease.entry_id,
             offset,
-            len(tokens),
+            n_new,
             payload,
             publish=self.checkpoints is None,
-            has_started=self.has_started,
-            has_slot=self.has_slot,
+            has_started=has_started,
+            has_slot=has_slot,
             slot_ms=int(self.times.slot_s * 1000),
             token_times=self.token_times.encode() if payload else "",
             progress=self.unsent_progress,
         )
 
-    def _tag_offsets_in(self, text_offset: int, text: str) -> list[int]:
-        """Return the offsets of the tags that begin in this text, which is `text_offset` characters after the start."""
-        first = bisect_left(self.tag_offsets, text_offset)
-        return self.tag_offsets[first : bisect_left(self.tag_offsets, text_offset + len(text), first)]
-
     def _is_due(self, now_s: float) -> bool:
         """Whether the next flush writes the unstored tokens. Otherwise a later checkpoint writes them."""
-        if self.checkpoints is None or self.terminal_write or self.must_requeue or not self.has_slot:
+        if self.checkpoints is None or self.terminal_write or self.must_requeue or not self.slot.has_slot:
             return True  # another worker may continue a job without a slot
-        is_old = now_s - self.stored_s >= self.checkpoints.every_s
-        return is_old or len(self.tokens) - self.n_stored >= self.checkpoints.tokens
+        is_old = now_s - self.stored.changed_s >= self.checkpoints.every_s
+        return is_old or len(self.output.tokens) - self.stored.n_tokens >= self.checkpoints.tokens
 
     def drop_progress(self, sent: JobFlush) -> None:
         """Drop the events `prompt_progress` that a flush has published."""
         if sent.progress:
             self.unsent_progress = tuple(event for event in self.unsent_progress if event not in sent.progress)
 
+    def record_flush(self, sent: JobFlush, n_stored: int, now_s: float) -> bool:
+        """Record what Redis has stored after a flush. Returns whether it has all tokens that were sent."""
+        has_all = n_stored == sent.offset + sent.count
+        if has_all:
+            self.stored.slot = SlotUse(sent.has_started, sent.has_slot)
+        self.set_stored(n_stored, now_s)
+        return has_all
+
     def set_stored(self, n_stored: int, now_s: float) -> None:
         """Record how many tokens Redis has stored."""
-        if n_stored != self.n_stored:
-            self.n_stored, self.stored_s = n_stored, now_s
+        if n_stored != self.stored.n_tokens:
+            self.stored.n_tokens, self.stored.changed_s = n_stored, now_s
+
+    # ---- the end of the job
 
     def retry_after(self, error: JobRejected) -> bool:
         """Plan a retry if the failure may not happen again and a retry is left. Return whether it was planned."""
@@ -231,7 +247,9 @@ class JobProgress:
         """Return the report of this job's end for the telemetry."""
         request = self._read_request()
         stats = self.stats or JobStats(
-            generated_tokens=self.n_stored, queue_ms=round(self.times.waited_ms(time.monotonic()), 3), worker=worker
+            generated_tokens=self.stored.n_tokens,
+            queue_ms=round(self.times.waited_ms(time.monotonic()), 3),
+            worker=worker,
         )
         if self.stats is None and request is not None:
             stats = stats.model_copy(update={"mode": mode_of(request), "seed": request.seed})
@@ -247,10 +265,10 @@ class JobProgress:
 
     def _read_request(self) -> JobRequest | None:
         """Return the request. None: it cannot be decoded."""
-        if isinstance(self.request, JobRequest):
+        if self.request is not None:
             return self.request
         with suppress(InvalidRequest):
-            return codec.decode_request(self.request, len(self.request))
+            return codec.decode_request(self.encoded_request, len(self.encoded_request))
         return None
 
     def end(self, ended: JobEnded) -> None:
@@ -258,10 +276,10 @@ class JobProgress:
         if ended.error is not None and self.retry_after(ended.error):
             return
         self.final_text, self.stats = ended.text, ended.stats
-        text = "".join(self.texts) + self.final_text
+        text = self.output.text() + self.final_text
         output: dict[str, bytes | str] = {
             "output": self._encode_output(text, ended.embeddings),
-            "generated": str(len(self.tokens)),
+            "generated": str(len(self.output.tokens)),
             "token_times": self.token_times.encode(),
             "usage": _usage(ended.stats),
         }
@@ -277,7 +295,7 @@ class JobProgress:
     def _encode_output(self, text: str, embeddings: tuple[Embedding, ...] | None) -> bytes:
         if embeddings is not None:
             return codec.encode_embeddings(embeddings)
-        return codec.encode_output(text, self.tokens, self.logprobs, self._tag_offsets_in(0, text))
+        return self.output.encode_all(text)
 
 
 def _usage(stats: JobStats) -> str:
