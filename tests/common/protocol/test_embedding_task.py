@@ -61,7 +61,8 @@ def test_embeddings_are_decoded_as_they_were_encoded() -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", [5, [5], [(1, 1)], [(1, 0, ROWS)], [(1, 1, b"abc")], [(1, 3, ROWS)], [("a", 1, b"")]]
+    "damaged",
+    [5, [5], [(1, 1)], [(1, 0, ROWS)], [(1, 1, b"abc")], [(1, 3, ROWS)], [("a", 1, b"")], [(1, 1, 4)], [(1, 1, 2**62)]],
 )
 def test_damaged_embeddings_are_a_protocol_error(damaged: Any) -> None:
     with pytest.raises(ProtocolError, match="embeddings"):

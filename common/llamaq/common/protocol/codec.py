@@ -343,9 +343,10 @@ def decode_embeddings(data: bytes) -> tuple[Embedding, ...] | None:
         return None
     try:
         found = tuple(
-            Embedding(int(n_tokens), int(n_rows), bytes(rows)) for n_tokens, n_rows, rows in values["embeddings"]
+            Embedding(int(n_tokens), int(n_rows), bytes(memoryview(rows)))
+            for n_tokens, n_rows, rows in values["embeddings"]
         )
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, OverflowError) as exc:
         raise ProtocolError("embeddings is not a list of two numbers and bytes each") from exc
     if any(each.n_rows < 1 or len(each.data) % (4 * each.n_rows) for each in found):
         raise ProtocolError("embeddings: the number of bytes is not that of whole rows")

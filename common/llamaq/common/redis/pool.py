@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from itertools import islice
 from typing import Any
 
 from redis.asyncio import ConnectionPool
@@ -51,18 +52,19 @@ class BoundedPool(ConnectionPool):
         return bool(self._available_connections)
 
     async def _wait_for_turn(self) -> None:
-        while not self.can_get_connection():
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except BaseException:
-                if turn.done() and not turn.cancelled() and turn.exception() is None:
-                    self._wake_next()  # this task was cancelled after its turn had come
-                raise
-            finally:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
+        """Return when a connection is free for this command. Commands that began to wait earlier come first."""
+        if not self._waiting and self.can_get_connection():
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._wake()
+        try:
+            await turn
+        except BaseException:
+            self._waiting.remove(turn)
+            self._wake()  # another command may have the connection
+            raise
+        self._waiting.remove(turn)
 
     async def release(self, connection: AbstractConnection) -> None:
         """Take a connection back, and wake the command that has waited longest.
@@ -71,19 +73,18 @@ class BoundedPool(ConnectionPool):
         """
         self._in_use_connections.remove(connection)
         self._available_connections.append(connection)
-        self._wake_next()
+        self._wake()
 
-    def _wake_next(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
+    def _wake(self) -> None:
+        """Wake as many waiting commands as connections are free. They stay in the list until they take them."""
+        n_free = self.max_connections - len(self._in_use_connections)
+        for turn in islice(self._waiting, n_free):
             if not turn.done():
                 turn.set_result(None)
-                return
 
     def fail_waiting(self, error: RedisError) -> None:
         """Let all commands that wait for a connection fail, because the server does not answer."""
-        waiting, self._waiting = self._waiting, deque()
-        for turn in waiting:
+        for turn in self._waiting:
             if not turn.done():
                 turn.set_exception(type(error)(*error.args))
 
