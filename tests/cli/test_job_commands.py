@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -216,3 +217,10 @@ def test_a_real_process_streams_token_by_token(redis_url: str, queue: str) -> No
     asyncio.run(run())
     assert process.communicate(timeout=60)[0] == b"\n"
     assert process.returncode == 0
+
+
+def test_standard_input_that_is_not_utf_8_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert "standard input: the text is not utf-8" in failing(monkeypatch, capsys, "generate", "-")

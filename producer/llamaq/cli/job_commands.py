@@ -262,4 +262,7 @@ def _check_reason(reason: FinishReason | None) -> None:
 
 
 def _read_text(argument: str) -> str:
-    return sys.stdin.read() if argument == "-" else argument
+    try:
+        return sys.stdin.read() if argument == "-" else argument
+    except UnicodeDecodeError as exc:
+        raise InvalidRequest(f"standard input: the text is not {exc.encoding}") from exc

@@ -153,6 +153,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": ({"$dynamicRef": "#a"}, "use \\$ref"),
     "unevaluated": ({"allOf": [A_AND_B], "unevaluatedProperties": False}, "use additionalProperties"),
     "names": ({**A_AND_B, "propertyNames": {"pattern": "^a"}}, "use patternProperties"),
+    "names with two limits": ({"propertyNames": {"enum": ["a", "bb"], "maxLength": 1}}, "use patternProperties"),
+    "names that are no texts": ({"propertyNames": {"type": "integer"}}, "use patternProperties"),
     "keys that may be equal": ({"required": ["a"], "minProperties": 3}, "above 2, because a key may occur twice"),
     "beyond all digits": ({"minimum": 10**400}, "`minimum` at # is not supported beyond 9000000000000000000"),
     "no number between": ({"exclusiveMinimum": 0, "maximum": 1e-10}, "`exclusiveMinimum` at # is not supported where"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import msgpack
@@ -57,11 +58,15 @@ def test_any_bytes_decode_to_a_request_or_raise_invalid_request(data: bytes) -> 
 @example(SHORT_MAP)
 @example(LIST_AS_KEY)
 @example(HUGE_ARRAY)
+@example(msgpack.packb({"text": "", "tokens": [inf]}))
+@example(msgpack.packb({"text": "", "tokens": [1], "logprobs": [[0, [[inf, 0]]]]}))
+@example(msgpack.packb({"seed": inf, "metadata": {}}))
 def test_any_bytes_decode_to_an_event_an_output_or_a_model_or_raise_protocol_error(data: bytes) -> None:
     for decode in (
         codec.decode_event,
         codec.decode_streamed,
         codec.decode_output,
+        codec.decode_returned,
         lambda data: codec.decode_model(JobStats, data),
         lambda data: codec.decode_model(Worker, data),
     ):

@@ -172,6 +172,9 @@ def test_a_run_waits_for_the_runs_before_it_and_for_its_time(
     assert runs.cancel(third.run_id).state is RunState.CANCELLED
     with pytest.raises(InvalidRequest, match="is cancelled, so no run can wait for it"):
         runs.submit(make_run("d"), after=[third.run_id])
+    with pytest.raises(InvalidRequest, match="there is no run nothing"):
+        runs.submit(first, after=["nothing"])
+    assert runs.status(first.run_id).state is RunState.COMPLETED, "the refused submit has deleted nothing"
     runs.submit(third)
     work(rq_queue)
     assert texts(third) == expected(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -65,26 +65,30 @@ def rewrite_property_names(schema: dict[str, Any], references: References) -> di
     if isinstance(names, dict) and "$ref" in names:
         names = references.resolve(names["$ref"])
     rest = {key: value for key, value in schema.items() if key != "propertyNames"}
-    if names is True or (isinstance(names, dict) and names.keys() <= _ANNOTATIONS):
+    if names is True:
         return rest
-    if not isinstance(names, dict):
+    if not isinstance(names, dict) or "string" not in names.get("type", "string"):
         return schema
+    limits = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
+    if not limits:
+        return rest
     known = schema.get("properties")
     known = known if isinstance(known, dict) else {}
     other: Schema = schema.get("additionalProperties", {})
-    allowed = list(_allowed_names(names))
+    allowed = _allowed_names(limits)
     if allowed:
         return {**rest, "properties": {name: known.get(name, other) for name in allowed}, "additionalProperties": False}
-    pattern = _name_pattern({key: value for key, value in names.items() if key not in _ANNOTATIONS})
+    pattern = _name_pattern(limits)
     if known or pattern is None:
         return schema
     return {**rest, "patternProperties": {pattern: other}, "additionalProperties": False}
 
 
-def _allowed_names(names: dict[str, Any]) -> Iterator[str]:
-    values = [names["const"]] if "const" in names else names.get("enum")
-    if isinstance(values, list):
-        yield from (value for value in values if isinstance(value, str))
+def _allowed_names(names: dict[str, Any]) -> list[str]:
+    """Return the names that `const` or `enum` list. Empty: another keyword limits the names too."""
+    values = [names["const"]] if names.keys() == {"const"} else names.get("enum")
+    is_alone = names.keys() in ({"const"}, {"enum"}) and isinstance(values, list)
+    return [value for value in values or () if isinstance(value, str)] if is_alone else []
 
 
 def _name_pattern(names: dict[str, Any]) -> str | None:

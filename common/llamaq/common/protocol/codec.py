@@ -181,7 +181,7 @@ def decode_returned(data: bytes) -> tuple[int, dict[str, Any]]:
     values = _unpack(data, MAX_EVENT_BYTES)
     try:
         return int(values["seed"] or 0), dict(values["metadata"])
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise ProtocolError("not the returned parameters of a job") from exc
 
 
@@ -262,7 +262,7 @@ def _logprobs(values: dict[Any, Any], n_tokens: int) -> tuple[TokenLogprobs, ...
         logprobs = tuple(
             TokenLogprobs(float(own), tuple((int(token), float(other)) for token, other in top)) for own, top in found
         )
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, OverflowError) as exc:
         raise ProtocolError("logprobs is not a list of pairs of a number and a list") from exc
     if len(logprobs) != n_tokens:
         raise ProtocolError(f"there are {n_tokens} tokens, but logprobs of {len(logprobs)}")
@@ -325,7 +325,7 @@ def decode_output(data: bytes) -> TokenSpan:
         tokens = tuple(int(token) for token in values["tokens"])
         logprobs, tag_offsets = _logprobs(values, len(tokens)), _tag_offsets(values)
         return TokenSpan(0, tokens, 0, str(values["text"]), logprobs, tag_offsets=tag_offsets)
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise ProtocolError("not a job's output") from exc
 
 

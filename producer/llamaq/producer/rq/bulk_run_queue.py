@@ -107,6 +107,8 @@ class BulkQueue:
             raise InvalidRequest("at: a run that waits for other runs (after) cannot have a time too")
         self._check_can_submit(run)
         self._check_dependencies(after)
+        if Job.exists(run.run_id, connection=self.redis):  # an earlier run with this id, which has ended
+            _delete(self._job(run.run_id))
         options = _options(run, retries=retries, after=list(after), on_success=on_success, on_failure=on_failure)
         call = {"args": [_as_json(run)], "kwargs": {"queue": _named_queue(queue)}, **options}
         if at is None:
@@ -240,9 +242,7 @@ class BulkQueue:
         return [job for job in fetched if job is not None]
 
     def _check_can_submit(self, run: BulkRun) -> None:
-        """Check that no run with this id or this output waits or runs. Delete the RQ job of such a run if it has
-        ended.
-        """
+        """Check that no run with this id or this output waits or runs."""
         output = run.output.absolute()
         for other in self.runs():
             if other.state in ENDED:
@@ -251,8 +251,6 @@ class BulkQueue:
                 raise InvalidRequest(f"run {run.run_id} is already submitted, and is {other.state.value}")
             if other.output == output:
                 raise InvalidRequest(f"run {other.run_id} is {other.state.value}, and has the same output: {output}")
-        if Job.exists(run.run_id, connection=self.redis):
-            _delete(self._job(run.run_id))
 
     def _check_dependencies(self, after: Iterable[str]) -> None:
         for run_id in after:

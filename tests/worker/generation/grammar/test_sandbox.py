@@ -146,3 +146,16 @@ def test_the_process_has_no_llama_cpp_in_its_memory(sandbox: GrammarSandbox) -> 
     maps = Path(f"/proc/{sandbox._process._popen.pid}/maps").read_text()
     assert "llguidance" in maps
     assert "libllama" not in maps
+
+
+def test_a_machine_that_has_no_room_for_a_process_is_an_engine_error(
+    vocab: Vocab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sandbox_module, "_SandboxProcess", refuse)
+    sandbox = GrammarSandbox(vocab)
+    with pytest.raises(EngineError, match=r"does not start .*No space left"):
+        sandbox.compile(JobParams(grammar='root ::= "a"'))
+    sandbox.close()

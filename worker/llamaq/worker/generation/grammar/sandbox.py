@@ -119,7 +119,10 @@ class GrammarSandbox:
         """
         if self._closed.is_set():
             raise EngineError("the worker stops: it compiles no more grammars")
-        process = self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
+        try:
+            process = self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
+        except OSError as exc:
+            raise EngineError(f"the process that compiles grammars does not start ({exc})") from exc
         if self._closed.is_set():  # `close` may have looked for the process before it was started
             process.kill()
         try:
