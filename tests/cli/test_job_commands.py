@@ -223,4 +223,4 @@ def test_standard_input_that_is_not_utf_8_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
-    assert "standard input: the text is not utf-8" in failing(monkeypatch, capsys, "generate", "-")
+    assert "standard input: the text is not utf-8" in failing(monkeypatch, capsys, "generate", "-", code=2)
