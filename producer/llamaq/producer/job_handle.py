@@ -99,7 +99,7 @@ class AsyncJob:
         A waiting job finishes at once, a running job within a few ticks. The tokens generated so far are kept.
 
         Returns:
-            True if the job will be cancelled, False if it had already finished or failed.
+            True if the job was asked to end; it may still finish before. False if it had finished or failed.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.
