@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.worker.engine import abi_check
+from llamaq.worker.engine import fast_calls
 from llamaq.worker.engine.llama_bindings import LOGIT_BYTES, SUCCESS, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.engine.unused_logit_rows import return_unused_rows
@@ -45,12 +45,12 @@ def test_nothing_is_done_without_logits() -> None:
 def test_a_context_has_only_the_rows_in_memory_that_were_decoded(demo_model: Path) -> None:
     model = Model(demo_model, ModelOptions())
     context = Context(model, ContextOptions(256, 64, 64, N_SEQUENCES, 1, 1))
-    address = abi_check.get_logits(context.pointer)
+    address = fast_calls.get_logits(context.pointer)
     row_pages = -(-context.n_vocab * LOGIT_BYTES // mmap.PAGESIZE)
     assert n_pages_in_memory(address, N_SEQUENCES * context.n_vocab * LOGIT_BYTES) == 0
     context.batch.add_decode_tokens([1, 2], [0, 0], [0, 1])
     assert context.decode() == SUCCESS
-    assert abi_check.get_logits(context.pointer) == address
+    assert fast_calls.get_logits(context.pointer) == address
     assert context.logits(2).any(axis=1).all()
     assert n_pages_in_memory(address, N_SEQUENCES * context.n_vocab * LOGIT_BYTES) <= 2 * row_pages
     context.close()

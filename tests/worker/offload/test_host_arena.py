@@ -135,3 +135,17 @@ def test_slabs_that_are_not_used_any_more_are_freed(monkeypatch: pytest.MonkeyPa
     assert bytes(kept) == b"k" * len(kept)
     assert allocate(arena) is not None
     arena.close()
+
+
+def test_an_arena_that_gets_no_memory_says_so_once_and_does_not_try_again(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", refuse)
+    assert allocate(arena) is None
+    wait_until(lambda: "cache.host_memory_exhausted" in caplog.text)
+    assert allocate(arena) is None
+    arena.close()
+    assert caplog.text.count("cache.host_memory_exhausted") == 1

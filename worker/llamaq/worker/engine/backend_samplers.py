@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.worker.core.job_parts import N_LARGEST
-from llamaq.worker.engine import abi_check
+from llamaq.worker.engine import fast_calls
 from llamaq.worker.engine.llama_bindings import Context
 
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -68,8 +68,8 @@ class BackendSamplers:
 
         A device that cannot run the chain computes the batch without it, and reports no error.
         """
-        abi_check.get_logits(self._context.pointer)  # waits
-        return int(abi_check.get_sampled_logits_count(self._context.pointer, -1)) == self._n_largest
+        fast_calls.get_logits(self._context.pointer)  # waits
+        return int(fast_calls.get_sampled_logits_count(self._context.pointer, -1)) == self._n_largest
 
     def rows(self, seq_ids: Sequence[int]) -> Iterator[Logits | LargestLogits]:
         """Return what the last decode computed for each row.
@@ -89,8 +89,8 @@ class BackendSamplers:
 
     def _largest(self, index: int) -> LargestLogits:
         """Return the largest logits of a row. The last row has the index -1."""
-        tokens = abi_check.get_sampled_candidates(self._context.pointer, index)
-        logits = abi_check.get_sampled_logits(self._context.pointer, index)
+        tokens = fast_calls.get_sampled_candidates(self._context.pointer, index)
+        logits = fast_calls.get_sampled_logits(self._context.pointer, index)
         return LargestLogits(
             np.frombuffer(self._token_row.from_address(tokens), np.int32),
             np.frombuffer(self._logit_row.from_address(logits), np.float32),

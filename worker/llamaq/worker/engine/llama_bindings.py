@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ModelError
 from llamaq.common.protocol.embedding_task import Pooling
-from llamaq.worker.engine import abi_check
+from llamaq.worker.engine import fast_calls
+from llamaq.worker.engine.abi_check import check_abi
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.engine.log_line_joiner import LogLineJoiner
 from llamaq.worker.engine.token_batch import TokenBatch
@@ -57,7 +58,7 @@ class Model:
     """
 
     def __init__(self, path: Path, options: ModelOptions) -> None:
-        abi_check.check_abi()
+        check_abi()
         _route_log()
         options.init_backend()
         if options.split_mode == "none" and not has_gpu():
@@ -164,7 +165,7 @@ class Context:
         self.n_seq_max: int = llama_cpp.llama_n_seq_max(self.pointer)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
         if not options.embeddings and not has_gpu():  # with a GPU, the rows may be in memory that its driver manages
-            return_unused_rows(abi_check.get_logits(self.pointer), self.n_seq_max * self.n_vocab * LOGIT_BYTES)
+            return_unused_rows(fast_calls.get_logits(self.pointer), self.n_seq_max * self.n_vocab * LOGIT_BYTES)
         self.n_embd = model.n_embd
         self.cells_per_sequence: int = llama_cpp.llama_n_ctx_seq(self.pointer)
         self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
@@ -210,7 +211,7 @@ class Context:
         Raises:
             EngineError: llama.cpp has no logits.
         """
-        address = abi_check.get_logits(self.pointer)
+        address = fast_calls.get_logits(self.pointer)
         if not address:
             raise EngineError("llama.cpp has no logits for the last batch")
         row_type: Any = ctypes.c_float * (n_rows * self.n_vocab)
@@ -234,7 +235,7 @@ class Context:
         Raises:
             EngineError: llama.cpp has no embeddings.
         """
-        rows = _floats_at(abi_check.get_embeddings(self.pointer), n_tokens * self.n_embd)
+        rows = _floats_at(fast_calls.get_embeddings(self.pointer), n_tokens * self.n_embd)
         return rows.reshape(n_tokens, self.n_embd)
 
     def sequence_embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
@@ -247,23 +248,23 @@ class Context:
             EngineError: llama.cpp has no embedding of this sequence.
         """
         n_values = 1 if self.pooling is Pooling.RANK else self.n_embd
-        return _floats_at(abi_check.get_embeddings_seq(self.pointer, seq_id), n_values)
+        return _floats_at(fast_calls.get_embeddings_seq(self.pointer, seq_id), n_values)
 
     def clear(self) -> None:
         """Remove all sequences."""
         if self._memory:  # a model like BERT has no memory
-            abi_check.clear_memory(self._memory, False)
+            fast_calls.clear_memory(self._memory, False)
 
     def remove(self, seq_id: int, start: int) -> bool:
         """Remove a sequence's cells from position `start` on. True does not prove success: check `last_position`."""
-        return bool(abi_check.seq_rm(self._memory, seq_id, start, -1))
+        return bool(fast_calls.seq_rm(self._memory, seq_id, start, -1))
 
     def share(self, source: int, target: int, start: int, end: int) -> None:
         """Add the cells [start, end) of `source` to `target` without copying. Recurrent state is copied as a whole.
 
         With one stream per sequence, llama_memory_seq_cp aborts on a partial copy: use `copy_stream`.
         """
-        abi_check.seq_cp(self._memory, source, target, start, end)
+        fast_calls.seq_cp(self._memory, source, target, start, end)
 
     def copy_stream(self, source: int, target: int) -> None:
         """Replace the stream of `target` by a copy of the stream of `source`.
@@ -271,11 +272,11 @@ class Context:
         llama.cpp copies the positions immediately, and the data in the next decode.
         """
         self.pending_copies.append((source, target))
-        abi_check.seq_cp(self._memory, source, target, -1, -1)
+        fast_calls.seq_cp(self._memory, source, target, -1, -1)
 
     def state_size(self, seq_id: int) -> int:
         """Return the number of bytes that `write_state` needs for a sequence."""
-        size: int = abi_check.state_size(self.pointer, seq_id)
+        size: int = fast_calls.state_size(self.pointer, seq_id)
         return size
 
     def write_state(self, seq_id: int, address: int, size: int) -> int:
@@ -284,7 +285,7 @@ class Context:
         Returns:
             The number of bytes written, 0 if llama.cpp fails.
         """
-        written: int = abi_check.state_get(self.pointer, address, size, seq_id)
+        written: int = fast_calls.state_get(self.pointer, address, size, seq_id)
         return written
 
     def read_state(self, seq_id: int, address: int, size: int) -> int:
@@ -294,17 +295,17 @@ class Context:
             The number of bytes read, 0 if llama.cpp fails. After a failure the cells of the sequence are undefined:
             remove them.
         """
-        read: int = abi_check.state_set(self.pointer, address, size, seq_id)
+        read: int = fast_calls.state_set(self.pointer, address, size, seq_id)
         return read
 
     def first_position(self, seq_id: int) -> int:
         """Return the lowest position of a sequence that is in KV memory, -1 if the sequence is empty."""
-        position: int = abi_check.seq_pos_min(self._memory, seq_id)
+        position: int = fast_calls.seq_pos_min(self._memory, seq_id)
         return position
 
     def last_position(self, seq_id: int) -> int:
         """Return the highest position of a sequence that is in KV memory, -1 if the sequence is empty."""
-        position: int = abi_check.seq_pos_max(self._memory, seq_id)
+        position: int = fast_calls.seq_pos_max(self._memory, seq_id)
         return position
 
     def close(self) -> None:

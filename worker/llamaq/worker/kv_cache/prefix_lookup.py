@@ -69,7 +69,8 @@ class Candidate:
 
     job: Job
     hit: PrefixHit
-    """The reusable prefix. `KvMemory.make_room` replaces this hit when it evicts the matched entry."""
+    """The reusable prefix. `KvMemory.make_room` replaces it when a later lookup finds another one, and when the matched
+    entry is evicted."""
 
 
 class PrefixLookup:

@@ -118,7 +118,7 @@ class EmbeddedRedis:
         """
         self._spawn()
         try:
-            while not self._is_started():
+            while not self._poll_start():
                 time.sleep(POLL_S)
         except EmbeddedRedisError:
             self.stop()
@@ -144,7 +144,7 @@ class EmbeddedRedis:
     def _check_restart(self) -> None:
         """Check a server that was restarted and has not answered yet."""
         try:
-            if self._is_started():
+            if self._poll_start():
                 self._n_failed_restarts = 0
         except EmbeddedRedisError as exc:
             self._n_failed_restarts += 1
@@ -175,8 +175,8 @@ class EmbeddedRedis:
         self._started_s = time.monotonic()
         self._start_deadline_s = self._started_s + START_TIMEOUT_S
 
-    def _is_started(self) -> bool:
-        """Whether the started process answers. A process that does not answer in time is killed.
+    def _poll_start(self) -> bool:
+        """Return whether the started process answers. A process that does not answer in time is killed.
 
         Raises:
             EmbeddedRedisError: The process has ended.

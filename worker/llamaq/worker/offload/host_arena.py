@@ -8,6 +8,7 @@ has them.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.worker.offload.single_thread_executor import BackgroundThread
+
+log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 SLAB_BYTES = 64 * 2**20
@@ -110,7 +113,11 @@ class HostArena:
 
     def _allocate_slab(self, n_buffers: int) -> None:
         """Allocate a slab and add its buffers one by one. After a `MemoryError` the arena does not grow any more."""
-        memory = np.empty((n_buffers, self._buffer_bytes), np.uint8)
+        try:
+            memory = np.empty((n_buffers, self._buffer_bytes), np.uint8)
+        except MemoryError:  # `_is_growing` stays set, so that nothing tries it again
+            log.warning("cache.host_memory_exhausted bytes=%d: the cache in host memory does not grow", self.n_bytes)
+            return
         slab = _Slab(n_buffers, memory.nbytes)
         self._slabs.append(slab)
         for buffer in memory:

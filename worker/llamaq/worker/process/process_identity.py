@@ -14,6 +14,11 @@ ENDED_STATES = frozenset("ZX")
 """States in `/proc/PID/stat` of a process that has ended and that its parent has not waited for."""
 
 
+def make_worker_id(pid: int, token: str) -> str:
+    """Return the id of the worker in the process `pid` of this host. `token` differs when a `pid` is used again."""
+    return f"{socket.gethostname()}-{pid}-{token}"
+
+
 class ProcessIdentity(TypedDict):
     """The fields of `WorkerCard` that identify a process. No two processes have the same values of all these fields."""
 

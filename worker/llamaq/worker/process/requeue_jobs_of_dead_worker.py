@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -30,11 +29,6 @@ from llamaq.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
-
-
-def make_worker_id(pid: int, token: str) -> str:
-    """Return the id of the worker in the process `pid` of this host. `token` differs when a `pid` is used again."""
-    return f"{socket.gethostname()}-{pid}-{token}"
 
 
 def release_in_background(settings: WorkerSettings, worker_id: str) -> threading.Thread:

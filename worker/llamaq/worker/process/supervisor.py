@@ -22,7 +22,8 @@ from llamaq.common.backoff import Backoff
 from llamaq.common.errors import LlamaqError
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.hang_detection_pipe import LivenessReader
-from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S, make_worker_id, release_in_background
+from llamaq.worker.process.process_identity import make_worker_id
+from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S, release_in_background
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -38,8 +38,8 @@ from llamaq.worker.process.job_spans import span_hooks
 from llamaq.worker.process.model_fingerprint import fingerprint_model
 from llamaq.worker.process.model_parts_interface import ModelParts
 from llamaq.worker.process.own_metrics import bind_metrics_server
-from llamaq.worker.process.process_identity import identify_this_process
-from llamaq.worker.process.requeue_jobs_of_dead_worker import make_worker_id, release_dead_neighbours
+from llamaq.worker.process.process_identity import identify_this_process, make_worker_id
+from llamaq.worker.process.requeue_jobs_of_dead_worker import release_dead_neighbours
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class WorkerProcess:
         self._watch = watch
         self._n_signals = 0
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
+        # Before the model is loaded, so that a port in use is reported at once.
         self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.is_alive)
         self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text)
         if settings.embeddings:
