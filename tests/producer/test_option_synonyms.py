@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llamaq.common.protocol.job_request import JobRequest
@@ -114,3 +115,9 @@ def test_messages_that_are_no_list_are_refused() -> None:
     ):
         with pytest.raises(InvalidRequest, match=error):
             built(messages=messages)
+
+
+async def test_an_array_of_token_ids_is_a_prompt() -> None:
+    request = await build_request({}, tokens=np.array([1, 2, 3]))
+    assert request.tokens == (1, 2, 3)
+    assert {type(token) for token in request.tokens} == {int}

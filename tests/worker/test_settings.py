@@ -31,7 +31,7 @@ def test_without_flags_and_variables_all_settings_are_defaults() -> None:
     assert settings == WorkerSettings()
     assert settings.model_fields_set == set()
     assert (settings.queue, settings.n_ctx, settings.model) == ("default", 8192, None)
-    assert settings.n_threads == usable_cores()
+    assert (settings.n_threads, settings.n_threads_alone) == (None, usable_cores())
 
 
 def test_flags_win_over_variables_over_the_file_over_defaults(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

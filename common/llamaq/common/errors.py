@@ -325,7 +325,7 @@ class JobNotFound(LlamaqError, KeyError):
         self.job_id = job_id
 
     def __str__(self) -> str:
-        return f"no job {self.job_id!r}: the id is wrong, or its result has expired (result_ttl_s)"
+        return f"no job {self.job_id!r}: the id is wrong, its result has expired (result_ttl_s), or Redis has lost it"
 
 
 class DeadLetterNotFound(LlamaqError, KeyError):

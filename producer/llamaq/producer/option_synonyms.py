@@ -67,7 +67,7 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
         name = SYNONYMS.get(written, written)
         if name not in JobRequest.model_fields:
             raise InvalidRequest(f"{written}: there is no such option{_hint(written)}")
-        if value is None or (value == -1 and name in UNSET_BY_MINUS_ONE and not isinstance(value, bool)):
+        if value is None or (name in UNSET_BY_MINUS_ONE and not isinstance(value, bool) and value == -1):
             continue
         if name in given and given[name] != value:
             raise InvalidRequest(

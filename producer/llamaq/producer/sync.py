@@ -402,8 +402,8 @@ class Client(BlockingClient):
     def jobs(
         self,
         *,
-        state: JobState | None = None,
-        priority: Priority | None = None,
+        state: JobState | Literal["queued", "running"] | None = None,
+        priority: Priority | Literal["interactive", "bulk"] | None = None,
         older_than_s: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
         tenant: str | None = None,
@@ -432,7 +432,7 @@ class Client(BlockingClient):
     def purge(
         self,
         *,
-        priority: Priority | None = None,
+        priority: Priority | Literal["interactive", "bulk"] | None = None,
         older_than_s: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
         tenant: str | None = None,

@@ -17,6 +17,7 @@ from llamaq.producer import (
     Job,
     JobFailed,
     JobStatus,
+    JobSummary,
     Message,
     Priority,
     QueueDepth,
@@ -57,6 +58,8 @@ def blocking(client: Client) -> Iterator[str]:
     assert_type(client.stream("x").text(), Generator[str, None, None])
     assert_type(client.stream("x").job.result(), Result)
     assert_type(client.cancel(job.id), bool)
+    assert_type(client.jobs(state="queued", priority="interactive"), tuple[JobSummary, ...])
+    assert_type(client.purge(priority="bulk"), tuple[str, ...])
     assert_type(client.queue_depth(), QueueDepth)
     assert_type(client.workers(), tuple[Worker, ...])
     assert_type(client.stats(), QueueStats)

@@ -67,19 +67,19 @@ class EmbeddingTask(StrictModel):
         "fit into one batch of the worker.",
     )
     query: str | None = Field(
-        None,
+        default=None,
         description="If set, the inputs are documents, and the job computes a score of each of them for this query. "
         "Needs a worker with the pooling `rank`.",
     )
     dimensions: int | None = Field(
-        None,
+        default=None,
         ge=1,
         le=MAX_DIMENSIONS,
         description="Number of values of each embedding that are returned, from the first on. If not set: all. Use it "
         "only with models that were trained for it.",
     )
     normalization: Normalization = Field(
-        Normalization.EUCLIDEAN,
+        default=Normalization.EUCLIDEAN,
         description="How embeddings are scaled: `euclidean`, `taxicab`, `max_absolute` or `none`. With `dimensions`, "
         "the shortened embedding is scaled.",
     )

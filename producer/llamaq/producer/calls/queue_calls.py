@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -57,8 +58,8 @@ class QueueCalls(ClientCalls):
     async def jobs(
         self,
         *,
-        state: JobState | None = None,
-        priority: Priority | None = None,
+        state: JobState | Literal["queued", "running"] | None = None,
+        priority: Priority | Literal["interactive", "bulk"] | None = None,
         older_than_s: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
         tenant: str | None = None,
@@ -84,7 +85,7 @@ class QueueCalls(ClientCalls):
     async def purge(
         self,
         *,
-        priority: Priority | None = None,
+        priority: Priority | Literal["interactive", "bulk"] | None = None,
         older_than_s: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
         tenant: str | None = None,

@@ -63,8 +63,8 @@ class JobFilter(StrictModel):
 
 
 def build_filter(
-    state: JobState | None,
-    priority: Priority | None,
+    state: JobState | str | None,
+    priority: Priority | str | None,
     older_than_s: float | None,
     metadata: Mapping[str, JsonValue] | None,
     tenant: str | None,
