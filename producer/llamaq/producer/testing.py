@@ -210,7 +210,8 @@ class FakeWorker:
             try:
                 pieces = list(answer(attempt.request))
             except Exception as exc:
-                await attempt.fail("internal", f"the answer of the fake worker failed: {exc!r}")
+                with suppress(asyncio.CancelledError):  # the caller gets the error in any case
+                    await attempt.fail("internal", f"the answer of the fake worker failed: {exc!r}")
                 raise
             await attempt.answer(pieces)
 
@@ -393,10 +394,10 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
             stopped = asyncio.create_task(stopping.wait())
             ready.set_result(None)
             await asyncio.wait([answering, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                stopped.cancel()
-                answering.result()
+            stopped.cancel()
             await cancel_tasks(answering)
+            if not answering.cancelled():
+                answering.result()
 
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
