@@ -19,8 +19,6 @@ from llamaq.worker.process.core_sharing import IDLE_CHECKS, Announcement, CoreSh
 from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.settings import WorkerSettings, load_settings
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets exist on Linux only")
-
 ANNOUNCE_AND_WAIT = """
 import socket, sys
 announcement = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

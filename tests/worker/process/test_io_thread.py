@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
 import redis
 from tests.support.ports import HOST
+from tests.support.redis_servers import wait_until
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.keys import Keys
@@ -59,14 +59,6 @@ def served(url: str, queue: str) -> Iterator[IoThread]:
         io_thread.close()
 
 
-def eventually(is_true: Callable[[], bool]) -> bool:
-    """Return whether something becomes true soon."""
-    until_s = time.monotonic() + SOON_S
-    while not is_true() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    return is_true()
-
-
 def test_a_worker_that_is_stopped_before_its_thread_runs_does_not_wait_for_redis(free_port: int) -> None:
     io_thread = io_thread_of(f"redis://{HOST}:{free_port}/0", "queue")
     io_thread.stop_intake()
@@ -88,6 +80,6 @@ def test_a_worker_whose_stats_redis_refuses_logs_that_and_is_not_listed_after_it
             server.set(Keys().stats(queue), "overwritten by another client")
             with pytest.raises(JobFailed):
                 client.generate("hello")
-            assert eventually(lambda: "stats.redis_error" in caplog.text)
+            wait_until(lambda: "stats.redis_error" in caplog.text, "the outage in the log", SOON_S)
         assert client.workers() == ()
         assert not server.exists(Keys().worker(queue))

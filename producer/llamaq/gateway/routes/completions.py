@@ -40,7 +40,7 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
     fields = await read_object(request)
     client = await queue_for(request, read_model(fields), is_kept=read_flag(fields, "store"))
     asked = await PreparedCompletion.read(context.models, client, endpoint, fields)
-    # The client of a stream knows the id of its job. Nobody could read another answer.
+    # The first chunk of a stream tells its client the id of the job. A client without this id cannot read the result.
     is_kept = asked.body.is_stored and asked.body.is_streamed
     generation = generation_for(request, client, asked.jobs, is_kept=is_kept)
     async with explaining_long_prompts(context, generation):
