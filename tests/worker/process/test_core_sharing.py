@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,17 +13,22 @@ from typing import Any
 
 import llama_cpp
 import pytest
+from tests.support.redis_servers import wait_until
 
 from llamaq.worker.engine.llama_bindings import Context
 from llamaq.worker.plugins import load_strategy
+from llamaq.worker.process import core_sharing
 from llamaq.worker.process.core_sharing import IDLE_CHECKS, Announcement, CoreSharing, share_cores
 from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.settings import WorkerSettings, load_settings
 
+CPUS = range(8)
 ANNOUNCE_AND_WAIT = """
-import socket, sys
-announcement = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-announcement.bind("\\0" + sys.argv[1] + "another-process")
+import sys
+from llamaq.worker.process import core_sharing
+from llamaq.worker.process.core_sharing import Announcement
+announcement = Announcement([0], sys.argv[1])
+announcement.set_computing(True)
 print("announced", flush=True)
 sys.stdin.read()
 """
@@ -44,7 +50,7 @@ class SharingWorker:
 
     def __init__(self, prefix: str) -> None:
         self.engine_thread = EngineThread()
-        self.announcement = Announcement(prefix)
+        self.announcement = Announcement(CPUS, prefix)
         self.n_threads: list[int] = []
         self.sharing = CoreSharing(
             self.announcement,
@@ -63,7 +69,7 @@ def prefix() -> str:
 
 def test_a_worker_takes_its_share_while_others_compute(prefix: str) -> None:
     worker = SharingWorker(prefix)
-    others = [Announcement(prefix) for _ in range(2)]
+    others = [Announcement(CPUS, prefix) for _ in range(2)]
     worker.sharing.check()
     assert worker.n_threads == []
     for other, n_threads in zip(others, (4, 2), strict=True):
@@ -78,7 +84,7 @@ def test_a_worker_takes_its_share_while_others_compute(prefix: str) -> None:
 
 def test_a_worker_keeps_one_thread_among_many(prefix: str) -> None:
     worker = SharingWorker(prefix)
-    others = [Announcement(prefix) for _ in range(20)]
+    others = [Announcement(CPUS, prefix) for _ in range(20)]
     for other in others:
         other.set_computing(True)
     worker.sharing.check()
@@ -88,10 +94,12 @@ def test_a_worker_keeps_one_thread_among_many(prefix: str) -> None:
 
 
 def test_a_worker_computes_during_a_long_tick_and_after_short_ones(prefix: str) -> None:
-    worker, observer = SharingWorker(prefix), Announcement(prefix)
+    worker, observer = SharingWorker(prefix), Announcement(CPUS, prefix)
     worker.sharing.check()
     assert observer.n_others() == 0
-    worker.engine_thread.is_idle = False  # in the first tick, which is not counted yet
+    worker.engine_thread.is_idle = False  # woken up for a moment, or in the first tick, which is not counted yet
+    worker.sharing.check()
+    assert observer.n_others() == 0
     worker.sharing.check()
     assert observer.n_others() == 1
     worker.engine_thread.is_idle = True
@@ -103,9 +111,48 @@ def test_a_worker_computes_during_a_long_tick_and_after_short_ones(prefix: str) 
     assert observer.n_others() == 0
 
 
+def test_workers_on_other_cpus_do_not_count(prefix: str) -> None:
+    low, high, both = Announcement([0, 1], prefix), Announcement([2, 3], prefix), Announcement(range(4), prefix)
+    low.set_computing(True)
+    assert [each.n_others() for each in (low, high, both)] == [0, 0, 1]
+    high.set_computing(True)
+    assert [each.n_others() for each in (low, high, both)] == [0, 0, 2]
+    low.set_computing(False)
+    assert both.n_others() == 1
+    high.set_computing(False)
+
+
+def test_a_name_that_cannot_be_published_is_tried_again(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(socket.socket):
+        def bind(self, _: object) -> None:
+            raise OSError(24, "Too many open files")
+
+    worker, observer = SharingWorker(prefix), Announcement(CPUS, prefix)
+    worker.engine_thread.n_ticks = 1
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Refusing)
+        with pytest.raises(OSError, match="Too many open files"):
+            worker.sharing.check()
+    assert worker.announcement.n_others() == 0
+    worker.engine_thread.n_ticks = 2
+    worker.sharing.check()
+    assert (worker.announcement.n_others(), observer.n_others()) == (0, 1)
+    worker.announcement.set_computing(False)
+
+
+def test_the_thread_announces_and_withdraws(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_sharing, "CHECK_EVERY_S", 0.001)
+    worker, observer = SharingWorker(prefix), Announcement(CPUS, prefix)
+    with worker.sharing:
+        worker.engine_thread.is_idle = False
+        wait_until(lambda: observer.n_others() == 1, "the announcement")
+        worker.engine_thread.is_idle = True
+        wait_until(lambda: observer.n_others() == 0, "its end, after some checks without work")
+
+
 @pytest.mark.starts_processes
 def test_the_announcement_of_a_worker_ends_with_its_process(prefix: str) -> None:
-    observer = Announcement(prefix)
+    observer = Announcement(CPUS, prefix)
     arguments = [sys.executable, "-c", ANNOUNCE_AND_WAIT, prefix]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -117,7 +164,7 @@ def test_the_announcement_of_a_worker_ends_with_its_process(prefix: str) -> None
 
 
 def test_the_end_of_the_context_withdraws_the_announcement(prefix: str) -> None:
-    worker, observer = SharingWorker(prefix), Announcement(prefix)
+    worker, observer = SharingWorker(prefix), Announcement(CPUS, prefix)
     with worker.sharing:
         worker.announcement.set_computing(True)
     assert observer.n_others() == 0

@@ -182,6 +182,15 @@ def test_a_longer_block_takes_the_room_of_the_block_that_it_replaces() -> None:
     store.check_integrity()
 
 
+def test_a_longer_block_on_disk_takes_the_room_of_the_block_that_it_replaces() -> None:
+    store = BlockStore(64, 0, file_bytes(1) + file_bytes(2), can_cut=True)
+    insert_blocks(store, [9])
+    insert_blocks(store, [1])
+    assert insert_blocks(store, [1, 2]) is not None
+    assert [n_matched(store, query) for query in ([1, 2], [9])] == [2, 1]
+    store.check_integrity()
+
+
 def test_a_block_beside_pinned_ones_that_leave_no_room_in_host_memory_is_stored_on_disk() -> None:
     store = BlockStore(64, room_for(2), ROOMY, can_cut=True)
     insert_blocks(store, [9])

@@ -4,19 +4,21 @@ In each step, the threads of llama.cpp wait actively for each other many times. 
 threads than cores, a waiting thread keeps the thread that it waits for off its core. Two workers with two threads each
 on two cores then generate a tenth of the tokens that they generate with one thread each.
 
-A worker that computes announces it by a name in the abstract namespace of Unix sockets. The kernel lists these names in
-a file and removes them when their process ends. Containers with their own network do not see each other's names.
+A worker that computes announces it by a name in the abstract namespace of Unix sockets. The name contains the CPUs that
+the worker may use. The kernel lists these names in a file and removes them when their process ends. Containers with
+their own network do not see each other's names.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -51,29 +53,43 @@ class EngineThread(Protocol):
 class Announcement:
     """Tells the other workers of this host whether this worker computes, and counts those that do."""
 
-    def __init__(self, prefix: str = NAME_PREFIX) -> None:
+    def __init__(self, cpus: Iterable[int], prefix: str = NAME_PREFIX) -> None:
         """Create the announcement of one worker, which does not compute yet.
 
         Args:
-            prefix: First part of the names of all workers that share the cores.
+            cpus: The numbers of the CPUs that this worker may use.
+            prefix: First part of the names of all workers.
         """
+        self._cpus = sum(1 << cpu for cpu in cpus)
         self._prefix = prefix
-        self._name = f"\0{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+        self._names = re.compile(rf" @{re.escape(prefix)}([0-9a-f]+)/(\w+)$".encode(), re.MULTILINE)
+        self._own_token = ""
+        """The last part of the own name."""
         self._socket: socket.socket | None = None
 
     def set_computing(self, is_computing: bool) -> None:
-        """Publish whether this worker computes."""
+        """Publish whether this worker computes.
+
+        Raises:
+            OSError: The name cannot be published now.
+        """
         if is_computing and self._socket is None:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.bind(self._name)
+            self._own_token = secrets.token_hex(8)  # a forked child of this process may still hold the last name
+            announced = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                announced.bind(f"\0{self._prefix}{self._cpus:x}/{self._own_token}")
+            except OSError:
+                announced.close()
+                raise
+            self._socket = announced
         elif not is_computing and self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def n_others(self) -> int:
-        """Return the number of other workers that compute."""
-        n_computing = UNIX_SOCKETS.read_bytes().count(f" @{self._prefix}".encode())
-        return n_computing - (self._socket is not None)
+        """Return the number of other workers that compute on CPUs of this worker."""
+        found = self._names.findall(UNIX_SOCKETS.read_bytes())
+        return sum(bool(int(cpus, 16) & self._cpus) and token.decode() != self._own_token for cpus, token in found)
 
 
 class CoreSharing:
@@ -104,6 +120,8 @@ class CoreSharing:
         self._n_cores = n_cores
         self._n_ticks = count_ticks()
         self._n_idle_checks = IDLE_CHECKS
+        self._was_idle = True
+        """Whether the engine thread was idle in the last check."""
         self.n_threads = n_cores
         """The number of threads that the engine has, or will have in its next tick."""
         self._has_ended = threading.Event()
@@ -139,9 +157,13 @@ class CoreSharing:
             self._engine_thread.call(partial(self._set_n_threads, n_threads))
 
     def _has_computed(self) -> bool:
-        """Return whether the engine thread computes now, or has computed since the last check."""
+        """Return whether the engine thread has computed since the last check, or is in a tick that began before it.
+
+        An idle engine thread wakes up for a moment each second, so one check does not show that it computes.
+        """
         n_ticks_before, self._n_ticks = self._n_ticks, self._count_ticks()
-        return self._n_ticks > n_ticks_before or not self._engine_thread.is_idle
+        was_idle, self._was_idle = self._was_idle, self._engine_thread.is_idle
+        return self._n_ticks > n_ticks_before or not (was_idle or self._was_idle)
 
 
 def share_cores(
@@ -161,4 +183,5 @@ def share_cores(
     n_cores = settings.n_threads_alone
     if settings.n_threads is not None or n_cores == 1 or sys.platform != "linux":
         return nullcontext()
-    return CoreSharing(Announcement(), engine_thread, set_n_threads, count_ticks=count_ticks, n_cores=n_cores)
+    announcement = Announcement(os.sched_getaffinity(0))
+    return CoreSharing(announcement, engine_thread, set_n_threads, count_ticks=count_ticks, n_cores=n_cores)

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
@@ -108,7 +109,20 @@ class GrammarSandbox:
         """Start the process before the first grammar, so that this grammar does not wait for it."""
         with self._process_lock:
             if not self._starter.finished.is_set():  # `close` sets it
-                self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
+                with suppress(EngineError):  # the first grammar tries it again
+                    self._ensure_process()
+
+    def _ensure_process(self) -> _SandboxProcess:
+        """Return the process, and start it if there is none.
+
+        Raises:
+            EngineError: The process does not start.
+        """
+        try:
+            self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
+        except OSError as exc:
+            raise EngineError(f"the process that compiles grammars does not start ({exc})") from exc
+        return self._process
 
     def _run_trial(self, trial: str) -> str | JobRejected:
         """Return the result of a trial. A process that fails is replaced in the next trial.
@@ -119,10 +133,7 @@ class GrammarSandbox:
         """
         if self._closed.is_set():
             raise EngineError("the worker stops: it compiles no more grammars")
-        try:
-            process = self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
-        except OSError as exc:
-            raise EngineError(f"the process that compiles grammars does not start ({exc})") from exc
+        process = self._ensure_process()
         if self._closed.is_set():  # `close` may have looked for the process before it was started
             process.kill()
         try:
@@ -160,10 +171,19 @@ class _SandboxProcess:
     def __init__(self, vocab: GrammarVocabulary, timeout_s: float) -> None:
         self.has_started = False
         self._socket, process_socket = socket.socketpair()
+        try:
+            self._popen = self._start(vocab, timeout_s, process_socket)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def _start(
+        self, vocab: GrammarVocabulary, timeout_s: float, process_socket: socket.socket
+    ) -> subprocess.Popen[bytes]:
         with process_socket, tempfile.TemporaryFile() as file:
             file.write(pack_vocabulary(vocab))
             file.seek(0)
-            self._popen = subprocess.Popen(
+            return subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "llamaq.worker.generation.grammar.sandbox_process"),
                     *(str(file.fileno()), str(timeout_s)),

@@ -138,7 +138,7 @@ class BlockStore:
         if block in self and block.data is None and len(data) == block.n_bytes:
             self._touch(block)
             if self._put_in_host(block, data):
-                self._evict_until_host_fits(block)
+                self._evict_until_host_fits()
 
     def mark_file_lost(self, block: Block) -> None:
         """Remove the files of the block and its descendants, because the block's file is missing or invalid.
@@ -213,10 +213,8 @@ class BlockStore:
         block = self._tree.add(parent, namespace, tokens, len(data))
         if self._put_in_host(block, data):
             self._remove_superseded(block)  # before other blocks are evicted, because their room may be enough
-            self._evict_until_host_fits(block)
-        elif self._put_on_disk(block, data):
-            self._remove_superseded(block)
-        else:
+            self._evict_until_host_fits()
+        elif not self._put_on_disk(block, data):
             self._tree.remove(block)
         return block if block in self else None
 
@@ -235,11 +233,18 @@ class BlockStore:
         return False
 
     def _put_on_disk(self, block: Block, data: Data) -> bool:
-        """Plan a file for a block that is not in host memory. Returns False when the disk has no room."""
+        """Plan a file for a new block that is not in host memory, in place of the blocks that it supersedes.
+
+        Returns:
+            False when the disk has no room. Then nothing has changed.
+        """
         block.data = data
-        is_planned = self._plan_files(block)
+        fits = self._fits_on_disk(block)
+        if fits:
+            self._remove_superseded(block)
+            self._plan_files(block)
         block.data = None
-        return is_planned
+        return fits
 
     def _parent_of(self, tokens: bytes, scope: Scope, start: int) -> Block | None:
         """Return the block of `tokens` that ends at `start`, or None. Marks the block and its ancestors as used now."""
@@ -264,10 +269,10 @@ class BlockStore:
             self._host.touch(each)
             self._disk.touch(each)
 
-    def _evict_until_host_fits(self, newest: Block) -> None:
-        """Evict blocks until host memory is within its capacity. Evicts `newest` only if all others are pinned."""
-        while self._host.is_over:
-            self._evict_from_host(self._host.oldest or newest)
+    def _evict_until_host_fits(self) -> None:
+        """Evict blocks until host memory is within its capacity, the oldest first."""
+        while self._host.is_over and (oldest := self._host.oldest):
+            self._evict_from_host(oldest)
 
     def _evict_from_host(self, block: Block) -> None:
         """Move the block to disk, or remove it when the disk has no room."""
@@ -278,39 +283,34 @@ class BlockStore:
             self._remove(block)
 
     def _plan_files(self, block: Block) -> bool:
-        """Plan files for the block and each ancestor without a file. Returns False when the disk has no room."""
-        without_file: list[tuple[Block, Data]] = []
-        n_bytes = 0
-        each: Block | None = block
-        while each is not None and each.data is not None and not each.on_disk:
-            without_file.append((each, each.data))
-            n_bytes += each.file_bytes
-            if n_bytes > self._disk.max_bytes:
-                return False
-            each = each.parent
-        if not self._make_disk_room(n_bytes, block):
+        """Plan files for the block and each ancestor without a file.
+
+        Returns:
+            False when the disk has no room. Then nothing has changed.
+        """
+        if not self._fits_on_disk(block):
             return False
+        without_file = _without_file(block)
+        self._make_disk_room(sum(each.file_bytes for each, _ in without_file), block)
         for planned, data in reversed(without_file):
             planned.on_disk = True
             self._disk.add(planned)
             self._disk_operations.append(WriteBlock(planned, data))
         return True
 
-    def _make_disk_room(self, n_bytes: int, block: Block) -> bool:
-        """Evict files until `n_bytes` are free. Files of the block's ancestors are kept.
-
-        Returns:
-            False if pinned blocks and the block's ancestors leave no room. Then nothing has changed.
-        """
+    def _fits_on_disk(self, block: Block) -> bool:
+        """Whether the disk has room for the files that the block needs. Pinned blocks and its ancestors are kept."""
+        n_bytes = sum(each.file_bytes for each, _ in _without_file(block))
         evictable = (each for each in self._disk.oldest_first() if not each.is_ancestor_of(block))
-        if not self._disk.fits_without(evictable, n_bytes):
-            return False
+        return self._disk.fits_without(evictable, n_bytes)
+
+    def _make_disk_room(self, n_bytes: int, block: Block) -> None:
+        """Evict files until `n_bytes` are free. Files of the block's ancestors are kept."""
         while self._disk.n_bytes + n_bytes > self._disk.max_bytes and (oldest := self._disk.oldest):
             if oldest.is_ancestor_of(block):
                 self._touch(block)  # makes the ancestors the newest
             else:
                 self._evict_from_disk(oldest)
-        return True
 
     def _evict_from_disk(self, block: Block) -> None:
         """Remove the block's file. If its data is not in host memory either, remove the block and its descendants."""
@@ -350,3 +350,13 @@ class BlockStore:
 
     def __repr__(self) -> str:
         return f"<BlockStore {len(self)} blocks, host {self._host!r}, disk {self._disk!r}>"
+
+
+def _without_file(block: Block) -> list[tuple[Block, Data]]:
+    """Return the block and its ancestors up to the first one with a file, with their data."""
+    found: list[tuple[Block, Data]] = []
+    each: Block | None = block
+    while each is not None and each.data is not None and not each.on_disk:
+        found.append((each, each.data))
+        each = each.parent
+    return found

@@ -48,7 +48,7 @@ class LruOrder:
     def fits_without(self, evictable: Iterable[Block], n_more: int = 0) -> bool:
         """Whether `n_more` bytes fit once blocks are evicted: the first of `evictable`, as many as necessary."""
         n_bytes = self.n_bytes + n_more
-        if n_bytes > self.max_bytes:
+        if self.max_bytes < n_bytes and n_more <= self.max_bytes:
             for block in evictable:
                 n_bytes -= self._size_of(block)
                 if n_bytes <= self.max_bytes:
