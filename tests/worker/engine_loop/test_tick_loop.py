@@ -75,6 +75,11 @@ def test_tokens_of_short_ticks_are_published_together_and_first_tokens_and_ends_
     assert together == [1, "SlotAcquired", 4, 4, 1, "JobEnded"]
 
 
+def test_the_first_token_after_a_long_prompt_is_published_at_once() -> None:
+    long_prompt = make_job("x" * 40, max_tokens=4)  # its slot was published with an earlier chunk
+    assert publications(1.0, 0.001, [long_prompt])[-3:] == [1, 3, "JobEnded"]
+
+
 def test_the_tokens_of_a_tick_that_takes_longer_than_the_interval_are_published_at_once() -> None:
     at_once = publications(0.0045, 0.005, [make_job(max_tokens=4)])
     assert at_once == [1, "SlotAcquired", 1, 1, 1, "JobEnded"]
@@ -334,6 +339,23 @@ def test_the_loop_ends_after_the_grace_time_although_jobs_are_left() -> None:
     loop.ticks.run()
     assert loop.effects == []
     assert loop.scheduler.has_work
+
+
+async def test_the_engine_is_idle_while_it_has_no_work() -> None:
+    in_ticks: list[bool] = []
+
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            in_ticks.append(loop.ticks.is_idle)
+            return super().run(batch)
+
+    loop = Loop(engine=Engine)
+    loop.start(make_job(max_tokens=2))
+    with loop.running():
+        async with asyncio.timeout(WAIT_S):
+            while not loop.ticks.is_idle:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(POLL_S)
+    assert in_ticks == [False, False]
 
 
 async def test_a_snapshot_is_taken_when_the_engine_becomes_idle() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -140,12 +141,17 @@ def test_slabs_that_are_not_used_any_more_are_freed(monkeypatch: pytest.MonkeyPa
 def test_an_arena_that_gets_no_memory_says_so_once_and_does_not_try_again(
     arena: HostArena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> None:
+    refusals: list[object] = []
+
+    def refuse(*arguments: object) -> None:
+        refusals.append(arguments)
         raise MemoryError
 
     monkeypatch.setattr(np, "empty", refuse)
     assert allocate(arena) is None
     wait_until(lambda: "cache.host_memory_exhausted" in caplog.text)
     assert allocate(arena) is None
-    arena.close()
-    assert caplog.text.count("cache.host_memory_exhausted") == 1
+    later = threading.Event()
+    arena._thread.submit(later.set)  # runs after everything that the second attempt may have started
+    assert later.wait(30)
+    assert len(refusals) == caplog.text.count("cache.host_memory_exhausted") == 1

@@ -19,6 +19,7 @@ from llamaq.worker.engine.llama_bindings import Context
 from llamaq.worker.plugins import load_strategy
 from llamaq.worker.process import core_sharing
 from llamaq.worker.process.core_sharing import IDLE_CHECKS, Announcement, CoreSharing, share_cores
+from llamaq.worker.process.embedding_parts import EmbeddingParts
 from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.settings import WorkerSettings, load_settings
 
@@ -211,4 +212,17 @@ def test_the_threads_of_the_contexts_change_where_the_settings_leave_them_open(
     assert parts.drafter is not None
     assert threads_of(parts.drafter.context) == threads_of_drafts
     parts.close()
+    parts.free_model()
+
+
+@pytest.mark.parametrize(("n_threads_batch", "expected"), [(None, (3, 3)), (2, (3, 2))])
+def test_the_threads_of_a_worker_for_embeddings_change_too(
+    bert_model: Path, n_threads_batch: int | None, expected: tuple[int, int]
+) -> None:
+    settings = load_settings(
+        model=str(bert_model), embeddings=True, n_ctx=64, warmup=False, n_threads_batch=n_threads_batch
+    )
+    parts = EmbeddingParts(bert_model, settings, "worker")
+    parts.set_n_threads(3)
+    assert threads_of(parts.engine.context) == expected
     parts.free_model()

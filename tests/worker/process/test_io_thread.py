@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.producer import Client, JobFailed
+from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process.io_thread import IoThread
@@ -69,6 +71,19 @@ def test_a_worker_that_is_stopped_before_its_thread_runs_does_not_wait_for_redis
     io_thread.close()
     assert has_ended
     assert io_thread.error is None
+
+
+def test_the_stats_of_a_job_that_ends_before_the_close_are_stored(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait_forever(_: StatsWriter) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(StatsWriter, "run", wait_forever)
+    with Client(redis_url, queue) as client:
+        with served(redis_url, queue), pytest.raises(JobFailed) as failed:
+            client.generate("hello")
+        assert [job.job_id for job in client.stats().recent] == [failed.value.job_id]
 
 
 def test_a_worker_whose_stats_redis_refuses_logs_that_and_is_not_listed_after_its_end(

@@ -71,7 +71,10 @@ class ModelSettings(BaseModel):
         "slowest thread.",
     )
     n_threads_batch: int | None = Field(
-        None, ge=1, description="Number of threads for batches of more than one token. If not set: `n_threads`."
+        None,
+        ge=1,
+        description="Number of threads for batches of more than one token, also while other workers "
+        "compute. If not set: as many as for one token.",
     )
     flash_attn: Literal["auto", "on", "off"] = Field(
         "auto", description="Flash attention: `auto`, `on` or `off`. On a CPU, measure which is faster for your load."

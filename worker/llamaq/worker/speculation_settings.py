@@ -40,7 +40,10 @@ class SpeculationSettings(BaseModel):
         -1, ge=-1, description="Number of layers of the draft model that the GPU computes. -1: all layers."
     )
     n_threads_draft: int | None = Field(
-        None, ge=1, description="Number of threads of the draft model. If not set: `n_threads`."
+        None,
+        ge=1,
+        description="Number of threads of the draft model, also while other workers compute. If not set: as many as "
+        "for the model.",
     )
     cache_type_k_draft: CacheType = Field(
         "f16", description="Data type of the keys in the KV cells of the draft model, as in `cache_type_k`."

@@ -8,11 +8,12 @@ from math import inf
 from random import Random
 
 import pytest
+from tests.support.outputs import tokens_of
 
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft_plan import DraftPart, DraftWork
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotLost
+from llamaq.worker.core.outputs import JobEnded, Output, SlotLost
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
@@ -180,10 +181,6 @@ class WithLimit(DecodeMaximal):
 
 def drafted_job(prompt: str = "Hello", *, max_tokens: int = 60, n_max: int = 8) -> Job:
     return make_job(prompt, max_tokens=max_tokens, drafting=Drafting(None, n_max))
-
-
-def tokens_of(outputs: Sequence[Output], job: Job) -> list[int]:
-    return [output.token for output in outputs if isinstance(output, NewToken) and output.job is job]
 
 
 def expected_tokens(prompt: str, n_tokens: int) -> list[int]:

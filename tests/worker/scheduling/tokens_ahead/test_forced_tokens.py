@@ -8,12 +8,13 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.support.outputs import end_of, tokens_of
 from tests.worker.scheduling.tokens_ahead.test_speculation import Oracle
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, NewToken, Output
+from llamaq.worker.core.outputs import Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
@@ -91,15 +92,6 @@ def run(
     while scheduler.has_work:
         outputs += run_tick(scheduler, engine, repeats=repeats)
     return outputs, engine
-
-
-def tokens_of(outputs: Sequence[Output], job: Job) -> list[int]:
-    return [output.token for output in outputs if isinstance(output, NewToken) and output.job is job]
-
-
-def end_of(outputs: Sequence[Output], job: Job) -> JobEnded:
-    [end] = [output for output in outputs if isinstance(output, JobEnded) and output.job is job]
-    return end
 
 
 @pytest.mark.parametrize("seed", range(40))

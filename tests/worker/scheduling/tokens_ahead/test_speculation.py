@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
+from tests.support.outputs import end_of, tokens_of
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, NewToken, Output
+from llamaq.worker.core.outputs import JobEnded, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
@@ -95,15 +96,6 @@ class Rig:
 
 def drafting(oracle: Oracle, n_max: int = 8) -> Drafting:
     return Drafting(oracle, n_max)
-
-
-def tokens_of(outputs: Sequence[Output]) -> list[int]:
-    return [output.token for output in outputs if isinstance(output, NewToken)]
-
-
-def end_of(outputs: Sequence[Output]) -> JobEnded:
-    (end,) = (output for output in outputs if isinstance(output, JobEnded))
-    return end
 
 
 def test_accepted_tokens_come_in_fewer_ticks_and_are_those_of_a_job_without_drafts() -> None:

@@ -81,7 +81,7 @@ class JobProgress:
     attempt: InitVar[Attempt]
     times: JobTimes
     encoded_request: bytes = field(init=False)
-    """The request. Empty when the job is prepared."""
+    """The encoded request. Empty once the job is prepared."""
     request: JobRequest | None = field(default=None, init=False)
     """The request. None until the job is prepared."""
     checkpoints: Checkpoints | None = field(default=None, init=False)

@@ -177,6 +177,8 @@ class IoThread:
     async def _serve(self) -> None:
         """Connect to Redis and serve the queue until the worker is closed."""
         self._loop = asyncio.get_running_loop()
+        if self._is_intake_stopped:  # before this thread could be told
+            self._closing.set()
         self._shared.telemetry.attach()
         settings, keys = self._settings, Keys(self._settings.key_prefix)
         # The client does not retry. Each loop here retries itself, so that an unreachable partition of a cluster does
@@ -208,7 +210,7 @@ class IoThread:
             InvalidSettings: The settings of the queue do not allow this worker.
         """
         outage = OutageLog(log, "worker")
-        while not (self._closing.is_set() or self._is_intake_stopped):
+        while not self._closing.is_set():
             try:
                 await redis.ping()
                 await membership.join()

@@ -131,7 +131,10 @@ class Scheduler:
 
     def cancel(self, job_id: str) -> bool:
         """End the job as cancelled. Returns False when this worker does not have the job."""
-        return self._finish_early(job_id, FinishReason.CANCELLED)
+        job = self._find(job_id)
+        if job is not None:
+            self._finish(job, FinishReason.CANCELLED)
+        return job is not None
 
     def release(self, lease: Lease) -> bool:
         """Drop an attempt of a job without a `JobEnded`: its lease is lost, or it is requeued.
@@ -199,7 +202,7 @@ class Scheduler:
             if times.has_expired(now_s, job.request.timeout_s):
                 expired.append(job)
         for job in expired:
-            self._finish_early(job.id, FinishReason.DEADLINE)
+            self._finish(job, FinishReason.DEADLINE)
 
     def admit(self) -> None:
         """Resume followers, then admit waiting jobs while there is room."""
@@ -443,12 +446,6 @@ class Scheduler:
 
     def _find(self, job_id: str) -> Job | None:
         return next((job for job in self._jobs() if job.id == job_id), None)
-
-    def _finish_early(self, job_id: str, reason: FinishReason) -> bool:
-        job = self._find(job_id)
-        if job is not None:
-            self._finish(job, reason)
-        return job is not None
 
     def _finish(self, job: Job, finish: JobFinish) -> None:
         """Remove the job and add its `JobEnded` to the outputs. Only this method ends jobs."""
