@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_a_replica_is_not_reported_as_a_server_that_does_not_answer() -> None:
     line = explain(NotTheMaster("READONLY You can't write against a read only replica."))
     assert "is a replica" in line
     assert "--redis-url (LLAMAQ_REDIS_URL)" in line
+
+
+def test_a_failed_tls_connection_is_not_reported_as_a_server_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    no_certificate = tmp_path / "ca.pem"
+    no_certificate.write_text("x")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"rediss://127.0.0.1:{server.getsockname()[1]}?ssl_ca_certs={no_certificate}"
+        line = failing(monkeypatch, capsys, "depth", "--redis-url", url, code=3)
+    assert line.startswith("llamaq: Redis: no TLS connection: ")
 
 
 def test_the_documentation_lists_every_exit_code() -> None:

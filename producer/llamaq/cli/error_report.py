@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ssl import SSLError
+
 from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -58,6 +60,8 @@ def explain(error: LlamaqError | RedisError | OSError) -> str:
         return "this Redis is a replica, which refuses to write: name the master with --redis-url (LLAMAQ_REDIS_URL)"
     is_unreachable = isinstance(error, RedisConnectionError | RedisTimeoutError)
     if is_unreachable and not isinstance(error, AuthenticationError):
+        if isinstance(error.__context__, SSLError):
+            return f"Redis: no TLS connection: {line}"
         way_out = "Start one: llamaq up. Or name one: --redis-url (LLAMAQ_REDIS_URL)"
         return f"Redis does not answer: {line.rstrip('.')}. {way_out}"
     return f"Redis: {line}"

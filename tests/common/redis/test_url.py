@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from redis.asyncio.connection import SSLConnection
@@ -26,12 +27,23 @@ def test_a_sentinel_url_contains_hosts_master_user_and_database() -> None:
     assert url.sentinel_options == {"ssl": False}
 
 
-def test_sentinels_have_another_user_and_the_same_tls_options() -> None:
+def test_sentinels_have_another_user_and_the_same_tls_options(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    file.touch()
     url = read_url(
-        "rediss+sentinel://:secret@one/main?ssl_ca_certs=/ca.pem&sentinel_username=u&sentinel_password=p%26q"
+        f"rediss+sentinel://:secret@one/main?ssl_ca_certs={file}&sentinel_username=u&sentinel_password=p%26q"
     )
-    assert url.options == {"password": "secret", "ssl_ca_certs": "/ca.pem", "connection_class": SSLConnection}
-    assert url.sentinel_options == {"ssl": True, "ssl_ca_certs": "/ca.pem", "username": "u", "password": "p&q"}
+    assert url.options == {"password": "secret", "ssl_ca_certs": str(file), "connection_class": SSLConnection}
+    assert url.sentinel_options == {"ssl": True, "ssl_ca_certs": str(file), "username": "u", "password": "p&q"}
+
+
+@pytest.mark.parametrize("scheme", ["rediss://one", "rediss+sentinel://one/main", "rediss+cluster://one"])
+@pytest.mark.parametrize("name", ["ssl_ca_certs", "ssl_certfile", "ssl_keyfile"])
+def test_a_tls_file_that_cannot_be_read_is_named_with_its_option(tmp_path: Path, scheme: str, name: str) -> None:
+    with pytest.raises(InvalidSettings, match=f"{name}={tmp_path}/a b cannot be read: No such file"):
+        read_url(f"{scheme}?{name}={tmp_path}/a%20b")
+    with pytest.raises(InvalidSettings, match=f"{name}={tmp_path} cannot be read: Is a directory"):
+        read_url(f"{scheme}?{name}={tmp_path}")
 
 
 def test_a_cluster_url_contains_some_nodes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,22 @@ from tests.support.bulk_runs import Rows, served_client
 
 from llamaq.common.errors import BulkRunBusy, BulkRunRefused
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import execute
+from llamaq.producer.bulk import BulkProgress, BulkState, described_file, execute
+from llamaq.producer.bulk.execution import OnProgress
+
+Change = Callable[[list[str]], list[str]]
+"""Returns the new lines of an input file."""
+
+
+def changing(rows: Rows, change: Change) -> OnProgress:
+    """Return a receiver of progress that writes the input file once, after the first answer."""
+    lines = rows.input.read_text().splitlines(keepends=True)
+
+    def on_progress(progress: BulkProgress) -> None:
+        if progress.rows_done and rows.input.read_text() == "".join(lines):
+            rows.input.write_text("".join(change(lines)))
+
+    return on_progress
 
 
 def delete_files(sentence: str) -> None:
@@ -59,6 +75,39 @@ async def test_a_run_of_another_input_or_with_other_parameters_is_refused(
         with pytest.raises(BulkRunRefused, match="is not of a bulk run"):
             await execute(rows.with_fields(output=foreign), client)
     assert foreign.read_text() == "{}\n"
+
+
+def replace_prompts(lines: list[str]) -> list[str]:
+    return [line.replace("prompt", "PROMPT") for line in lines]
+
+
+@pytest.mark.parametrize(
+    "change", [replace_prompts, lambda lines: lines[:20], lambda lines: [*lines[:20], "\n" * 2000]]
+)
+async def test_a_run_whose_input_is_changed_while_it_is_read_does_not_complete(
+    redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    monkeypatch.setattr(described_file, "READ_BYTES", 64)
+    async with served_client(redis_url, queue) as (client, _):
+        with pytest.raises(BulkRunRefused, match="was changed while the run read it") as caught:
+            await execute(rows.with_fields(window=2, rate=20.0), client, on_progress=changing(rows, change))
+        with pytest.raises(BulkRunRefused, match="was begun with another input"):
+            await execute(rows.run, client)
+        delete_files(str(caught.value).partition(": delete ")[2].partition(" to start")[0])
+        again = await execute(rows.with_fields(run_id="another"), client)
+    assert again.state is BulkState.COMPLETED
+
+
+async def test_rows_that_are_appended_while_a_run_reads_its_input_are_not_computed(
+    redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(described_file, "READ_BYTES", 64)
+    on_progress = changing(rows, lambda lines: [*lines, lines[0]])
+    async with served_client(redis_url, queue) as (client, _):
+        progress = await execute(rows.with_fields(window=2, rate=20.0), client, on_progress=on_progress)
+    assert (progress.state, progress.rows_done, progress.rows_total) == (BulkState.COMPLETED, 30, 30)
+    assert len(rows.answers()) == 30
+    assert len(rows.input.read_text().splitlines()) == 31
 
 
 async def test_a_run_that_another_process_executes_is_refused(redis_url: str, queue: str, rows: Rows) -> None:

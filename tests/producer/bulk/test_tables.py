@@ -12,9 +12,10 @@ from tests.support.bulk_runs import served_client
 
 from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkRun, execute
+from llamaq.producer.bulk import BulkRun, described_file, execute
+from llamaq.producer.bulk.described_file import InputChanged
 from llamaq.producer.bulk.finished_row_set import FinishedRows
-from llamaq.producer.bulk.input_file import read_records
+from llamaq.producer.bulk.input_file import read_records, take_fingerprint
 from llamaq.producer.bulk.input_row import read_row, row_key
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
 from llamaq.producer.bulk.output_files import prepare_description
@@ -27,7 +28,7 @@ def records_of(path: Path, cells: dict[str, str]) -> list[object]:
         writer = csv.DictWriter(file, list(cells))
         writer.writeheader()
         writer.writerow(cells)
-    return [record for _, record in read_records(path, FinishedRows(), 1000)]
+    return [record for _, record in read_records(path, take_fingerprint(path), FinishedRows(), 1000)]
 
 
 def test_cells_with_lists_and_objects_are_json(tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_a_long_cell_is_read(tmp_path: Path) -> None:
 def test_a_row_with_more_cells_than_the_header_fails(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text('id,max_tokens,prompt\n1,3,Hello, my dear world\n\n2,3,"Hello, you"\n3\n')
-    cut, quoted, short = (record for _, record in read_records(path, FinishedRows(), 1000))
+    cut, quoted, short = (record for _, record in read_records(path, take_fingerprint(path), FinishedRows(), 1000))
     assert isinstance(cut, InvalidRequest)
     assert str(cut) == "the row has more cells than the header: quote cells that contain a comma"
     assert quoted == {"id": "2", "max_tokens": "3", "prompt": "Hello, you"}
@@ -89,6 +90,45 @@ def test_a_table_with_wrong_columns_is_refused(tmp_path: Path, suffix: str, head
         prepare_description(run)
     assert f"in.{suffix} cannot be read: the table has " in str(caught.value)
     assert problem in str(caught.value)
+
+
+def test_a_csv_file_that_is_rewritten_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(described_file, "READ_BYTES", 16)
+    path = tmp_path / "in.csv"
+    lines = ["prompt\n", *(f"old {n}\n" for n in range(3000))]
+    path.write_text("".join(lines))
+    fingerprint = take_fingerprint(path)
+    for new, is_changed in (("new 2000\n", True), ("old 2000\n", False)):
+        records = read_records(path, fingerprint, FinishedRows(), 1000)
+        next(records)
+        path.write_text("".join([*lines[:2001], new, *lines[2002:], "appended\n"]))
+        if is_changed:
+            with pytest.raises(InputChanged):
+                list(records)
+        else:
+            assert list(records)[-1] == (3000, {"prompt": "old 2999"})
+
+
+def test_a_parquet_file_that_is_rewritten_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    path = tmp_path / "in.parquet"
+
+    def write(text: str) -> None:
+        parquet.write_table(pyarrow.table({"prompt": [text] * 3}), path)
+
+    write("old")
+    fingerprint = take_fingerprint(path)
+    records = read_records(path, fingerprint, FinishedRows(), 1000)
+    next(records)
+    write("old")
+    assert len(list(records)) == 2
+    records = read_records(path, fingerprint, FinishedRows(), 1000)
+    next(records)
+    write("new")
+    with pytest.raises(InputChanged):
+        list(records)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -243,27 +244,64 @@ def test_the_pending_limit_does_not_apply_to_data_that_is_still_in_host_memory(t
         assert len(disk.paths) == 5
 
 
+@contextmanager
+def refusing_writes(folder: Path) -> Iterator[None]:
+    """Replace a folder by a link to nothing within this context."""
+    aside = folder.rename(folder.with_name("aside"))
+    folder.symlink_to("nothing")
+    yield
+    folder.unlink()
+    aside.rename(folder)
+
+
+def test_a_folder_that_is_deleted_is_made_and_locked_again(tmp_path: Path, warnings: Warnings) -> None:
+    cache_dir = tmp_path / "cache"
+    with Disk(cache_dir) as disk:
+        disk.insert([1, 1])
+        disk.flush()
+        shutil.rmtree(cache_dir)
+        disk.insert([2, 2])
+        disk.flush()
+        assert ["folder_was_deleted" in line for line in warnings] == [True]
+        assert disk.read([2, 2]) == [b"data\x02"]
+        assert stat.S_IMODE(disk.files.folder.stat().st_mode) == 0o700
+        with Disk(cache_dir) as other:
+            assert other.files.folder.name == f"{disk.files.folder.name}.1"
+    with Disk(cache_dir) as restarted:
+        assert restarted.files.folder == disk.files.folder
+        assert restarted.read([2, 2]) == [b"data\x02"]
+
+
+def test_a_deleted_folder_that_another_worker_has_taken_is_left_to_that_worker(tmp_path: Path) -> None:
+    with Disk(tmp_path) as disk:
+        folder = disk.files.folder
+        shutil.rmtree(folder)
+        with Disk(tmp_path) as other:
+            disk.insert([2, 2])
+            disk.flush()
+            assert (other.files.folder, disk.files.folder.name) == (folder, f"{folder.name}.1")
+            assert disk.read([2, 2]) == [b"data\x02"]
+
+
 def test_a_disk_that_refuses_writes_loses_the_blocks_and_causes_one_warning(tmp_path: Path, warnings: Warnings) -> None:
     with Disk(tmp_path) as disk:
-        shutil.rmtree(disk.files.folder)
-        for n in range(3):
-            disk.insert([n, n])
-            disk.flush()
+        with refusing_writes(disk.files.folder):
+            for n in range(3):
+                disk.insert([n, n])
+                disk.flush()
         assert len(disk.store) == 0
         assert ["not_written" in line for line in warnings] == [True]
-        disk.files.folder.mkdir()
         disk.insert([7, 7])
         disk.flush()
         assert disk.read([7, 7]) == [b"data\x02"]
-        shutil.rmtree(disk.files.folder)
-        disk.insert([8, 8])
-        disk.flush()
+        with refusing_writes(disk.files.folder):
+            disk.insert([8, 8])
+            disk.flush()
         assert len(list(warnings)) == 2, "a write succeeded between the two warnings"
 
 
 def test_a_block_that_could_not_be_written_stays_in_host_memory(tmp_path: Path) -> None:
-    with Disk(tmp_path, host_bytes=ROOMY) as disk:
-        shutil.rmtree(disk.files.folder)
+    with Disk(tmp_path, host_bytes=ROOMY) as disk, refusing_writes(disk.files.folder):
         disk.insert(range(4))
         disk.store.write_host_to_disk()
         disk.files.submit(disk.store.drain_disk_operations())

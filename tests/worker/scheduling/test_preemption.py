@@ -84,6 +84,8 @@ def test_the_bulk_job_admitted_last_is_preempted_and_generates_the_same_tokens_a
     assert ends["young"].stats.generated_tokens == 30
     assert rig.preemptions == 1
     # The cells of the preempted job are cached, so only the last token of its history is computed again.
+    assert ends["young"].stats.prefix_cache_tokens == ends["young"].stats.prompt_tokens == 20
+    assert 0.95 < ends["young"].stats.prefix_cache_ratio < 1
     assert rig.engine.computed == 3 * 20 + 29 + 4 + 29
 
 

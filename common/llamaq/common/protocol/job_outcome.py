@@ -78,12 +78,12 @@ class JobStats(WireModel):
         None, description="Tokens generated per second, after the first token of the attempt. None: not measured."
     )
     prefix_cache_tokens: int = Field(
-        0, description="Number of tokens that were reused from the prefix cache and not computed."
+        0, description="Number of prompt tokens that the last run reused from the prefix cache."
     )
     prefix_cache_ratio: float = Field(
         0.0,
-        description="`prefix_cache_tokens` divided by the number of tokens of the job when it got its slot: the "
-        "prompt, and the tokens that earlier runs generated.",
+        description="Share of the tokens of the job that the last run reused: of the prompt, and of the tokens that "
+        "earlier runs generated.",
     )
     prefix_cache_tier: CacheTier | None = Field(
         None,

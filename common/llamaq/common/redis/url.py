@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
@@ -32,6 +33,7 @@ TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile", "ssl_password",
     "ssl_check_hostname", "ssl_ciphers", "ssl_min_version", "ssl_include_verify_flags", "ssl_exclude_verify_flags",
 )  # fmt: skip
+TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 SENTINEL_PORT = 26379
 CLUSTER_PORT = 6379
@@ -94,7 +96,9 @@ def _check_login(url: str, scheme: str) -> None:
 
 
 def _check_options(url: str, scheme: str, topology: str) -> None:
-    """Check the names in the query. redis-py would raise a `TypeError` for an unknown one when it connects."""
+    """Check the query. redis-py would raise a `TypeError` for an unknown name, and an error for a missing file, when it
+    connects.
+    """
     known: tuple[str, ...] = OPTIONS
     if scheme == "rediss":
         known += TLS_OPTIONS
@@ -102,10 +106,19 @@ def _check_options(url: str, scheme: str, topology: str) -> None:
         known += SENTINEL_OPTIONS
     if not topology:
         known += ("db",)
-    for name, _ in parse_qsl(_split(url)[2]):
+    for name, value in parse_qsl(_split(url)[2]):
         if name not in known:
             only_tls = " without TLS (rediss://)" if name in TLS_OPTIONS else ""
             raise ValueError(f"{name!r} is not an option of this URL{only_tls}; the options are {', '.join(known)}")
+        if name in TLS_FILES:
+            _check_readable(name, value)
+
+
+def _check_readable(name: str, path: str) -> None:
+    try:
+        Path(path).open("rb").close()
+    except OSError as exc:
+        raise ValueError(f"{name}={path} cannot be read: {exc.strerror}") from exc
 
 
 def _read_server(url: str, scheme: str) -> RedisUrl:

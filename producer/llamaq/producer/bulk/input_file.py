@@ -7,17 +7,16 @@ import hashlib
 import importlib
 import json
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
-from pydantic import BaseModel
-
 from llamaq.common.errors import BulkRunRefused, InvalidRequest, MissingExtra
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer.bulk.described_file import READ_BYTES, Fingerprint, InputChanged, open_described
 from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.option_synonyms import SYNONYMS
 
-READ_BYTES = 1024 * 1024
 READ_ERRORS = (OSError, ValueError, csv.Error)
 """Errors of a file that cannot be read. Those of pyarrow are among them."""
 PARQUET_ROWS_AT_ONCE = 256
@@ -52,20 +51,6 @@ class UnreadRow(InvalidRequest):
         self.row_id = row_id
 
 
-class Fingerprint(BaseModel):
-    """What is known about an input file, to notice that it has changed."""
-
-    n_bytes: int
-    mtime_ns: int
-    sha256: str
-    n_rows: int
-
-    def describes(self, path: Path) -> bool:
-        """Return whether the file has not been written since then, judged by its size and time."""
-        status = path.stat()
-        return (status.st_size, status.st_mtime_ns) == (self.n_bytes, self.mtime_ns)
-
-
 def file_format(path: Path) -> str:
     """Return the format of a file: `jsonl`, `csv` or `parquet`. Raises `BulkRunRefused` for another suffix."""
     formats = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
@@ -77,7 +62,7 @@ def file_format(path: Path) -> str:
 
 def take_fingerprint(path: Path) -> Fingerprint:
     """Read the whole file and return its fingerprint. Raises `OSError`."""
-    status = path.stat()
+    mtime_ns = path.stat().st_mtime_ns
     digest, n_rows, is_blank = hashlib.sha256(), 0, True
     with path.open("rb") as file:
         while part := file.readline(READ_BYTES):  # a long line has several parts
@@ -85,10 +70,11 @@ def take_fingerprint(path: Path) -> Fingerprint:
             is_blank = is_blank and not part.strip()
             if part.endswith(b"\n"):
                 n_rows, is_blank = n_rows + (not is_blank), True
+        n_bytes = file.tell()
     n_rows += not is_blank
     if file_format(path) != "jsonl":
         n_rows = _count_records(path)
-    return Fingerprint(n_bytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest.hexdigest(), n_rows=n_rows)
+    return Fingerprint(n_bytes=n_bytes, mtime_ns=mtime_ns, sha256=digest.hexdigest(), n_rows=n_rows)
 
 
 def _count_records(path: Path) -> int:
@@ -96,37 +82,44 @@ def _count_records(path: Path) -> int:
         file = _parquet_file(path)
         _check_columns(file.schema_arrow.names)
         return int(file.metadata.num_rows)
-    return sum(1 for _ in _read_csv(path, FinishedRows()))
+    with path.open("rb") as opened:
+        return sum(1 for _ in _read_csv(opened, FinishedRows()))
 
 
-def read_records(path: Path, finished: FinishedRows, max_line_bytes: int) -> Iterator[Record]:
-    """Yield the records of a file that are not finished.
+def read_records(path: Path, fingerprint: Fingerprint, finished: FinishedRows, max_line_bytes: int) -> Iterator[Record]:
+    """Yield the records of a file that are not finished. Bytes that were appended to its text are not read.
 
     Args:
         path: The file.
+        fingerprint: The fingerprint of the file when the run began.
         finished: The numbers of rows that are skipped.
         max_line_bytes: Longest line of a JSONL file.
+
+    Raises:
+        InputChanged: The records were read from another content than that of the fingerprint.
     """
-    match file_format(path):
-        case "jsonl":
-            return _read_jsonl(path, finished, max_line_bytes)
-        case "csv":
-            return _read_csv(path, finished)
-        case _:
-            return _read_parquet(path, finished)
+    if file_format(path) == "parquet":
+        yield from _read_parquet(path, finished)
+        if not fingerprint.describes(path) and take_fingerprint(path).sha256 != fingerprint.sha256:
+            raise InputChanged
+        return
+    with open_described(path, fingerprint) as file:
+        if file_format(path) == "csv":
+            yield from _read_csv(file, finished)
+        else:
+            yield from _read_jsonl(file, finished, max_line_bytes)
 
 
-def _read_jsonl(path: Path, finished: FinishedRows, max_line_bytes: int) -> Iterator[Record]:
+def _read_jsonl(file: BinaryIO, finished: FinishedRows, max_line_bytes: int) -> Iterator[Record]:
     number = 0
-    with path.open("rb") as file:
-        while line := file.readline(max_line_bytes):
-            number += 1
-            if len(line) == max_line_bytes and not line.endswith(b"\n"):
-                _skip_line(file)
-                if number not in finished:
-                    yield number, InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
-            elif number not in finished and line.strip():
-                yield number, decode_line(line)
+    while line := file.readline(max_line_bytes):
+        number += 1
+        if len(line) == max_line_bytes and not line.endswith(b"\n"):
+            _skip_line(file)
+            if number not in finished:
+                yield number, InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
+        elif number not in finished and line.strip():
+            yield number, decode_line(line)
 
 
 def _skip_line(file: BinaryIO) -> None:
@@ -142,10 +135,11 @@ def decode_line(line: bytes) -> object:
         return InvalidRequest(f"not JSON: {exc}")
 
 
-def _read_csv(path: Path, finished: FinishedRows) -> Iterator[Record]:
+def _read_csv(file: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
+    """Yield the records of a CSV file that are not finished, and close it."""
     csv.field_size_limit(MAX_CELL_CHARS)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = _csv_rows(file)
+    with TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        rows = _csv_rows(text)
         header = next(rows, None)
         if header is None:
             return

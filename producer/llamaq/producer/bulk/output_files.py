@@ -13,10 +13,10 @@ from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import BulkRunRefused
 from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
+from llamaq.producer.bulk.described_file import Fingerprint, InputChanged
 from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.bulk.input_file import (
     READ_ERRORS,
-    Fingerprint,
     Record,
     file_format,
     pyarrow_module,
@@ -153,12 +153,22 @@ class OutputFiles:
             self.finished.add(row_number_of(line, file.path, highest))
 
     async def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
-        """Yield the records of the input that are not finished. Raises `BulkRunRefused` if it cannot be read."""
+        """Yield the records of the input that are not finished.
+
+        Raises:
+            BulkRunRefused: The input cannot be read, or was changed after the run began.
+        """
+        run = self._run
         try:
-            for record in read_records(self._run.input, self.finished, max_line_bytes):
+            for record in read_records(run.input, self._stored.input, self.finished, max_line_bytes):
                 yield record
+        except InputChanged as exc:
+            raise BulkRunRefused(
+                f"{run.input} was changed while the run read it, so rows may be missing or mixed: delete "
+                f"{_list_files(run.output, run.error_file)} to start again with the file as it is now"
+            ) from exc
         except READ_ERRORS as exc:
-            raise BulkRunRefused(f"{self._run.input} cannot be read: {exc}") from exc
+            raise BulkRunRefused(f"{run.input} cannot be read: {exc}") from exc
 
     def add_answer(self, number: int, line: bytes, _: Mapping[str, Any]) -> None:
         """Append the answer of a row."""

@@ -69,6 +69,18 @@ def lock_folder(folder: Path) -> int | None:
     return lock
 
 
+def is_locked_folder(folder: Path, lock: int) -> bool:
+    """Return whether `lock` is the lock of the folder at this path. False: the folder or its lock file was deleted.
+
+    Raises:
+        OSError: The file system returns an error.
+    """
+    try:
+        return os.path.samestat((folder / LOCK).stat(), os.fstat(lock))
+    except FileNotFoundError:
+        return False
+
+
 def write_file(path: Path, *parts: Data, is_synced: bool = False) -> None:
     """Write the parts into a file of mode 0600 that replaces `path` in one step.
 

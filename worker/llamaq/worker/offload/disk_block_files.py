@@ -24,7 +24,14 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import Block, BlockHeader, DiskOperation, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.offload.atomic_files import LOCK, TEMPORARY, claim_folder, open_file, write_file
+from llamaq.worker.offload.atomic_files import (
+    LOCK,
+    TEMPORARY,
+    claim_folder,
+    is_locked_folder,
+    open_file,
+    write_file,
+)
 from llamaq.worker.offload.disk_format import Fault, checksum, encode_header, fingerprint_key, read_data, read_header
 from llamaq.worker.offload.single_thread_executor import BackgroundThread
 
@@ -62,7 +69,7 @@ class DiskBlockFiles:
         self._max_file_bytes = max_file_bytes
         self._max_pending_bytes = max_pending_bytes
         try:
-            self.folder, self._lock = claim_folder(folder, self._fingerprint.hex()[:32])
+            self.folder, self._lock = self._claim(folder)
         except OSError as exc:
             raise InvalidSettings(f"--cache-dir (LLAMAQ_CACHE_DIR): {exc}") from exc
         self.background = BackgroundThread("llamaq-disk")
@@ -167,6 +174,7 @@ class DiskBlockFiles:
             return
         header = encode_header(block, self._fingerprint)
         try:
+            self._replace_deleted_folder()
             write_file(self._path(block.name), header, data, checksum(header, data))
         except OSError as exc:
             self._warn_of_write(exc)
@@ -174,6 +182,23 @@ class DiskBlockFiles:
         else:
             self._is_failing = False
             self._written.append((write, True))
+
+    def _replace_deleted_folder(self) -> None:
+        """Claim a folder again if another program, such as a cleaner of temporary files, has deleted it or its lock.
+
+        Raises:
+            OSError: No folder can be used.
+        """
+        if is_locked_folder(self.folder, self._lock):
+            return
+        deleted, old_lock = self.folder, self._lock
+        self.folder, self._lock = self._claim(deleted.parent)
+        os.close(old_lock)
+        log.warning("disk_cache.folder_was_deleted folder=%s new=%s", deleted, self.folder)
+
+    def _claim(self, folder: Path) -> tuple[Path, int]:
+        """Claim a folder for the blocks within the cache folder. Return it and its lock."""
+        return claim_folder(folder, self._fingerprint.hex()[:32])
 
     def _read(self, block: Block) -> Data | None:
         try:

@@ -50,7 +50,7 @@ def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
     run = slot.active
     measured: dict[str, Any] = {
         "generated_tokens": run.n_generated,
-        "prefix_cache_tokens": run.cached_tokens,
+        "prefix_cache_tokens": min(run.cached_tokens, run.n_prompt),
         "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.generated_before)), 4),
         "prefix_cache_tier": run.tier if run.cached_tokens else None,
         "prefix_cache_seq_id": run.admission.seq_id if run.cached_tokens else None,
