@@ -148,8 +148,8 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     ),
     "harmony, tags in the reasoning": (
         HARMONY,
-        "<|channel|>analysis<|message|>use <|message|><|channel|>x<|end|><|start|>assistant<|channel|>final<|message|>Y",
-        [("reasoning", "use <|message|><|channel|>x"), ("content", "Y")],
+        "<|channel|>analysis<|message|>a <|message|><|channel|>b<|end|><|start|>assistant<|channel|>final<|message|>Y",
+        [("reasoning", "a <|message|><|channel|>b"), ("content", "Y")],
     ),
     "harmony, call": (
         HARMONY,
