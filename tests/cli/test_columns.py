@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from llamaq.cli.columns import format_blocks, format_rows
+import sys
+
+import pytest
+
+from llamaq.cli.columns import format_blocks, format_rows, show_rows
 
 NAMES = ("worker", "slots", "model")
 ROWS = [("host-1234-abcdef", "1/4", "a model with a long name.gguf"), ("h-1-2", "0/16", "b")]
@@ -30,6 +34,11 @@ def test_only_the_last_column_may_be_wider_than_the_terminal() -> None:
         "slots   0/16",
         "model   b",
     ]
+
+
+def test_a_closed_standard_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    show_rows(NAMES, ROWS, missing="no worker")
 
 
 def test_a_character_may_be_two_cells_wide() -> None:

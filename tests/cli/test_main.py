@@ -129,6 +129,13 @@ def test_a_command_without_its_extra_names_the_extra(
         assert "pip install 'llamaq[worker]'" in failing(monkeypatch, capsys, name)
 
 
+def test_a_missing_module_of_llamaq_itself_is_no_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_modules(monkeypatch, "llamaq.worker_cli")
+    monkeypatch.setitem(sys.modules, "llamaq.worker_cli.start_worker_commands", None)
+    with pytest.raises(ModuleNotFoundError, match=r"llamaq\.worker_cli\.start_worker_commands"):
+        build_app("worker")
+
+
 def test_the_entry_point_of_the_package_exists() -> None:
     assert 'llamaq = "llamaq.cli.entry_point:main"' in (ROOT / "pyproject.toml").read_text()
     assert callable(entry_point.main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.errors import NoWorker
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
@@ -19,21 +20,31 @@ class Pieces:
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
+        self.n_questions = 0
 
     async def find(self, queue: str) -> str:
         return queue
 
     async def of(self, client: str, tokens: set[int]) -> dict[int, bytes]:
+        self.n_questions += 1
         if client == "dead":
             raise NoWorker(client)
+        if client == "outage":
+            raise RedisConnectionError
         return {token: self._pieces[token] for token in tokens}
 
 
 async def count(pieces: list[bytes], form: AnswerForm, queue: str = "q", offsets: tuple[int, ...] = ()) -> int:
     """Return the number of tokens of reasoning in an answer of these tokens."""
-    known: Any = Pieces(pieces)
-    models = ModelKnowledge(known, known, None)  # type: ignore[arg-type]
-    result = Result(
+    return await models_of(Pieces(pieces)).count_reasoning(form, answer(pieces, queue, offsets))
+
+
+def models_of(known: Any) -> ModelKnowledge:
+    return ModelKnowledge(known, known, None)  # type: ignore[arg-type]
+
+
+def answer(pieces: list[bytes], queue: str = "q", offsets: tuple[int, ...] = ()) -> Result:
+    return Result(
         job_id=f"{queue}.0.{'0' * 32}",
         text=b"".join(pieces).decode(errors="replace"),
         tokens=tuple(range(len(pieces))),
@@ -42,7 +53,6 @@ async def count(pieces: list[bytes], form: AnswerForm, queue: str = "q", offsets
         stats=JobStats(),
         seed=1,
     )
-    return await models.count_reasoning(form, result)
 
 
 FORM = form_of(QWEN)
@@ -77,5 +87,14 @@ async def test_a_quoted_tag_belongs_to_the_reasoning() -> None:
     assert await count(pieces, form, offsets=(0, 22)) == 4
 
 
-async def test_without_a_worker_the_number_is_estimated() -> None:
-    assert await count([b"ab", b"cd", b"</think>", b"efgh"], STARTED, queue="dead") == 1
+@pytest.mark.parametrize("queue", ["dead", "outage"])
+async def test_without_a_worker_the_number_is_estimated(queue: str) -> None:
+    assert await count([b"ab", b"cd", b"</think>", b"efgh"], STARTED, queue) == 1
+
+
+async def test_one_question_counts_the_reasoning_of_all_choices() -> None:
+    pieces = [b"a", b"b", b"</think>", b"d"]
+    known = Pieces(pieces)
+    answers = [answer(pieces), answer(pieces[:1]), answer(pieces)]
+    assert await models_of(known).count_reasoning(STARTED, *answers) == 5
+    assert known.n_questions == 1

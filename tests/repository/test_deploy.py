@@ -156,7 +156,8 @@ def test_a_worker_waits_for_redis_and_is_healthy_when_its_queue_is_served(compos
     assert worker["depends_on"]["redis"]["condition"] == "service_healthy"
     assert worker["environment"]["LLAMAQ_REDIS_URL"].startswith("redis://redis:")
     assert worker["command"] == ["worker"], "LLAMAQ_QUEUE names the queue, also for the health check"
-    assert "LLAMAQ_QUEUE" in worker["environment"]
+    http = compose["services"][name.replace("worker", "http")]
+    assert {"LLAMAQ_QUEUE"} <= worker["environment"].keys() & http["environment"].keys()
     assert worker["healthcheck"]["test"] == ["CMD", "llamaq", "health"]
     drain_s = WorkerSettings.model_fields["drain_s"].default
     assert seconds(worker["stop_grace_period"]) > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S

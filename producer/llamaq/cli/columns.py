@@ -20,7 +20,7 @@ def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]], *, missing: s
         rows: The cells of each row. The last cell of a row may be longer than the terminal is wide.
         missing: Printed if there are no rows.
     """
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
     typer.echo("\n".join(format_rows(names, rows, width)) if rows else missing)
 
 

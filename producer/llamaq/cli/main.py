@@ -38,7 +38,7 @@ from llamaq.cli.top import command as top_command
 from llamaq.common.errors import LlamaqError, MissingExtra
 
 COMMANDS_GROUP = "llamaq.commands"
-"""Entry points of this group are functions that add commands to the application. `llamaq-worker` has one."""
+"""The group of the entry point with which `llamaq-worker` adds the `WORKER_COMMANDS`. It is loaded for these alone."""
 WORKER_COMMANDS = {
     "worker": "Serve a queue: run its jobs on this machine.",
     "up": "Start Redis and workers on this machine, or workers alone if --redis-url is given.",
@@ -127,6 +127,8 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
     try:
         registers = [entry_point.load() for entry_point in found]
     except ModuleNotFoundError as exc:
+        if (exc.name or "").startswith("llamaq."):
+            raise
         raise MissingExtra(f"llamaq {called}", "worker") from exc
     for register in registers:
         register(app)

@@ -21,7 +21,7 @@ from llamaq.cli.common_options import (
     read_metadata,
 )
 from llamaq.cli.depth_watch import watch
-from llamaq.cli.exit_codes import EXIT_FAILED
+from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER
 from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, Client, JobState, Worker
@@ -179,7 +179,11 @@ def health(
     Without a name, these are the queues that workers on this host serve. There must be one.
     """
     host = None if any_host else socket.gethostname()
-    for name in queue or asyncio.run(queues_to_check(redis_url, host)):
+    names = queue or asyncio.run(queues_to_check(redis_url, host))
+    if not names:
+        views.notice(f"no worker on this host ({host}) serves any queue; start one with: llamaq worker")
+        raise typer.Exit(EXIT_NO_ANSWER)
+    for name in names:
         worker, age_s = asyncio.run(freshest_worker(redis_url, name, host))
         card = worker.card
         if age_s > max_age_s:
@@ -193,10 +197,7 @@ def health(
 
 
 async def queues_to_check(redis_url: str | None, host: str | None) -> list[str]:
-    """Return the queue of the setting, if it is set. If not, return all queues that workers on `host` serve.
-
-    If there is none, or `host` is None, return the default queue.
-    """
+    """Return the queue of the setting, if it is set or `host` is None, or else all queues of the workers on `host`."""
     async with AsyncClient(redis_url) as client:
         if host is None or "queue" in client.settings.model_fields_set:
             return [client.queue]
@@ -206,7 +207,7 @@ async def queues_to_check(redis_url: str | None, host: str | None) -> list[str]:
             workers = await read_workers(client.redis, client.keys, name)
             if host in [worker.card.host for worker in workers]:
                 found.append(name)
-        return found or [client.queue]
+        return found
 
 
 async def freshest_worker(redis_url: str | None, queue: str, host: str | None) -> tuple[Worker, float]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+
+from redis.exceptions import RedisError
 
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.job_outcome import Result
@@ -28,24 +31,34 @@ class ModelKnowledge:
     forms: AnswerForms
     """How the answers of models are written."""
 
-    async def count_reasoning(self, form: AnswerForm, result: Result) -> int:
-        """Return how many tokens of an answer begin in its reasoning, without the tags.
+    async def count_reasoning(self, form: AnswerForm, *results: Result) -> int:
+        """Return how many tokens of a request's answers begin in their reasoning, without the tags.
 
         If no worker tells the bytes of the tokens, the number is estimated by the length of the texts.
         """
-        splitter = form.splitter()
-        if splitter is None:
+        found = [(result, spans) for result in results if (spans := _reasoning_spans(form, result))]
+        if not found:
             return 0
-        splitter.feed(result.text, result.tag_offsets)
-        splitter.finish()
-        spans = splitter.reasoning_spans
-        n_chars = sum(end - start for start, end in spans)
-        if not n_chars:
-            return 0
-        with suppress(LlamaqError, TimeoutError):
+        with suppress(LlamaqError, RedisError, TimeoutError):
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                client = await self.queues.find(JobId.parse(result.job_id).queue)
-                pieces = await self.pieces.of(client, {*result.tokens})
-            places = starts_of(result.tokens, pieces)
-            return sum(start <= place < end for place in places for start, end in spans)
-        return round(len(result.tokens) * n_chars / len(result.text))
+                client = await self.queues.find(JobId.parse(results[0].job_id).queue)
+                pieces = await self.pieces.of(client, {token for result, _ in found for token in result.tokens})
+            return sum(
+                start <= place < end
+                for result, spans in found
+                for place in starts_of(result.tokens, pieces)
+                for start, end in spans
+            )
+        return sum(
+            round(len(result.tokens) * sum(end - start for start, end in spans) / len(result.text))
+            for result, spans in found
+        )
+
+
+def _reasoning_spans(form: AnswerForm, result: Result) -> Sequence[tuple[int, int]]:
+    splitter = form.splitter()
+    if splitter is None:
+        return ()
+    splitter.feed(result.text, result.tag_offsets)
+    splitter.finish()
+    return splitter.reasoning_spans

@@ -120,13 +120,13 @@ class QueueDirectory:
         await asyncio.gather(*(self._check_partitions(*used) for used in list(self._clients)))
         self._served, self._read_s = dict(zip(names, found, strict=True)), time.monotonic()
 
-    async def find(self, model: str | None, *, is_kept: bool = False, waits: bool = False) -> AsyncClient:
+    async def find(self, model: str | None, *, is_stored: bool = False, waits: bool = False) -> AsyncClient:
         """Return the client of the queue that a request means.
 
         Args:
             model: The `model` of the request: the name of a queue, or of the model that its workers serve. None: the
                 request has none, so it means the server's own queue.
-            is_kept: Whether the results of the jobs of this client are stored for `response_ttl_s`.
+            is_stored: Whether the results of the jobs of this client are stored for `response_ttl_s`.
             waits: Whether the caller waits for a worker, although requests do not.
 
         Raises:
@@ -148,16 +148,16 @@ class QueueDirectory:
             )
         if not self._served.get(queue) and not self.settings.wait_for_worker and not waits:
             raise NoWorker(queue)
-        return await self._client(queue, is_kept=is_kept)
+        return await self._client(queue, is_stored=is_stored)
 
     async def job_counters(self, queue: str) -> dict[str, int]:
         """Return the counters of the jobs of a queue, with the names of `_metrics.lua`."""
-        client = await self._client(queue, is_kept=False)
+        client = await self._client(queue, is_stored=False)
         return await read_job_counters(client.redis, client.keys, queue, client.connection.settings.partitions)
 
     async def depth(self, queue: str) -> QueueDepth:
         """Return the numbers of waiting and running jobs of a queue."""
-        client = await self._client(queue, is_kept=False)
+        client = await self._client(queue, is_stored=False)
         return await queue_depth(client.redis, client.keys, queue, client.connection.settings.partitions)
 
     async def card(self, queue: str) -> WorkerCard | None:
@@ -186,30 +186,30 @@ class QueueDirectory:
         if used is None:
             return client
         await self._check_partitions(*used)
-        queue, is_kept = used
-        return await self._client(queue, is_kept=is_kept)
+        queue, is_stored = used
+        return await self._client(queue, is_stored=is_stored)
 
-    async def _client(self, queue: str, *, is_kept: bool) -> AsyncClient:
+    async def _client(self, queue: str, *, is_stored: bool) -> AsyncClient:
         """Return the client of a queue, with as many partitions as its workers have."""
-        client = self._clients.get((queue, is_kept))
+        client = self._clients.get((queue, is_stored))
         if client is None or client in self._guessed:
-            await self._check_partitions(queue, is_kept)
-        return self._clients[queue, is_kept]
+            await self._check_partitions(queue, is_stored)
+        return self._clients[queue, is_stored]
 
-    async def _check_partitions(self, queue: str, is_kept: bool) -> None:
+    async def _check_partitions(self, queue: str, is_stored: bool) -> None:
         """Create the client of a queue, or replace it if the workers have another number of partitions by now."""
         config = await QueueConfig.read(self._default.redis, self._default.keys, queue, 0)
-        client = self._clients.get((queue, is_kept))
+        client = self._clients.get((queue, is_stored))
         if client is not None and (config is None or config.partitions == client.settings.partitions):
             if config is not None:
                 self._guessed.discard(client)
             return
         if client is not None:
             self._guessed.discard(client)
-            self._replaced[client] = (queue, is_kept)
+            self._replaced[client] = (queue, is_stored)
         partitions = self.settings.partitions if config is None else config.partitions
-        ttl_s = self.settings.response_ttl_s if is_kept else self.settings.result_ttl_s
-        client = self._clients[queue, is_kept] = self._new_client(queue, partitions, result_ttl_s=ttl_s)
+        ttl_s = self.settings.response_ttl_s if is_stored else self.settings.result_ttl_s
+        client = self._clients[queue, is_stored] = self._new_client(queue, partitions, result_ttl_s=ttl_s)
         if config is None:
             self._guessed.add(client)
 

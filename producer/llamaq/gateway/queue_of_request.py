@@ -34,19 +34,19 @@ def api_key_of(request: Request) -> KeyRecord | None:
     return record
 
 
-async def queue_for(request: Request, model: str | None, *, is_kept: bool = False) -> AsyncClient:
+async def queue_for(request: Request, model: str | None, *, is_stored: bool = False) -> AsyncClient:
     """Return the client of the queue that a request means by its `model`.
 
     Args:
         request: The request.
         model: The `model` of the request. None: it has none.
-        is_kept: Whether the results of the jobs of this client are stored for `response_ttl_s`.
+        is_stored: Whether the results of the jobs of this client are stored for `response_ttl_s`.
 
     Raises:
         RequestRefused: There is no such queue, or the API key of the request does not allow it.
         NoWorker: The queue has no live worker, and requests do not wait for one.
     """
-    client = await context_of(request).queues.find(model, is_kept=is_kept)
+    client = await context_of(request).queues.find(model, is_stored=is_stored)
     key = api_key_of(request)
     if key is not None and not key.allows(client.queue):
         raise RequestRefused(
@@ -95,7 +95,9 @@ def generation_for(
         request: The request.
         client: The client of the queue.
         jobs: The arguments of `submit` for each job.
-        is_kept: Whether the jobs run to their end after the client has disconnected.
+        is_kept: Whether the jobs run to their end after the client has disconnected. A stored stream continues: its
+            first chunk has the id, with which the client can read the result later. Without a stream, the client gets
+            the id only with the answer, so the job is cancelled.
         is_background: Whether the client need not wait for the answer. Only such jobs may have a delay.
 
     Raises:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.redis_servers import ClusterServers
 
 from llamaq.common.redis.connect import connect
-from llamaq.common.redis.server_memory import read_server_memory
+from llamaq.common.redis.server_memory import ServerMemory, read_server_memory
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 pytestmark = pytest.mark.starts_processes
@@ -30,10 +30,18 @@ async def test_the_memory_of_one_server_and_its_limit() -> None:
     assert limited.fullness == pytest.approx(0.25, rel=0.5)
 
 
-async def test_the_memory_of_each_master_of_a_cluster(tmp_path: Path) -> None:
+async def test_the_memory_of_each_master_of_a_cluster_that_tells(tmp_path: Path) -> None:
     with ClusterServers(tmp_path) as servers:
         redis = connect(servers.url, name="test")
         found = await read_server_memory(redis)
+        refusing, *others = servers.masters
+        with refusing.client() as master:
+            master.acl_setuser("default", enabled=True, commands=["-info"])
+        fewer = await read_server_memory(redis)
         await redis.aclose()
-    ports = {int(memory.node.rpartition(":")[2]) for memory in found}
-    assert ports == {master.port for master in servers.masters}
+    assert ports_of(found) == {master.port for master in servers.masters}
+    assert ports_of(fewer) == {master.port for master in others}
+
+
+def ports_of(found: tuple[ServerMemory, ...]) -> set[int]:
+    return {int(memory.node.rpartition(":")[2]) for memory in found}

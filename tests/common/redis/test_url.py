@@ -89,8 +89,25 @@ def test_a_password_with_a_reserved_character_is_refused_with_the_way_out_and_no
     assert not {"sec", "ret"} & set(re.findall("sec|ret", str(error.value)))
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:sec@ret/word@host",
+        "redis://u:p@sec?ret@host/0",
+        "redis://:sec?abc=ret@host",
+        "redis://u:sec#?password=ret@host",
+        "redis://u:sec?x&ret=@host",
+        "redis+sentinel://one,two/sec@ret",
+    ],
+)
+def test_an_at_sign_after_the_host_is_refused_and_no_part_of_a_password_is_shown(url: str) -> None:
+    with pytest.raises(InvalidSettings, match=r"write %2F .*; after the host, write %40 in place of @") as error:
+        read_url(url)
+    assert not {"sec", "ret"} & set(re.findall("sec|ret", str(error.value)))
+
+
 @pytest.mark.parametrize("url", ["redis://host?password=a@b", "redis://host/0?password=a@b", "unix:///a@b"])
-def test_an_at_sign_after_the_host_may_be_part_of_an_option_or_a_path(url: str) -> None:
+def test_an_at_sign_may_be_part_of_an_option_or_a_path(url: str) -> None:
     read_url(url)
 
 

@@ -58,6 +58,11 @@ CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "strin
 BASED = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {"type": "integer"}}}], "$defs": {"a": CITY}}
 
 
+def having(schema: dict[str, Any], **keywords: Any) -> dict[str, Any]:
+    """Return the schema of an object with a property `a`."""
+    return {"type": "object", "properties": {"a": schema}, **keywords}
+
+
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
@@ -69,6 +74,17 @@ BASED = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {"type": "integer
         ({"type": "object"}, '{"zip": 1}', "1"),
         (BASED, '{"city": "Ulm", "b": 1}', '{"b": "1"}'),
         ({**CITY, "anyOf": [{"required": ["zip"]}, {"required": ["city"]}]}, '{"zip": 1}', "{}"),
+        (having({"allOf": [{"enum": [1]}]}), '{"a": 1}', '{"a": 1, "b": 1}'),
+        (having({"allOf": [CITY]}), '{"a": {"city": "Ulm"}}', '{"a": {"zip": 1}}'),
+        (having({"allOf": [CITY, having({})]}), '{"a": {"city": "Ulm", "a": 1}}', '{"a": {}, "b": 1}'),
+        (having({"anyOf": [CITY], "required": ["zip"]}), '{"a": {"city": "Ulm", "zip": 1}}', '{"a": {"city": "Ulm"}}'),
+        (having({"const": {"allOf": 1}}), '{"a": {"allOf": 1}}', '{"b": 1}'),
+        ({"properties": {"allOf": CITY}}, '{"allOf": {"city": "Ulm"}}', '{"allOf": {"zip": 1}}'),
+        ({"properties": {"properties": {}, "$ref": {}}}, '{"properties": 1, "$ref": 2}', '{"zip": 1}'),
+        ({"type": "object", "additionalProperties": CITY}, '{"x": {"city": "Ulm"}}', '{"x": {"zip": 1}}'),
+        ({"type": "object", "patternProperties": {"^x": CITY}}, '{"x": {"city": "Ulm"}}', '{"x": {"zip": 1}}'),
+        (having(CITY, patternProperties={"^a": having({})}), '{"a": {"city": "Ulm", "a": 1}}', '{"b": 1}'),
+        (CITY | {"required": ["city"], "minProperties": 2}, '{"city": "Ulm", "zip": 1}', '{"city": "Ulm"}'),
     ],
 )
 def test_arguments_have_only_the_properties_that_the_tool_names(
@@ -190,5 +206,7 @@ def test_a_schema_that_no_grammar_holds_is_an_invalid_request() -> None:
     form = AnswerForm(has_tools=True)
     with pytest.raises(InvalidRequest, match="`uniqueItems` at #/properties/a is not supported"):
         answer_grammar(form, [tool("f", a={"uniqueItems": True})])
+    for malformed in ({"properties": 1}, {"properties": {"a": {}}, "required": 1}):
+        answer_grammar(form, [tool("f", a=malformed)])  # the worker refuses it
     with pytest.raises(InvalidRequest, match="larger than 65536 bytes"):
         answer_grammar(form, [tool("f", a={"enum": ["x" * 70_000]})])

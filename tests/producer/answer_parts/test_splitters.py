@@ -98,6 +98,8 @@ def split(
     parts += splitter.finish()
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     assert "".join(answer[first:last] for first, last in splitter.reasoning_spans).lstrip() == reasoning.lstrip()
+    assert all(first < last for first, last in splitter.reasoning_spans)
+    assert all(before[1] < after[0] for before, after in pairwise(splitter.reasoning_spans))
     return joined(parts)
 
 
@@ -143,6 +145,11 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         HARMONY,
         "<|channel|>analysis<|message|>Well<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
         [("reasoning", "Well"), ("content", "Yes")],
+    ),
+    "harmony, tags in the reasoning": (
+        HARMONY,
+        "<|channel|>analysis<|message|>a <|message|><|channel|>b<|end|><|start|>assistant<|channel|>final<|message|>Y",
+        [("reasoning", "a <|message|><|channel|>b"), ("content", "Y")],
     ),
     "harmony, call": (
         HARMONY,

@@ -60,7 +60,7 @@ _IN_PLACE = (
 """Keywords whose schemas describe the same value as the schema that has them."""
 _ONE = ("items", "additionalProperties", "additionalItems")
 _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties")
+_NAMED = ("properties", "patternProperties", "$defs")
 
 
 def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +71,14 @@ def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """
     _check_nesting(schema)
     return _Rewriting(schema).run()
+
+
+def subschemas(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the schemas that stand directly in a schema, without the values `true` and `false`."""
+    found = [schema.get(name) for name in _ONE]
+    found += [one for name in _SEVERAL for one in _list(schema.get(name))]
+    found += [one for name in _NAMED if isinstance(schema.get(name), dict) for one in schema[name].values()]
+    return [one for one in found if isinstance(one, dict)]
 
 
 class _Rewriting:

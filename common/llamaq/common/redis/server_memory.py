@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +31,16 @@ class ServerMemory:
 async def read_server_memory(redis: Redis) -> tuple[ServerMemory, ...]:
     """Return the memory of the server, or of each master of a Redis Cluster.
 
-    It is empty if the user of Redis has no permission for INFO, or the server does not tell.
+    A server is left out if the user of Redis has no permission for INFO there, or the server does not tell.
     """
     servers = await redis.masters() if isinstance(redis, Cluster) else {"": redis}
+    found = await asyncio.gather(*(_read(node, server) for node, server in servers.items()))
+    return tuple(memory for memory in found if memory is not None)
+
+
+async def _read(node: str, server: Redis) -> ServerMemory | None:
     try:
-        replies: dict[str, dict[str, Any]] = {node: await server.info("memory") for node, server in servers.items()}
-        return tuple(
-            ServerMemory(node, int(memory["used_memory"]), int(memory["maxmemory"])) for node, memory in replies.items()
-        )
+        memory: dict[str, Any] = await server.info("memory")
+        return ServerMemory(node, int(memory["used_memory"]), int(memory["maxmemory"]))
     except (ResponseError, KeyError):
-        return ()
+        return None

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -86,13 +85,18 @@ def read_url(url: str) -> RedisUrl:
 
 
 def _check_login(url: str, scheme: str) -> None:
-    """Refuse a password that ends the login too early. Other errors would show a part of it."""
-    rest = url.partition("://")[2]
-    before_query, _, query = rest.partition("?")
-    names = [option.partition("=")[0] for option in query.split("&")]
-    has_host = "@" in re.split("[/?#]", rest, maxsplit=1)[0]
-    if scheme != "unix" and not has_host and any("@" in each for each in (before_query, *names)):
-        raise ValueError("in a user name or password, write %2F in place of /, %3F in place of ? and %23 in place of #")
+    """Refuse a password that ends the login too early. Other errors would show a part of it.
+
+    After the host, only the value of a known option may contain an `@`.
+    """
+    _, path, query = _split(url)
+    known = (*OPTIONS, *TLS_OPTIONS, *SENTINEL_OPTIONS)
+    others = [option for option in query.split("&") if option.partition("=")[0] not in known]
+    if scheme != "unix" and any("@" in each for each in (path, url.partition("#")[2], *others)):
+        raise ValueError(
+            "in a user name or password, write %2F in place of /, %3F in place of ? and %23 in place of #; "
+            "after the host, write %40 in place of @"
+        )
 
 
 def _check_options(url: str, scheme: str, topology: str) -> None:

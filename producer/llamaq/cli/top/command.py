@@ -53,7 +53,7 @@ def top(
         return
     if importlib.util.find_spec("textual") is None:
         raise MissingExtra("llamaq top", "top")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
         raise InvalidRequest("llamaq top needs a terminal; `llamaq top --once` prints tables, with --json for programs")
     raise typer.Exit(asyncio.run(_run(redis_url, queue or (), interval_s)))
 

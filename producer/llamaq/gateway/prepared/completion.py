@@ -86,7 +86,7 @@ class PreparedCompletion:
 
     async def count_reasoning(self, results: Iterable[Result]) -> int:
         """Return how many tokens of the answers are reasoning."""
-        return sum([await self.models.count_reasoning(self.form, result) for result in results])
+        return await self.models.count_reasoning(self.form, *results)
 
     async def answer(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the whole answer."""

@@ -38,9 +38,8 @@ async def complete(request: Request) -> Response:
 async def _generate(request: Request, endpoint: Endpoint) -> Response:
     context = context_of(request)
     fields = await read_object(request)
-    client = await queue_for(request, read_model(fields), is_kept=read_flag(fields, "store"))
+    client = await queue_for(request, read_model(fields), is_stored=read_flag(fields, "store"))
     asked = await PreparedCompletion.read(context.models, client, endpoint, fields)
-    # The first chunk of a stream tells its client the id of the job. A client without this id cannot read the result.
     is_kept = asked.body.is_stored and asked.body.is_streamed
     generation = generation_for(request, client, asked.jobs, is_kept=is_kept)
     async with explaining_long_prompts(context, generation):

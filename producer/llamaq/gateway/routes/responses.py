@@ -45,9 +45,8 @@ async def create(request: Request) -> Response:
     body, progress = await _read_body(request, fields), ProgressOptions.read(fields)
     models, owner = context_of(request).models, _owner_of(request)
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
-    client = await queue_for(request, body.model, is_kept=body.is_stored)
+    client = await queue_for(request, body.model, is_stored=body.is_stored)
     asked = await PreparedResponse.read(models, client, body, history, owner)
-    # Nobody can read the answer of a client that has gone without the id of its response.
     is_kept = body.is_stored and (body.is_streamed or body.is_background)
     generation = generation_for(request, client, asked.jobs, is_kept=is_kept, is_background=body.is_background)
     await generation.start(stream=body.is_streamed or body.is_background)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.json_schema.closed_objects import close_objects
 from llamaq.common.json_schema.rewriting import rewrite_schema
 from llamaq.common.protocol.answer_tags import CALL_CLOSE, CALL_OPEN, MISTRAL_CALLS
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
@@ -19,8 +20,6 @@ from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
 
 _ARGUMENTS = {AnswerFormat.LLAMA3: "parameters"}
 """The name of the arguments in the object of a call, where it is not `arguments`."""
-_IN_PLACE = frozenset({"$ref", "anyOf", "oneOf", "minProperties"})
-"""Keywords for which an object may need properties that are not among its own `properties`."""
 
 
 def answer_grammar(
@@ -112,40 +111,11 @@ def _json(schema: dict[str, Any], *, is_closed: bool = False) -> str:
         raise InvalidRequest(f"a JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
     try:
         rewritten = rewrite_schema(schema)
-        if is_closed and not _combines(rewritten):
-            rewritten = _closed(rewritten)
+        if is_closed:
+            close_objects(rewritten)
         return f"%json {json.dumps({**rewritten, 'x-guidance': SCHEMA_OPTIONS})}"
     except ValueError as exc:
         raise InvalidRequest(f"a JSON schema cannot be used: {exc}") from exc
-
-
-def _combines(schema: Any) -> bool:
-    """Return whether a schema may describe one object in several places, so that none of them names all properties."""
-    if isinstance(schema, list):
-        return any(map(_combines, schema))
-    if not isinstance(schema, dict):
-        return False
-    is_combined = "allOf" in schema or ("properties" in schema and not _IN_PLACE.isdisjoint(schema))
-    return is_combined or any(map(_combines, schema.values()))
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties that it names, unless it has `additionalProperties`.
-
-    A small model would write further properties without end. llama-server does the same.
-    """
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    inside = {name: _closed(schema[name]) for name in ("items", "prefixItems", "anyOf", "oneOf") if name in schema}
-    for name in ("properties", "$defs"):
-        if name in schema:
-            inside[name] = {key: _closed(each) for key, each in schema[name].items()}
-    names = schema.get("properties", {}).keys()
-    if names and names >= {*schema.get("required", ())}:
-        inside["additionalProperties"] = schema.get("additionalProperties", False)
-    return schema | inside
 
 
 def _function(tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:

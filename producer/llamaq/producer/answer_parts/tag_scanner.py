@@ -22,8 +22,8 @@ class TagScanner:
         """Number of characters of the text before `_held`."""
         self._tag_offsets: deque[int] = deque()
         """Positions in the text of the tokens that are tags, from `_held` on."""
-        self._end = 0
-        """Position after the text that the last call has returned."""
+        self._unmarked = 0
+        """Position of the text that the last call has returned, or after its marked part."""
         self.marked: list[tuple[int, int]] = []
         """The marked parts of the text: their first positions, and the positions after them."""
 
@@ -43,20 +43,25 @@ class TagScanner:
         self._tag_offsets.extend(each for each in tag_offsets if each >= self._start)
         place, tag = min(self._find_text(tags), self._find_token(tags))
         before = self._held[:place]
-        self._end = self._start + place
+        self._unmarked = self._start
         self._drop(place + len(tag))
         return before, tag
 
     def finish(self) -> str:
         """Return the text that is still held back."""
         held = self._held
+        self._unmarked = self._start
         self._drop(len(held))
-        self._end = self._start
         return held
 
     def mark(self, text: str) -> None:
-        """Mark the text that the last call has returned."""
-        self.marked.append((self._end - len(text), self._end))
+        """Mark the text that the last call has returned, or after it the tag."""
+        start, end = self._unmarked, self._unmarked + len(text)
+        if self.marked and self.marked[-1][1] == start:
+            self.marked[-1] = (self.marked[-1][0], end)
+        elif text:
+            self.marked.append((start, end))
+        self._unmarked = end
 
     def _find_text(self, tags: Sequence[str]) -> tuple[int, str]:
         """Return the place of the first tag that is found by its text, and the tag.
