@@ -1,15 +1,21 @@
-"""The close of an asynchronous client ends the calls of other tasks and cancels their jobs."""
+"""The close of an asynchronous client ends the calls of other tasks, cancels their jobs and closes all connections."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import pytest
+from redis.asyncio import Redis
 
-from llamaq.producer import AsyncClient
+from llamaq.producer import AsyncClient, auto_cancelled_jobs
+from llamaq.producer.testing import FakeWorker
 
 SOON_S = 10.0
+CLOSED = "RuntimeError('this client was closed during the call')"
+TEXTS = [str(number) for number in range(6)]
 
 
 async def read_all(chunks: AsyncIterator[object]) -> None:
@@ -40,7 +46,7 @@ async def test_calls_of_other_tasks_end_and_their_jobs_are_cancelled(redis_url: 
     async with asyncio.timeout(SOON_S):
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.wait([reading])  # it gets the end of its job, or the error
-    assert [repr(outcome) for outcome in outcomes] == ["RuntimeError('this client was closed during the call')"] * 3
+    assert [repr(outcome) for outcome in outcomes] == [CLOSED] * 3
     assert reading.exception() is None or repr(reading.exception()) == repr(outcomes[0])
     assert await ends_of(redis_url, queue, [called, stream.job.id, kept.id]) == ["cancelled", "cancelled", None]
 
@@ -78,3 +84,142 @@ async def test_a_closed_client_can_be_used_again(redis_url: str, queue: str) -> 
             await asyncio.sleep(0)
             await job.cancel()
             assert (await waiting).job_id == job.id
+
+
+async def connection_ids(redis: Redis) -> set[str]:
+    """Return the connections that Redis has, without those of the workers."""
+    return {one["id"] for one in await redis.client_list() if one["name"] == "llamaq-client"}
+
+
+@asynccontextmanager
+async def paused(redis: Redis) -> AsyncGenerator[None, None]:
+    """Let Redis answer no command that writes."""
+    await redis.client_pause(60_000, all=False)
+    try:
+        yield
+    finally:
+        await redis.client_unpause()
+
+
+Call = Callable[[AsyncClient], Awaitable[object]]
+
+CALLS: dict[str, Call] = {
+    "generate": lambda client: client.generate("x"),
+    "stream": lambda client: client.stream("x"),
+    "progress": lambda client: client.stream("x", prompt_progress=True),
+    "submit": lambda client: client.submit("x"),
+    "submit_many": lambda client: client.submit_many([{"prompt": "x"}]),
+    "embed": lambda client: client.embed(TEXTS * 20),
+    "map": lambda client: read_all(client.map(TEXTS, window=4)),
+    "map_errors": lambda client: read_all(client.map(TEXTS, window=4, raise_errors=False)),
+    "tokenize": lambda client: client.tokenize("x"),
+    "slots": lambda client: client.slots(),
+    "purge": lambda client: client.purge(),
+}
+
+
+async def close_during(client: AsyncClient, redis: Redis, call: Call) -> str:
+    """Close the client during a call, check that nothing is left, and return the error of the call."""
+    task = asyncio.ensure_future(call(client))
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(SOON_S):
+        await client.aclose()
+        await asyncio.wait([task])
+    error = repr(task.exception())
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    async with asyncio.timeout(1.0):
+        while await connection_ids(redis):  # noqa: ASYNC110  # Redis notices the end of a connection a little later
+            await asyncio.sleep(0.01)
+    return error
+
+
+@pytest.mark.parametrize("name", ["generate", "embed", "map", "map_errors", "tokenize", "slots"])
+async def test_a_close_leaves_no_job_and_no_connection(redis_url: str, queue: str, name: str) -> None:
+    async with FakeWorker(redis_url, queue) as worker:
+        await worker.announce(now_ms=int(time.time() * 1000))
+        client = AsyncClient(redis_url, queue)
+        assert await close_during(client, worker.redis, CALLS[name]) == CLOSED
+        assert (await client.queue_depth()).waiting == 0
+        await client.aclose()
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_close_ends_each_call_while_redis_does_not_answer(
+    redis_url: str, queue: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_cancelled_jobs, "CLOSE_WAIT_S", 0.3)
+    async with FakeWorker(redis_url, queue) as worker:
+        await worker.announce(now_ms=int(time.time() * 1000))
+        client = AsyncClient(redis_url, queue)
+        await client.redis.ping()
+        async with paused(worker.redis):
+            assert await close_during(client, worker.redis, CALLS[name]) == CLOSED
+
+
+async def test_jobs_of_a_map_that_redis_gets_during_the_close_are_cancelled(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as observer:
+        await observer.queue_depth()
+        client = AsyncClient(redis_url, queue)
+        async with paused(observer.redis):
+            mapping = asyncio.create_task(read_all(client.map(TEXTS, window=4, raise_errors=False)))
+            await asyncio.sleep(0.2)
+            closing = asyncio.create_task(client.aclose())
+            await asyncio.sleep(0.2)
+            assert not closing.done()
+        async with asyncio.timeout(SOON_S):
+            await closing
+            await asyncio.wait([mapping])
+        assert repr(mapping.exception()) == CLOSED
+        assert (await observer.queue_depth()).waiting == 0
+
+
+async def test_a_close_ends_a_map_whose_reader_is_busy(redis_url: str, queue: str) -> None:
+    async with FakeWorker(redis_url, queue) as worker:
+        client = AsyncClient(redis_url, queue)
+        results = client.map(TEXTS, window=2)
+        first = asyncio.ensure_future(anext(results))
+        job = await worker.start_next()
+        await job.answer(["one"])
+        await first
+        await wait_for_jobs(client, 2)
+        await client.aclose()
+        with pytest.raises(RuntimeError, match="closed"):
+            await anext(results)
+        assert (await client.queue_depth()).waiting == 0
+        await client.aclose()
+
+
+async def test_a_cancellation_by_the_caller_stays_one_during_a_close(redis_url: str, queue: str) -> None:
+    client = AsyncClient(redis_url, queue)
+    task = asyncio.create_task(client.generate("x"))
+    await wait_for_jobs(client, 1)
+    task.cancel()
+    await client.aclose()
+    assert task.cancelled()
+
+
+async def test_two_tasks_may_close_a_client_at_once(redis_url: str, queue: str) -> None:
+    client = AsyncClient(redis_url, queue)
+    mapping = asyncio.create_task(read_all(client.map(TEXTS)))
+    await wait_for_jobs(client, 6)
+    await asyncio.gather(client.aclose(), client.aclose())
+    await asyncio.wait([mapping])
+    assert repr(mapping.exception()) == CLOSED
+    assert (await client.queue_depth()).waiting == 0
+    await client.aclose()
+
+
+async def test_a_task_whose_call_was_ended_continues(redis_url: str, queue: str) -> None:
+    client = AsyncClient(redis_url, queue)
+
+    async def call() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            await client.generate("x")
+        async with asyncio.timeout(SOON_S):
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(call())
+    await wait_for_jobs(client, 1)
+    await client.aclose()
+    await task
+    assert task.cancelling() == 0

@@ -12,7 +12,7 @@ from llamaq.producer import Client
 
 client = Client(*sys.argv[1:])
 stream = client.stream("a")
-results = client.map(["a", "b"], max_tokens=5)
+results = client.map(["a", "b"], window=1, max_tokens=5)
 job = client.submit("a")
 chunks = job.stream()
 next(chunks)

@@ -38,7 +38,7 @@ def wrong_arguments() -> list[tuple[str, dict[str, Any], str]]:
         ]
     for value in ("x", 1, b"x"):
         calls += [("jobs", {"state": value}, "state"), ("purge", {"priority": value}, "priority")]
-    for value in (-1, "x", math.nan, math.inf):
+    for value in (-1, "x", "1", True, math.nan, math.inf):
         calls += [
             ("jobs", {"older_than_s": value}, "older_than_s"),
             ("purge", {"older_than_s": value}, "older_than_s"),

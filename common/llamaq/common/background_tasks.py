@@ -29,8 +29,9 @@ class BackgroundTasks:
         return task
 
     async def wait(self) -> None:
-        """Wait until all tasks have ended. Their errors are dropped."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Wait until all tasks have ended. Their errors are dropped. If the wait is cancelled, the tasks continue."""
+        while self._tasks:
+            await asyncio.wait([asyncio.gather(*self._tasks, return_exceptions=True)])
 
     async def cancel(self) -> None:
         """Cancel all tasks and wait until they have ended. Their errors are dropped."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from math import inf
 from weakref import WeakSet
 
@@ -21,7 +20,6 @@ from llamaq.producer.call_timeout import CallTimeout, drop_error
 from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.early_progress import EarlyProgress
-from llamaq.producer.streaming.subscriber import CLOSED
 from llamaq.producer.submission import new_job_id, require_worker, send
 
 log = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ EMBEDDINGS_TTL_S = 120.0
 """How long Redis stores embeddings that a call waits for, in seconds. They are large, the call reads them at once, and
 nothing reads them again. It is longer than all retries of the read."""
 CLOSE_WAIT_S = 5.0
-"""Longest wait of a closing client for cancellations in flight."""
+"""Longest wait for the ends of interrupted calls, and for the cancellations of their jobs."""
 
 
 class AutoCancelledJobs:
@@ -46,13 +44,9 @@ class AutoCancelledJobs:
         self._background = BackgroundTasks()
         self._streams: WeakSet[AsyncStream] = WeakSet()
         """The streams that have readers. A stream that is garbage collected cancels its job itself."""
-        self._calls: set[asyncio.Future[None]] = set()
-        """The calls of `generate`. Each future is done when its call has ended."""
-        self._is_closing = False
 
     async def generate(self, request: JobRequest, timeout: float | None) -> Result:
         """Submit a job and wait for its result. See `AsyncClient.generate`."""
-        self._connection.check_loop()
         return await self.generate_within(request, self.new_limit(timeout))
 
     def new_limit(self, timeout: float | None) -> CallTimeout:
@@ -61,27 +55,14 @@ class AutoCancelledJobs:
 
     async def generate_within(self, request: JobRequest, limit: CallTimeout) -> Result:
         """Submit a job and wait for its result, as a part of a call with a limit."""
-        with self._call():
+        with self._connection.calls.interruptible():
             return await self._generate(request, limit)
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """Let a closing client wait for the end of this context."""
-        ended = asyncio.get_running_loop().create_future()
-        self._calls.add(ended)
-        try:
-            yield
-        finally:
-            ended.set_result(None)
-            self._calls.discard(ended)
 
     async def _generate(self, request: JobRequest, limit: CallTimeout) -> Result:
         is_read_once = request.embed is not None and request.idempotency_key is None
         ttl_s = EMBEDDINGS_TTL_S if is_read_once else inf
         job = await self._submit(request, limit, new_job_id(self._connection, request), ttl_s)
         try:
-            if self._is_closing:
-                raise RuntimeError(CLOSED)
             return await job.result_within(limit)
         except ResultTimeout as exc:
             await self.cancel_soon(job)
@@ -94,7 +75,10 @@ class AutoCancelledJobs:
 
     async def stream(self, request: JobRequest, timeout: float | None) -> AsyncStream:
         """Submit a job and return the stream of its chunks. See `AsyncClient.stream`."""
-        self._connection.check_loop()
+        with self._connection.calls.interruptible():
+            return await self._stream(request, timeout)
+
+    async def _stream(self, request: JobRequest, timeout: float | None) -> AsyncStream:
         limit, job_id = CallTimeout(self._connection.timeout_s(timeout)), new_job_id(self._connection, request)
         early = await self._listen(str(job_id)) if request.prompt_progress else None
         try:
@@ -148,21 +132,21 @@ class AutoCancelledJobs:
         return error
 
     async def aclose(self) -> None:
-        """Close all open streams, end the calls of other tasks, and cancel their jobs.
+        """End all calls, and cancel their jobs.
 
         Raises:
             RuntimeError: The client belongs to another event loop, which is not closed.
         """
-        self._connection.check_loop()
-        self._is_closing = True
-        try:
-            await asyncio.gather(*(stream.aclose() for stream in list(self._streams)), return_exceptions=True)
-            await self._connection.subscriber.aclose()  # ends the calls
-            if self._calls:
-                await asyncio.wait(self._calls, timeout=CLOSE_WAIT_S)
-            await self.wait_for_cancellations()
-        finally:
-            self._is_closing = False
+        calls = self._connection.calls
+        calls.interrupt()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_WAIT_S):
+                closing = [stream.aclose() for stream in list(self._streams)]
+                await asyncio.gather(calls.wait(), *closing, return_exceptions=True)
+                await self._background.wait()
+        if self._background:
+            log.warning("client.closed: Redis has not answered all cancellations of jobs")
+        await self._background.cancel()
 
     async def wait_for_cancellations(self) -> None:
         """Wait until all cancellations in flight are sent or have failed, but not long if Redis does not answer."""

@@ -141,8 +141,8 @@ class AsyncStream:
         self._cancel_soon()
         with suppress(RuntimeError):  # another task reads the stream: it gets the end of the job
             await self._chunks.aclose()
-        if self._cancelling is not None and not self._cancelling.done():
-            await asyncio.shield(self._cancelling)
+        if self._cancelling is not None:
+            await asyncio.wait([self._cancelling])
 
     def _cancel_soon(self) -> None:
         """Start the cancellation of the job, in the event loop of its connections."""

@@ -36,7 +36,6 @@ def blocking_map(
         raise_errors: See `AsyncClient.map`.
         **options: See `AsyncClient.map`.
     """
-    check_list("requests", requests)
     if isinstance(requests, AsyncIterable):
         yield from portal.iterate(
             portal.client.map(
@@ -44,6 +43,7 @@ def blocking_map(
             )
         )
         return
+    check_list("requests", requests)
     computed = RequestMap(portal.client.connection, options, ordered=ordered, window=window, resume=resume)
     with portal.closing(computed):
         portal.run(computed.open)

@@ -8,11 +8,12 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import wait
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.redis.shared_round_trips import CLOSED
 from llamaq.producer.client import AsyncClient
-from llamaq.producer.streaming.subscriber import CLOSED
+from llamaq.producer.open_calls import Closable
 
 T = TypeVar("T")
 
@@ -24,13 +25,6 @@ CANCEL_TIMEOUT_S = 5.0
 
 class PortalStopped(RuntimeError):
     """The portal was stopped before or during a call."""
-
-
-class Closable(Protocol):
-    """An object of the event loop that must be closed there."""
-
-    async def aclose(self) -> None:
-        """Close the object."""
 
 
 class BlockingPortal:
@@ -86,7 +80,7 @@ class BlockingPortal:
         except PortalStopped:
             raise
         except asyncio.CancelledError:
-            raise PortalStopped(CLOSED) from None
+            _raise_stopped()
         except BaseException:
             if not call.has_finished:
                 self._abandon(call)
@@ -253,7 +247,7 @@ class _Call(Generic[T]):
 
 
 def _raise_stopped() -> NoReturn:
-    raise PortalStopped(CLOSED)
+    raise PortalStopped(CLOSED) from None
 
 
 async def next_or_none(items: AsyncIterator[T]) -> T | None:

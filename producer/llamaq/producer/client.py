@@ -108,10 +108,12 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
     async def aclose(self) -> None:
         """End all calls of other tasks and all open streams, then close all connections. Jobs of `submit` keep running.
 
-        These calls raise `RuntimeError`. The jobs of `generate` and `stream` are cancelled.
+        These calls raise `RuntimeError`, and their jobs are cancelled. The next call connects again.
         """
-        await self.auto_cancelled.aclose()
-        await self.connection.aclose()
+        try:
+            await self.auto_cancelled.aclose()
+        finally:
+            await self.connection.aclose()
 
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a text prompt and wait for the result.
@@ -314,7 +316,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
             job_id: The id of the job, in any queue.
 
         Returns:
-            True if the job will be cancelled, False if it had already finished or failed.
+            True if the job was asked to end; it may still finish before. False if it had finished or failed.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.

@@ -13,6 +13,7 @@ from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.connect import connect
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.argument_checks import check_seconds
+from llamaq.producer.open_calls import OpenCalls
 from llamaq.producer.streaming.subscriber import Subscriber
 from llamaq.producer.worker_watch import WorkerWatch
 
@@ -30,6 +31,8 @@ class LoopConnections:
     workers: WorkerWatch
     blocking_reads: asyncio.Semaphore
     """Bounds the connections of the pool that wait in Redis for replies of workers."""
+    calls: OpenCalls
+    """What uses the connections."""
 
     @classmethod
     def of(cls, settings: ClientSettings, keys: Keys) -> LoopConnections:
@@ -38,14 +41,14 @@ class LoopConnections:
         workers = WorkerWatch(redis, keys, require_worker=settings.require_worker)
         scripts = JobScripts(redis, keys)
         blocking_reads = asyncio.Semaphore(MAX_BLOCKING_READS)
-        return cls(redis, scripts, Subscriber(redis, scripts.expire), workers, blocking_reads)
+        return cls(redis, scripts, Subscriber(redis, scripts.expire), workers, blocking_reads, OpenCalls())
 
 
 class QueueConnection:
     """The connection of one client to Redis, and its settings.
 
     Connections belong to the event loop that used them first. When that loop is closed, the next loop gets new ones:
-    `asyncio.run` and `async_to_sync` create a loop for each call.
+    `asyncio.run` and `async_to_sync` create a loop for each call. The next call after `aclose` gets new ones too.
     """
 
     def __init__(self, settings: ClientSettings) -> None:
@@ -92,13 +95,10 @@ class QueueConnection:
         """Held during a command that keeps its connection to Redis until a worker replies."""
         return self._of_running_loop().blocking_reads
 
-    def check_loop(self) -> None:
-        """Check that the running event loop may use the connections, before tasks are started in it.
-
-        Raises:
-            RuntimeError: The connections belong to another event loop, which is not closed.
-        """
-        self._of_running_loop()
+    @property
+    def calls(self) -> OpenCalls:
+        """The calls that a close ends."""
+        return self._of_running_loop().calls
 
     def _of_running_loop(self) -> LoopConnections:
         """Return the connections of the running event loop; outside a loop, those that were used last.
@@ -135,6 +135,10 @@ class QueueConnection:
     async def aclose(self) -> None:
         """Unsubscribe from all channels and close all connections of the running event loop."""
         connections = self._of_running_loop()
-        await connections.workers.aclose()
-        await connections.subscriber.aclose()
-        await connections.redis.aclose()
+        try:
+            await connections.workers.aclose()
+            await connections.subscriber.aclose()
+            await connections.redis.aclose()
+        finally:
+            if self._connections is connections:
+                self._connections = LoopConnections.of(self.settings, self.keys)

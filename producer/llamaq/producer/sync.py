@@ -295,7 +295,7 @@ class Client(BlockingClient):
             job_id: The id of the job, in any queue.
 
         Returns:
-            True if the job will be cancelled, False if it had already finished or failed.
+            True if the job was asked to end; it may still finish before. False if it had finished or failed.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.

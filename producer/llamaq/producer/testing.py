@@ -27,7 +27,7 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.claim_script_calls import ClaimScripts, entries_by_stream
+from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
@@ -42,6 +42,7 @@ from llamaq.common.protocol.script_types import (
     FlushReply,
     JobEntry,
     JobFlush,
+    Reader,
     StreamEntries,
     TerminalWrite,
 )
@@ -60,8 +61,8 @@ class FakeClaimScripts(ClaimScripts):
 
     async def read_unclaimed(self, stream: str, count: int, lease_ms: int) -> StreamEntries:
         """Take up to `count` new entries of a job stream for `lease_ms` milliseconds."""
-        reply = await self._read(keys=[stream], args=[GROUP, count, lease_ms, count, "", "", 0, ""])
-        return dict(entries_by_stream(reply)).get(stream, [])
+        reader = Reader(Claimant("", lease_ms), "", {stream: 0})
+        return dict(await self.read(reader, [stream], count, count)).get(stream, [])
 
     async def claim_job(
         self, entry: JobEntry, worker: str, lease_ms: int, *, at_risk: bool = True

@@ -13,7 +13,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.redis.pool import BoundedPool
 from llamaq.common.redis.retry import retry_until_deadline
-from llamaq.common.redis.shared_round_trips import Command, SharedRoundTrips
+from llamaq.common.redis.shared_round_trips import CLOSED, Command, SharedRoundTrips
 
 T = TypeVar("T")
 
@@ -55,11 +55,22 @@ class RetryingRedis(Redis):
         self.pool = pool
         self.known_scripts = {} if known_scripts is None else known_scripts
         self._retry_s = retry_s
+        self._is_closed = False
         self._round_trips = SharedRoundTrips(pool, self.parse_response)
 
     async def call_with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `call`, and call again while the server cannot be reached, until the deadline."""
-        return await retry_until_deadline(call, self._retry_s)
+        """Return the result of `call`, and call again while the server cannot be reached, until the deadline.
+
+        Raises:
+            RuntimeError: This client is closed. A retry would open a connection that nothing closes.
+        """
+
+        async def call_if_open() -> T:
+            if self._is_closed:
+                raise RuntimeError(CLOSED)
+            return await call()
+
+        return await retry_until_deadline(call_if_open, self._retry_s)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """See `Redis.execute_command`."""
@@ -145,7 +156,8 @@ class RetryingRedis(Redis):
         return type(self)(self.pool, self._retry_s, known_scripts=self.known_scripts, single_connection_client=True)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Close the connections. Commands without a reply fail."""
+        """Close the connections. Commands without a reply fail, and so do later ones."""
+        self._is_closed = True
         await self._round_trips.aclose()
         await super().aclose(close_connection_pool)
 

@@ -275,7 +275,8 @@ class Cluster(RetryingRedis):
             await self._nodes.pop(address).aclose()
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:  # noqa: ARG002
-        """Close all connections."""
+        """Close all connections. Commands without a reply fail, and so do later ones."""
+        self._is_closed = True
         await self._tasks.cancel()
         nodes, self._nodes = list(self._nodes.values()), {}
         await asyncio.gather(*(node.aclose() for node in nodes))

@@ -18,7 +18,7 @@ from llamaq.common.redis.pool import BoundedPool
 Command = tuple[tuple[Any, ...], Mapping[str, Any]]
 """A command: its words, and options for parsing the reply."""
 
-CLOSED = "the client was closed during the command"
+CLOSED = "this client was closed during the call"
 MAX_ROUND_TRIPS = 4
 """Largest number of round trips at the same time, each over a connection of its own. While a long reply is read over
 one of them, the other commands use the others."""

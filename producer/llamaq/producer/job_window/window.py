@@ -15,6 +15,7 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import IdempotencyConflict, JobNotFound
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.redis.shared_round_trips import CLOSED
 from llamaq.producer.job_window.end_collector import EndCollector
 from llamaq.producer.job_window.prefix_order import PrefixOrder
 from llamaq.producer.job_window.submit_rate_limit import Pace
@@ -86,6 +87,7 @@ class JobWindow(Generic[T]):
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
         self._submitting = asyncio.Lock()
+        self._closing = asyncio.Lock()
         self._has_work = asyncio.Event()
         self._has_end = asyncio.Event()
         self._has_outcomes = asyncio.Event()
@@ -117,19 +119,32 @@ class JobWindow(Generic[T]):
         return self._submit_problem
 
     async def __aenter__(self) -> Self:
+        self._connection.calls.check_open()
+        self._connection.calls.windows.add(self)
         self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._submit, self._ends.collect)]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_SUBMIT_S):
-                await self._submitting.acquire()  # otherwise the jobs of an interrupted submit would stay in the queue
-        await cancel_tasks(*self._tasks)
-        job_ids = [] if self._keeps_jobs else self._ends.job_ids()
-        self._ends.close()
-        await self._cancel(job_ids)
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Submit no more requests, and cancel the jobs that have not ended. From now on, `outcomes` raises an error.
+
+        The close of the client calls this too, while the context may be at its end.
+        """
+        self._fail(self._failure or RuntimeError(CLOSED))
+        async with self._closing:
+            try:  # otherwise the jobs of an interrupted submit would stay in the queue
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_SUBMIT_S), self._submitting:
+                        pass
+            finally:
+                await cancel_tasks(*self._tasks)
+                job_ids = [] if self._keeps_jobs else self._ends.job_ids()
+                self._ends.close()
+            await self._cancel(job_ids)
 
     def add(self, tag: T, request: JobRequest) -> None:
         """Add a request. The caller adds no more requests than there is room for.
@@ -193,8 +208,11 @@ class JobWindow(Generic[T]):
         try:
             await work()
         except Exception as exc:  # noqa: BLE001  # `outcomes` raises it
-            self._failure = exc
-            self._has_outcomes.set()
+            self._fail(exc)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._has_outcomes.set()
 
     async def _submit(self) -> None:
         """Submit waiting requests while there is room in the queue, until this task is cancelled."""

@@ -46,7 +46,7 @@ class JobFilter(StrictModel):
 
     state: JobState | None = None
     priority: Priority | None = None
-    older_than_s: float | None = Field(None, ge=0)
+    older_than_s: float | None = Field(None, ge=0, strict=True)
     """Seconds since the submit."""
     metadata: Mapping[str, JsonValue] = Field(default_factory=dict)
     """Keys and values in the metadata of the request. A text also matches the number or boolean with this JSON text."""

@@ -36,6 +36,7 @@ from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.script_types import ExpireCode
 from llamaq.common.redis.connect import is_cluster, make_connection, node_of
 from llamaq.common.redis.outage_log import OutageLog
+from llamaq.common.redis.shared_round_trips import CLOSED
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.producer.streaming.deadline_and_delay_watch import DeadlineWatch
 from llamaq.producer.streaming.job_listener_base import JobListener
@@ -45,7 +46,6 @@ from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 
 log = logging.getLogger(__name__)
 
-CLOSED = "this client was closed during the call"
 CHECK_S = 0.5
 """Interval at which the subscriber looks for jobs to poll, and for keys that have moved."""
 POLLS_PER_ROUND_TRIP = 500
@@ -106,7 +106,7 @@ class Subscriber:
         tasks = [connection.task for connection in self._connections.values()]
         await cancel_tasks(*tasks, *self._polls.values(), *([self._checking] if self._checking else []))
         await self._deadlines.aclose()
-        for listener in chain.from_iterable(self._listeners.values()):
+        for listener in list(chain.from_iterable(self._listeners.values())):
             listener.fail(RuntimeError(CLOSED))
         await self._ending.wait()
         self._connections.clear()
