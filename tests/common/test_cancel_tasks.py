@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 
 
 async def swallow(times: int, log: list[int]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats, TokenLogprobs
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.producer import Result

@@ -8,10 +8,9 @@ import pytest
 from tests.support.top_readings import make_worker
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result, TokenLogprobs
 from llamaq.common.protocol.job_request import JobDefaults, JobRequest
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.gateway.generation import limited
 from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import NativeOptions, final_object, generation_settings, slot_object

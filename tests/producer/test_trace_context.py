@@ -10,8 +10,8 @@ from opentelemetry.trace import Span
 from tests.support.fake_redis import replace_redis
 
 from llamaq.producer import AsyncClient, Client, InvalidRequest
+from llamaq.producer.submission import current_traceparent
 from llamaq.producer.testing import FakeWorker, serving
-from llamaq.producer.trace_context import current_traceparent
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 tracer = TracerProvider().get_tracer("test")

@@ -13,7 +13,7 @@ from tests.soak.chaos import JobShape
 from tests.soak.checker import STORED, Checker
 from tests.soak.environment import POLL_S
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer.testing import FakeWorker
 

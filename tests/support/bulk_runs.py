@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkRun

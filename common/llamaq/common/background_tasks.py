@@ -1,4 +1,4 @@
-"""Asyncio tasks that run in the background until they end, or until their owner cancels them."""
+"""Asyncio tasks that run in the background until they end, or until their owner cancels them. They may use Redis."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from llamaq.common.cancel_tasks import cancel_tasks
-
 T = TypeVar("T")
+
+CANCEL_EVERY_S = 0.1
+"""Pause between two cancellations of the same task."""
 
 
 class BackgroundTasks:
@@ -42,3 +43,17 @@ class BackgroundTasks:
 
     def __repr__(self) -> str:
         return f"<BackgroundTasks {len(self._tasks)} running>"
+
+
+async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks repeatedly until all of them have ended. Their errors are dropped.
+
+    One cancellation is not enough. redis-py sends with `asyncio.wait_for`. Before Python 3.12, this function loses a
+    cancellation that arrives when the send completes.
+    """
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=CANCEL_EVERY_S)
+    await asyncio.gather(*tasks, return_exceptions=True)

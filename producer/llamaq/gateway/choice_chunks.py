@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
 from llamaq.producer import Chunk, Result

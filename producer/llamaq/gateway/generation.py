@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import InvalidSettings, JobCancelled
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Chunk, FinishReason, JobOptions, Result

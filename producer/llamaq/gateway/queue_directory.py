@@ -10,8 +10,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from llamaq.common.background_tasks import BackgroundTasks
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks
 from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, Worker, WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig

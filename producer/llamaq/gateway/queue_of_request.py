@@ -19,7 +19,7 @@ from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.queue_directory import queue_of
 from llamaq.producer import AsyncClient
-from llamaq.producer.trace_context import current_traceparent
+from llamaq.producer.submission import current_traceparent
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 MAX_IDEMPOTENCY_CHARS = 255

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from concurrent.futures import wait
 from typing import Any, Generic, NoReturn, TypeVar
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.redis.shared_round_trips import CLOSED
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.open_calls import Closable

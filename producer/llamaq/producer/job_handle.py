@@ -9,11 +9,10 @@ from typing import Literal
 
 from llamaq.common.errors import InvalidRequest, JobFailed, JobNotFound
 from llamaq.common.protocol.job_events import Failed, PromptProgress, TokenSpan
-from llamaq.common.protocol.job_outcome import JobState, Result
+from llamaq.common.protocol.job_outcome import JobState, Result, TokenLogprobs
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_status import JobStatus
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.producer.call_timeout import CallTimeout, naming_job, timeout_error
 from llamaq.producer.queries.job_progress import with_progress
 from llamaq.producer.queries.job_records import read_result, read_status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 from collections.abc import Sized
 from contextlib import suppress
 from math import inf
@@ -42,7 +43,6 @@ from llamaq.producer.option_synonyms import translate
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.queue_snapshots import estimate_wait_s
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.trace_context import current_traceparent
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,20 @@ async def build_request(options: JobOptions, **values: Any) -> JobRequest:
     if _is_long(merged.get("tokens")):
         return await asyncio.to_thread(codec.build_request, merged)
     return codec.build_request(merged)
+
+
+def current_traceparent() -> str | None:
+    """Return the current span of OpenTelemetry in the form of W3C Trace Context. None: there is no span.
+
+    OpenTelemetry is not imported here, because an application that has not imported it has no span.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return None
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return None
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 def _is_long(tokens: object) -> bool:

@@ -24,7 +24,7 @@ from typing import Self
 
 from redis.exceptions import RedisError, ResponseError
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.claim_script_calls import ClaimScripts

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens, TokenSpan
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats, TokenLogprobs
 from llamaq.common.protocol.job_request import JobParams, JobRequest
 from llamaq.common.protocol.queue_and_worker_state import Worker
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 
 LIMIT = 1 << 20
 

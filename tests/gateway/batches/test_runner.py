@@ -10,7 +10,7 @@ from tests.support.api_keys import bearer, key_store
 from tests.support.batches import begin, echo, end_of, jsonl, line, lines_of
 from tests.support.http_server import serving_http
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
 from llamaq.gateway.files import blocks
 from llamaq.producer.testing import FakeWorker

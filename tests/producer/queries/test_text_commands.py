@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import WorkerEnded
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.text_commands import TextCommand, TextReply

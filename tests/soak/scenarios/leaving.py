@@ -13,7 +13,7 @@ from tests.soak.environment import Environment
 from tests.soak.load import collect, read, record_published, run_jobs, submit
 from tests.soak.report import Outcome, ProgressReport
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.producer import AsyncClient
 
 N_WORKERS = 2

@@ -16,7 +16,7 @@ from tests.soak.report import Outcome, ProgressReport
 from tests.soak.scenarios.kills import SETTINGS, figures_of
 from tests.soak.worker_pool import WorkerPool
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.producer import AsyncClient
 
 WIDTHS = {"many": 60, "some": 16, "few": 16}

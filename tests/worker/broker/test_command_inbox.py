@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app, main
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import InvalidRequest, NoWorker, ResultTimeout, SlotCommandRefused
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys

@@ -10,8 +10,8 @@ import pytest
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.keys import JobKeys
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.producer import AsyncClient, AsyncJob, ErrorCode, JobFailed, JobState
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import PAGE_EVENTS, JobClaims

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from redis.exceptions import ResponseError
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts

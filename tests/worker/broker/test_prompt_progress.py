@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.worker.broker.test_outbox import Worker, working
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import PromptProgress
 from llamaq.producer import AsyncJob

@@ -11,7 +11,7 @@ import pytest
 from tests.worker.broker.test_later import counts, ignore, make_due, sweep_until_due
 from tests.worker.broker.test_suspects import BytePreparer, until, working
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats

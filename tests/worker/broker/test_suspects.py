@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_events import TokenSpan

@@ -19,13 +19,12 @@ from pydantic import BaseModel, ValidationError
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import EVENT, Event, PromptProgress, TokenSpan
-from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.job_outcome import JobStats, TokenLogprobs
 from llamaq.common.protocol.job_request import SLICE_TOKENS, JobRequest
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, Worker
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 
 M = TypeVar("M", bound=BaseModel)
 

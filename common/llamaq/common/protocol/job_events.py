@@ -6,8 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats, TokenLogprobs
 from llamaq.common.protocol.wire_model import WireModel
 
 

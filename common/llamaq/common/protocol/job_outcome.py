@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, JsonValue
 
 from llamaq.common.protocol.embedding_task import Embedding
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.protocol.wire_model import WireModel
+
+
+class TokenLogprobs(NamedTuple):
+    """The probability of a generated token and of its alternatives, as natural logarithms."""
+
+    logprob: float
+    """Logarithm of the probability of the generated token."""
+    top: tuple[tuple[int, float], ...]
+    """Id and logarithm of the most probable tokens at this position, the most probable one first."""
 
 
 class JobState(StrEnum):

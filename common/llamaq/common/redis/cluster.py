@@ -19,8 +19,7 @@ from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError,
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from llamaq.common.background_tasks import BackgroundTasks
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks
 from llamaq.common.redis.client import BLOCKING, RetryingRedis
 from llamaq.common.redis.pool import BoundedPool
 from llamaq.common.redis.shared_round_trips import Command

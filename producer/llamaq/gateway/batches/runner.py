@@ -10,7 +10,7 @@ from functools import partial
 
 from redis.exceptions import RedisError
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.gateway.batches.batch_run import BatchRun, run_with_lease
 from llamaq.gateway.batches.record import Batch, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError
 from llamaq.gateway.http.errors import error_fields
 from llamaq.gateway.http.open_requests import FORMAT_ERROR

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.gateway.http.errors import RequestRefused, error_response
 from llamaq.gateway.http.open_requests import OpenRequests, SentResponse
 

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.gateway.http.errors import RequestRefused, error_response
 from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.keys.key_store import OPEN_LEASE_MS, KeyStore

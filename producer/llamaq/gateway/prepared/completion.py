@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Self
 
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import AsyncClient, Result

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from llamaq.common.protocol.job_outcome import Result
+from llamaq.common.protocol.job_outcome import Result, TokenLogprobs
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.responses.output_items import OutputItems
 from llamaq.gateway.responses.record import ResponseRecord

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.producer.openai_format.logprobs import token_object
 
 Cut = tuple[str, list[dict[str, Any]]]

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import Events, EventStream, data

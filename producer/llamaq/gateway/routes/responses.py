@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import JobFailed, JobNotFound
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.gateway.context import context_of

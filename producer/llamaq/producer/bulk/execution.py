@@ -16,8 +16,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.backoff import Backoff
-from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import (
     BulkRunRefused,
     ErrorCode,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from typing import Any, Literal, Unpack, overload
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import RequestFailed
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer.argument_checks import check_list

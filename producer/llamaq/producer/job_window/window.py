@@ -10,8 +10,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.backoff import Backoff
-from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import IdempotencyConflict, JobNotFound
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest

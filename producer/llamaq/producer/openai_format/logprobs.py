@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.producer.openai_format.endpoints import Endpoint
 
 LOWEST = -9999.0

@@ -12,10 +12,9 @@ from redis.exceptions import ResponseError
 from llamaq.common.errors import JobFailed, JobNotFound
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, TokenSpan
-from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
+from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result, TokenLogprobs
 from llamaq.common.protocol.job_status import JobStatus
 from llamaq.common.protocol.keys import JobKeys
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error

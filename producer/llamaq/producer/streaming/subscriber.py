@@ -30,8 +30,7 @@ from itertools import chain
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from llamaq.common.background_tasks import BackgroundTasks
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.script_types import ExpireCode
 from llamaq.common.redis.connect import is_cluster, make_connection, node_of

@@ -13,8 +13,8 @@ from typing import Any
 import llguidance
 import pytest
 
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.token_draft import Drafting

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import JobEntry
 from llamaq.common.redis.outage_log import OutageLog

@@ -21,11 +21,10 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import MAX_DEAD, AttemptScripts
 from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_events import Failed, TokenSpan
-from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.job_outcome import JobStats, TokenLogprobs
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_types import Attempt, Claimant, ClaimOutcome, CrashVerdict, Entry, JobEntry
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.core.job_times import JobTimes

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.claim_script_calls import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys

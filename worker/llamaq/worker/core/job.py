@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import priority_of
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job_parts import N_LARGEST, Detokenizer, Sampler
 from llamaq.worker.core.job_times import JobTimes

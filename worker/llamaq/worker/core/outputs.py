@@ -9,8 +9,7 @@ from typing import NamedTuple
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import PromptProgress
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats, TokenLogprobs
 from llamaq.worker.core.job import BaseJob, Job
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.keys import Keys

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.token_draft import Drafting

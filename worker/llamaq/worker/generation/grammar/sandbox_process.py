@@ -18,8 +18,7 @@ from typing import IO, Any
 from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.json_schema.rewriting import rewrite_schema
-from llamaq.common.protocol.llguidance_options import SCHEMA_OPTIONS
+from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS, rewrite_schema
 from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark, lark_string
 from llamaq.worker.generation.grammar.grammar_vocabulary import CopiedVocabulary, GrammarVocabulary
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.finish_rules import NOT_NUMBERS
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens

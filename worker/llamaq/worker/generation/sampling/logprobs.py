@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.worker.generation.sampling.candidates import Candidates
 from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 
