@@ -27,9 +27,9 @@ def load(path: str, n_gpu_layers: int, options: Mapping[str, int]) -> tuple[Any,
     model_params.n_gpu_layers = n_gpu_layers
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
     params = llama_cpp.llama_context_default_params()
+    params.kv_unified = params.no_perf = True
     for name, value in options.items():
         setattr(params, name, value)
-    params.kv_unified = params.no_perf = True
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
         raise MemoryError(f"llama.cpp cannot load {path} or make a context with {dict(options)}")

@@ -153,6 +153,7 @@ def context_options(settings: WorkerSettings) -> dict[str, int]:
         "n_outputs_max": settings.n_parallel,
         "n_threads": settings.n_threads_alone,
         "n_threads_batch": settings.n_threads_alone,
+        "kv_unified": settings.kv_unified,
     }
 
 

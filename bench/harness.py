@@ -200,6 +200,7 @@ def facts() -> Figures:
             "cores": usable_cores(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpu_offload": bool(llama_cpp.llama_supports_gpu_offload()),
+            "gpu": _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]) or None,
             "load_before": round(os.getloadavg()[0], 2),
         },
         "versions": {

@@ -1,4 +1,4 @@
-"""llama-server, started from the `xllamacpp` wheel. It is called over HTTP with token ids, as workers are.
+"""llama-server, called over HTTP with token ids, as workers are.
 
 llama-server gets the model file, threads, context size and number of slots of a worker. It also gets `--kv-unified`,
 so that a slot can use the cells that other slots do not use. All other settings are its defaults: prompts are cached,
@@ -9,48 +9,40 @@ Requests are greedy with top-k 1. This is the fastest of the sampler settings th
 vocabulary of 151,936 tokens, against 1.3 ms with the default samplers, 1.25 ms with top-k alone and 1.9 ms with
 `backend_sampling`. The model takes nearly all of this time.
 
-The wheel's build for Linux on x86-64 stops at AVX2. A worker's llama.cpp is built for the CPU that it runs on.
-Therefore the benchmarks also compare the two systems in cases where no cached token can be reused.
+The build of the `xllamacpp` wheel for Linux on x86-64 stops at AVX2. A worker's llama.cpp is built for the CPU that it
+runs on. Therefore the benchmarks also compare the two systems in cases where no cached token can be reused.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 
-from harness import JOB_TIMEOUT_S, START_TIMEOUT_S
+from harness import JOB_TIMEOUT_S
 from job_timings import Answer, Timeline
+from llama_server_process import PEER_VARIABLE, run_llama_server
 from llamaq.common.errors import LlamaqError
 from llamaq.worker.settings import WorkerSettings
-
-PYTHON_VARIABLE = "LLAMAQ_BENCH_PEER"
-"""Environment variable with the path of a python that has xllamacpp. `make bench-peers` installs one and sets it."""
-STOP_TIMEOUT_S = 10.0
 
 
 class LlamaServer:
     """A running llama-server, called over HTTP."""
 
-    def __init__(self, address: str, version: str, params: dict[str, Any]) -> None:
+    def __init__(self, address: str, about: dict[str, Any], n_slots: int) -> None:
         self.url = address
         self._netloc = urlsplit(address).netloc
-        self._params = params
-        self._n_slots: int = params["n_parallel"]
-        self.version = version
+        self._about = about
+        self._n_slots = n_slots
 
     def generate(
         self,
@@ -82,8 +74,7 @@ class LlamaServer:
 
     def describe(self) -> dict[str, Any]:
         """Return version and settings."""
-        omitted = ("model.path", "slot_save_path", "verbosity")
-        return {"xllamacpp": self.version} | {key: one for key, one in self._params.items() if key not in omitted}
+        return self._about
 
     @contextmanager
     def _connected(self) -> Iterator[HTTPConnection]:
@@ -144,80 +135,9 @@ def _check(response: HTTPResponse) -> HTTPResponse:
 @contextmanager
 def start_llama_server(settings: WorkerSettings) -> Iterator[LlamaServer | None]:
     """Start llama-server with a worker's settings. Yields None where `LLAMAQ_BENCH_PEER` is not set."""
-    python = os.environ.get(PYTHON_VARIABLE)
-    if not python:
+    peer = os.environ.get(PEER_VARIABLE)
+    if not peer:
         yield None
         return
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
-        params = _params(settings, folder)
-        process = _start(python, log)
-        try:
-            yield LlamaServer(**_await_ready(process, params, log), params=params)
-        finally:
-            _stop(process)
-
-
-def _start(python: str, log: BinaryIO) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            [python, str(Path(__file__).with_name("llama_server_main.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C reaches only the benchmark, which closes the standard input
-        )
-    except OSError as exc:
-        raise LlamaqError(f"{PYTHON_VARIABLE} does not name a python: {exc}") from exc
-
-
-def _params(settings: WorkerSettings, folder: str) -> dict[str, Any]:
-    return {
-        "model.path": settings.model,
-        "n_ctx": settings.n_ctx,
-        "n_batch": settings.batch_budget,
-        "n_ubatch": settings.ubatch_tokens,
-        "n_parallel": settings.n_parallel,
-        "kv_unified": True,
-        # defaults of llama-server
-        "cache_prompt": True,
-        "cache_ram_mib": 8192,
-        "cache_idle_slots": True,
-        "n_cache_reuse": 0,
-        "slot_prompt_similarity": 0.1,
-        "cont_batching": True,
-        # settings of the worker
-        "cpuparams.n_threads": settings.n_threads_alone,
-        "cpuparams_batch.n_threads": settings.n_threads_alone,
-        "n_gpu_layers": settings.n_gpu_layers,
-        "fit_params": False,  # use n_ctx and n_gpu_layers as they are given
-        "n_threads_http": 64,  # one thread for each request, so that no request waits for another
-        "slot_save_path": folder + os.sep,  # required to erase slots
-        "verbosity": 1,
-    }
-
-
-def _await_ready(process: subprocess.Popen[bytes], params: dict[str, Any], log: BinaryIO) -> dict[str, str]:
-    """Return the address and the version."""
-    if process.stdin is None or process.stdout is None:
-        raise RuntimeError("llama-server was started without pipes")
-    process.stdin.write(json.dumps(params).encode() + b"\n")
-    process.stdin.flush()
-    readable, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
-    line = process.stdout.readline() if readable else b""
-    if not line:
-        log.seek(0)
-        raise LlamaqError(f"llama-server did not start: {log.read().decode(errors='replace')[-2000:]}")
-    ready: dict[str, str] = json.loads(line)
-    return ready
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    with run_llama_server(peer, settings) as (address, about):
+        yield LlamaServer(address, about, settings.n_parallel)

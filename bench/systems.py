@@ -12,7 +12,8 @@ from typing import Protocol
 
 from harness import Figures, Stack, note, start_stack
 from job_timings import Answer, median_of, summarize
-from llama_server import PYTHON_VARIABLE, LlamaServer, start_llama_server
+from llama_server import LlamaServer, start_llama_server
+from llama_server_process import PEER_VARIABLE
 from llamaq.producer import AsyncClient
 from llamaq.worker.settings import WorkerSettings
 from workload import follow_all, greedy
@@ -117,9 +118,7 @@ def start_systems(workers: Mapping[str, WorkerSettings]) -> Iterator[Systems]:
         stack = exits.enter_context(start_stack(settings))
         llama_server = exits.enter_context(start_llama_server(settings[0]))
         if llama_server is None:
-            note(
-                f"llama-server is not compared: {PYTHON_VARIABLE} names no python with xllamacpp (`make bench-peers`)."
-            )
+            note(f"llama-server is not compared: {PEER_VARIABLE} is not set (`make bench-peers` sets it).")
         yield Systems(stack, {queue: WorkerSystem(stack, queue) for queue in workers}, llama_server)
 
 

@@ -84,6 +84,19 @@ def test_a_draft_model_that_is_always_right_is_measured() -> None:
     assert figures["targets"]["right, 1"]["target"] == 1.2
 
 
+def test_backend_sampling_is_compared_with_the_worker_without_it() -> None:
+    figures = run_quickly("backend_sampling")
+    for numbers in figures["jobs"].values():
+        assert all(one["speed_up"] > 0 for one in numbers.values())
+
+
+def test_both_kinds_of_kv_cache_are_measured() -> None:
+    figures = run_quickly("kv_unified")
+    for one in figures["sequences"]["short"].values():
+        assert min(one["unified"], one["separate"]) > 0
+        assert 0 < one["unified_speed"]
+
+
 def test_every_strategy_runs_the_same_jobs() -> None:
     figures = run_quickly("strategies")
     for mix in ("interactive", "bulk"):
