@@ -14,6 +14,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import llama_cpp
+
 from bare_loop import BareLoop
 from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show
@@ -26,7 +28,7 @@ N_PARALLEL = 32
 NUMBERS, LARGE_NUMBERS, QUICK_NUMBERS = (1, 8, 32), (1, 8), (1, 4)
 N_IN, N_OUT, LARGE_N_OUT, QUICK_N_OUT = 64, 128, 64, 16
 LARGE_BYTES = 200 * 2**20
-"""A model of this size gets fewer jobs and shorter outputs. A round takes minutes on two cores all the same."""
+"""On a CPU, a model of this size gets fewer jobs and shorter outputs: a round takes minutes on two cores."""
 WORKER = "worker"
 WORDS = ("alpha", "bravo", "charlie", "delta")
 SCHEMA = {"type": "array", "items": {"enum": list(WORDS)}, "minItems": 200, "maxItems": 200}
@@ -100,7 +102,7 @@ def _rates(figures: dict[str, Any]) -> str:
 def measure(plan: Plan) -> Figures:
     """Return the figures by number of jobs."""
     settings = plan.settings(n_parallel=N_PARALLEL)
-    is_large = plan.model.stat().st_size >= LARGE_BYTES
+    is_large = plan.model.stat().st_size >= LARGE_BYTES and not llama_cpp.llama_supports_gpu_offload()
     numbers, n_out = (LARGE_NUMBERS, LARGE_N_OUT) if is_large else (NUMBERS, N_OUT)
     if plan.quick:
         numbers, n_out = QUICK_NUMBERS, QUICK_N_OUT
