@@ -45,7 +45,7 @@ class ModelParts(Protocol):
     def set_n_threads(self, n_threads: int) -> None:
         """Change the number of llama.cpp's threads where the settings leave it open. Call it on the engine thread."""
 
-    def describe(self) -> dict[str, Any]:
+    def card_fields(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""
 
     def close(self) -> None:
