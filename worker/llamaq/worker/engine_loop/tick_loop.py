@@ -14,16 +14,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import BaseJob, Lease
 from llamaq.worker.core.outputs import TickOutcome
-from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs, TickRepeater
+from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.engine_loop.tick_parts_interface import BatchDrafter, JobScheduler, Runner
 from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
 
 log = logging.getLogger(__name__)
@@ -42,51 +43,6 @@ DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
 SLOW_TICKS = 4
 """A tick counts as a hang only when it takes longer than this factor times the slowest earlier tick."""
-
-
-class Runner(Protocol):
-    """Computes a batch: an engine, or the fake engine in tests."""
-
-    def run(self, batch: Any) -> Any:
-        """Compute a batch of the scheduler that belongs to this engine, and return its results."""
-
-
-class BatchDrafter(Protocol):
-    """Adds drafts to a batch: the draft model."""
-
-    def add_drafts(self, batch: Any) -> Any:
-        """Return the batch with the drafts that the scheduler has planned for it."""
-
-
-class JobScheduler(Protocol):
-    """Decides which jobs run and what each tick computes: `Scheduler` for text, `EmbeddingScheduler` for embeddings.
-
-    `Scheduler` documents the methods. Its batches and results are those of its engine.
-    """
-
-    def submit(self, job: Any) -> None: ...
-    def cancel(self, job_id: str) -> bool: ...
-    def release(self, lease: Lease) -> bool: ...
-    def withdraw_waiting(self) -> Sequence[BaseJob]: ...
-    def withdraw_surplus(self, n_jobs: int) -> Sequence[BaseJob]: ...
-    def withdraw_all(self) -> Sequence[BaseJob]: ...
-    def expire(self) -> None: ...
-    def admit(self) -> None: ...
-    def move(self, budget_s: float) -> bool: ...
-    def save_ahead(self) -> bool: ...
-    def plan(self, queue_depth: int = 0) -> TickBatch: ...
-    def apply(self, batch: Any, results: Any) -> TickOutcome: ...
-    def snapshot(self) -> tuple[SlotSnapshot, ...]: ...
-    def cache_snapshot(self) -> CacheSnapshot: ...
-
-    @property
-    def n_prefill_next(self) -> int: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def repeater(self) -> TickRepeater | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.broker.command_inbox import CommandHandler
 from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.engine.llama_bindings import Model
-from llamaq.worker.engine_loop.tick_loop import BatchDrafter, JobScheduler, Runner, TickLoop
+from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.engine_loop.tick_parts_interface import BatchDrafter, JobScheduler, Runner
 
 
 class ModelEngine(Runner, Protocol):
