@@ -194,7 +194,8 @@ class TickLoop:
     def _has_stopped(self) -> bool:
         if self._stop_s is None:
             return False
-        is_idle = not self._scheduler.has_work and self._commands.empty()  # a caller waits for the result of a command
+        # The commands that have arrived are run before the end, because their callers wait for the results.
+        is_idle = not self._scheduler.has_work and self._commands.empty()
         return is_idle or self._clock() >= self._stop_s
 
     def _submit(self, jobs: Sequence[BaseJob]) -> None:
@@ -270,9 +271,9 @@ class TickLoop:
         self._publisher.add([JobWithdrawn(job) for job in jobs])
 
     def _can_publish_later(self, batch: TickBatch) -> bool:
-        """Whether the outputs can be published with those of `batch`, because the next tick will end very soon.
+        """Whether the outputs can be published with those of `batch`, because its tick will end very soon.
 
-        To publish wakes the I/O thread, Redis and the subscribers. With a small model, this would take as long as the
+        Publishing wakes the I/O thread, Redis and the subscribers. With a small model, this would take as long as the
         ticks.
         """
         if not batch or batch.n_prefill:
@@ -311,12 +312,12 @@ class TickLoop:
         return ComputedTick(batch, results, ended_s - started_s, ended_s)
 
     def _repeat(self, tick: ComputedTick) -> ComputedTick:
-        """Compute the next batches without a plan, while nothing else has to be done before.
+        """Compute the next batches without a plan, until something else has to be done.
 
-        The outputs of all these ticks are made and published while the next ones are computed.
+        The outputs of each tick are made and published while the next tick is computed.
 
         Returns:
-            The last tick, which is not applied yet.
+            The last tick, whose results the scheduler has not applied yet.
         """
         if (late := self._late) is None:
             return tick
@@ -340,11 +341,11 @@ class TickLoop:
         return tick
 
     def _has_nothing_else_to_do(self) -> bool:
-        """Whether no command has arrived, no snapshot is due, and the time of a stopping loop is not over."""
+        """Whether no command has arrived, no snapshot is due, and the loop need not end now."""
         return self._commands.empty() and not self._is_snapshot_due and not self._has_stopped()
 
     def _report(self, tick: ComputedTick, outcome: TickOutcome) -> None:
-        """Add the measurements and the outputs of a tick to what is published. Publish it if no tick follows."""
+        """Give the measurements and the outputs of a tick to the publisher. Publish them if no tick follows."""
         if tick.batch:
             n_waiting = self._shared.queue_depth.n_waiting
             self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, outcome.n_accepted, n_waiting))

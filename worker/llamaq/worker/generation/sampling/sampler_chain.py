@@ -109,8 +109,10 @@ class SamplerChain:
 
 
 def _drop_masked_of_few(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
-    """Drop masked candidates, if there are few candidates. Copying a whole vocabulary takes longer than most samplers,
-    which give masked candidates the probability 0.
+    """Drop masked candidates, if there are few candidates.
+
+    Otherwise they stay, and the samplers give them the probability 0: copying a whole vocabulary takes longer than most
+    samplers.
     """
     return candidates.without_masked() if len(candidates) <= SORT_LIMIT else candidates
 
@@ -148,10 +150,11 @@ def _top_k_draw(chain: Sequence[Step], params: SamplingDefaults) -> TopKDraw | N
 def _n_largest_logits(chain: Sequence[Step], params: SamplingDefaults) -> int | None:
     """Return how many of the largest logits determine what a chain draws.
 
-    Penalties that only lower logits can move as many tokens out of the most probable ones as they change.
+    A penalty that lowers logits moves at most as many tokens out of the most probable ones as it changes. The same
+    number of further logits replaces them.
 
-    None: the chain needs all logits, because it does not begin with top-k, or because a penalty changes any number of
-    logits or raises some.
+    None: the chain needs all logits, because it does not begin with top-k, or because a penalty raises logits or has no
+    bound on the number of logits that it changes.
     """
     windows = {"penalties": params.penalty_last_n, "dry": params.dry_penalty_last_n}
     n_penalized = [windows[step.name] for step in chain if step.is_penalty]
@@ -262,14 +265,14 @@ def _counting(step: Step, params: SamplingDefaults, masked: _MaskedCount) -> App
 
 
 def _filters_without_masked(chain: Sequence[Step], *, draw_accepts_masked: bool) -> list[Apply]:
-    """Return the steps of a chain, and before the first step that does not accept masked candidates, one that drops
-    them.
+    """Return the steps of a chain, with one more that drops masked candidates, if the chain needs it.
 
-    Most chains need no such step, which copies the whole vocabulary if no candidate was dropped before.
+    It comes before the first step that does not accept masked candidates. Most chains do not need it. It copies the
+    whole vocabulary if no candidate was dropped before.
 
     Args:
         chain: The samplers after the penalties. The first one is not top-k, which drops masked candidates too.
-        draw_accepts_masked: Whether the draw after the chain accepts masked candidates.
+        draw_accepts_masked: Whether the draw after the chain accepts masked candidates too.
     """
     filters = [step.apply for step in chain]
     n_accepting = next((index for index, step in enumerate(chain) if not step.accepts_masked), len(chain))
