@@ -11,10 +11,9 @@ from contextlib import suppress
 
 from redis.exceptions import ResponseError
 
-from llamaq.common.protocol.script_types import Attempt, JobEntry
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, JobEntry
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
-JOBS_AT_ONCE = 100
 IDLE_S, FULL_S = 0.005, 0.1
 
 
@@ -28,7 +27,7 @@ async def serve(url: str, queue: str) -> None:
             with suppress(ResponseError):  # Redis is full
                 claims = [
                     JobEntry(entry.fields[b"id"].decode(), stream, entry.entry_id.decode())
-                    for entry in await worker.claim_scripts.read_unclaimed(stream, JOBS_AT_ONCE, LEASE_MS)
+                    for entry in await worker.claim_scripts.read_unclaimed(stream, MAX_JOBS_IN_CALL, LEASE_MS)
                 ]
             await asyncio.gather(*(_answer(worker, claim) for claim in claims))
             if not claims:

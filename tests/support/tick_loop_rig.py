@@ -132,6 +132,12 @@ class Loop:
             thread.join()
 
 
+def idle_tick_loop(shared: SharedState) -> TickLoop:
+    """Return a tick loop with a fake engine, for tests in which no tick runs."""
+    engine = FakeEngine()
+    return TickLoop(make_scheduler(engine, make_memory(engine)), engine, shared, hang_s=HANG_S, capacity=4)
+
+
 def first_letters(n_tokens: int) -> str:
     """Return the first letters that the fake model generates after the prompt of `make_job`."""
     history = list(make_job().prompt)

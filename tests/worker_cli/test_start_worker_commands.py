@@ -40,10 +40,12 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
         "Model and context",
         "GPUs and memory",
         "Positions beyond the context that the model was trained on",
-        "Slots and batches",
+        "Slots, batches and waiting jobs",
         "Speculation",
         "The prefix cache",
         "Leases, heartbeats and shutdown",
+        "Stored output, retries and disconnected clients",
+        "Hooks, logs and metrics",
         "Defaults of jobs",
     ]
     assert "--config" in shown

@@ -18,7 +18,7 @@ from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, Claim
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
-from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.broker.dead_letters import DeadLetters
 from llamaq.worker.broker.job_streams import JobStreams
 
 
@@ -147,7 +147,7 @@ async def test_an_entry_that_cannot_become_a_dead_letter_does_not_stop_the_jobs_
     async def refuse(*_: Any) -> None:
         raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
 
-    monkeypatch.setattr(JobClaims, "_dead_letter", refuse)
+    monkeypatch.setattr(DeadLetters, "bury_entry", refuse)
     async with AsyncClient(redis_url, queue) as client:
         await client.redis.xadd(client.keys.jobs(queue, 0, Priority.INTERACTIVE), {"id": "not-a-job"})
         jobs = [await client.submit("hello") for _ in range(2)]

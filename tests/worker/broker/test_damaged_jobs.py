@@ -14,7 +14,8 @@ from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer import AsyncClient, AsyncJob, ErrorCode, JobFailed, JobState
 from llamaq.producer.testing import FakeAttempt, FakeWorker
-from llamaq.worker.broker.job_claims import PAGE_EVENTS, JobClaims
+from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.broker.published_output import PAGE_EVENTS
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
 Damage = Callable[[Any, JobKeys], Awaitable[object]]

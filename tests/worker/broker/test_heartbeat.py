@@ -10,26 +10,20 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 from tests.support.ports import HOST
+from tests.support.tick_loop_rig import idle_tick_loop
+from tests.support.worker_cards import make_card
 
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.engine_loop.shared_state import SharedState
-from llamaq.worker.engine_loop.tick_loop import TickLoop
-from llamaq.worker.testing import FakeEngine, make_memory, make_scheduler
 
 
 def heartbeat_of(redis: Any, queue: str) -> Heartbeat:
     """Return the heartbeat of a worker that has the name of its queue."""
-    card = WorkerCard(
-        worker=queue, queue=queue, model="m.gguf", n_ctx=8, n_ctx_train=8, n_vocab=8, n_parallel=1, quantization="F32",
-        vocab_hash="0" * 64, host="h", pid=1, device="cpu", version="1", started_ms=5000,
-    )  # fmt: skip
-    engine, shared = FakeEngine(), SharedState()
-    ticks = TickLoop(make_scheduler(engine, make_memory(engine)), engine, shared, hang_s=60, capacity=4)
-    return Heartbeat(redis, Keys(), card, b"vocabulary", ticks, shared, partitions=1, every_s=1.0)
+    card, shared = make_card(queue, queue), SharedState()
+    return Heartbeat(redis, Keys(), card, b"vocabulary", idle_tick_loop(shared), shared, partitions=1, every_s=1.0)
 
 
 @asynccontextmanager

@@ -20,8 +20,9 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import Attempt, JobEntry
 from llamaq.producer import AsyncClient, JobFailed
 from llamaq.worker.broker import preparations as preparations_module
-from llamaq.worker.broker.job_claims import NO_OUTPUT, ClaimedJob
+from llamaq.worker.broker.job_claims import ClaimedJob
 from llamaq.worker.broker.preparations import N_THREADS, N_THREADS_OF_KIND, Preparation, PreparationPanic, Preparations
+from llamaq.worker.broker.published_output import NO_OUTPUT
 from llamaq.worker.broker.read_order import ReadOrder
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes

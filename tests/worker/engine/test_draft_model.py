@@ -58,7 +58,7 @@ def greedy(model: Model, history: list[int], n_tokens: int) -> tuple[int, ...]:
     for _ in range(n_tokens):
         context.clear()
         context.batch.clear()
-        context.batch.add_chunk([*history, *tokens], 0, 0, wants_logits=True)
+        context.batch.add_chunk([*history, *tokens], 0, 0, has_row=True)
         context.decode()
         tokens.append(int(context.logits(1)[0].argmax()))
     context.close()

@@ -117,7 +117,7 @@ def compute(engine: Engine, seq_id: int, tokens: Sequence[int]) -> Logits:
     for start in range(n_past, len(tokens), 50):
         end = min(start + 50, len(tokens))
         batch.clear()
-        batch.add_chunk(tokens[start:end], start, seq_id, wants_logits=end == len(tokens))
+        batch.add_chunk(tokens[start:end], start, seq_id, has_row=end == len(tokens))
         assert engine.context.decode() == 0
         engine.sequences.keep_cells(seq_id, end)
     logits: Logits = engine.context.logits(1)[0].copy()
@@ -147,7 +147,7 @@ def count_free_cells(engine: Engine) -> int:
     for size in (128, 64, 32, 16, 8, 4, 2, 1):
         while True:
             batch.clear()
-            batch.add_chunk([1] * size, n, 0, wants_logits=False)
+            batch.add_chunk([1] * size, n, 0, has_row=False)
             if engine.context.decode():
                 break
             n += size

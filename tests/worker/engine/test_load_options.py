@@ -25,7 +25,7 @@ PROMPT = [5, 200, 31, 77, 600, 12, 9, 9, 45, 300] * 4
 def last_logits(engine: Engine, tokens: Sequence[int], seq_id: int = 0, start: int = 0) -> npt.NDArray[np.float32]:
     """Compute tokens from position `start` on, and return the logits after the last one."""
     engine.context.batch.clear()
-    engine.context.batch.add_chunk(tokens, start, seq_id, wants_logits=True)
+    engine.context.batch.add_chunk(tokens, start, seq_id, has_row=True)
     assert engine.context.decode() == SUCCESS
     return np.array(engine.context.logits(1)[0])
 

@@ -12,17 +12,16 @@ import pytest
 import redis
 from tests.support.ports import HOST
 from tests.support.redis_servers import wait_until
+from tests.support.tick_loop_rig import idle_tick_loop
+from tests.support.worker_cards import make_card
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.producer import Client, JobFailed
 from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
-from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.settings import load_settings
-from llamaq.worker.testing import FakeEngine, make_memory, make_scheduler
 
 SOON_S = 20.0
 
@@ -39,15 +38,17 @@ class RejectingPreparer:
 
 def io_thread_of(url: str, queue: str) -> IoThread:
     """Return the I/O thread of a worker that has the name of its queue."""
-    card = WorkerCard(
-        worker=queue, queue=queue, model="m.gguf", n_ctx=8, n_ctx_train=8, n_vocab=8, n_parallel=1, quantization="F32",
-        vocab_hash="0" * 64, host="h", pid=1, device="cpu", version="1", started_ms=5000,
-    )  # fmt: skip
-    engine, shared = FakeEngine(), SharedState()
-    ticks = TickLoop(make_scheduler(engine, make_memory(engine)), engine, shared, hang_s=60, capacity=4)
-    commands = cast(Any, None)
-    settings = load_settings(redis_url=url, queue=queue)
-    return IoThread(settings, card, b"vocabulary", cast(Any, RejectingPreparer()), ticks, shared, commands, commands)
+    shared, commands = SharedState(), cast(Any, None)
+    return IoThread(
+        load_settings(redis_url=url, queue=queue),
+        make_card(queue, queue),
+        b"vocabulary",
+        cast(Any, RejectingPreparer()),
+        idle_tick_loop(shared),
+        shared,
+        commands,
+        commands,
+    )
 
 
 @contextmanager

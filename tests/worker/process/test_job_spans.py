@@ -12,18 +12,16 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
+from tests.support.worker_cards import make_card
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobStats
-from llamaq.common.protocol.queue_and_worker_state import TickStats, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.broker.wall_clock_timeline import timeline_of
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob, JobTimeline, Telemetry
 from llamaq.worker.process.job_spans import JobSpans, span_hooks
 
-CARD = WorkerCard(
-    worker="w1", queue="q", model="m.gguf", n_ctx=8, n_ctx_train=8, n_vocab=8, n_parallel=1, quantization="F32",
-    chat_template=None, vocab_hash="0" * 64, host="h", pid=1, device="cpu", version="1", started_ms=5000,
-)  # fmt: skip
+CARD = make_card()
 STATS = JobStats(
     prompt_tokens=30, generated_tokens=5, worker="w1", slot=2, prefix_cache_tokens=20, prefix_cache_tier=CacheTier.HOST
 )

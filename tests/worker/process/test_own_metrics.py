@@ -10,11 +10,12 @@ from typing import NoReturn
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.forget_modules import forget_modules
+from tests.support.worker_cards import make_card
 
 from llamaq.common.errors import InvalidSettings, MissingExtra
 from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.exposition import MetricsServer
-from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, TickStats, Worker, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, TickStats, Worker
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.process.own_metrics import bind_metrics_server
 from llamaq.worker.process.supervisor import Supervisor
@@ -56,14 +57,10 @@ def test_the_ticks_of_the_worker_are_counted_by_duration_and_batch_size() -> Non
                 eval_ms=eval_ms,
             )
         )
-    card = WorkerCard(
-        worker="w1", queue="q", model="m", n_ctx=8, n_ctx_train=8, n_vocab=8, n_parallel=1, quantization="F32",
-        chat_template=None, vocab_hash="0" * 64, host="h", pid=1, device="cpu", version="1", started_ms=5000,
-    )  # fmt: skip
     cache = CacheSnapshot(n_cells=8, reserved_cells=0)
 
     def describe(now_ms: int) -> Worker:
-        return Worker(card=card, cache=cache, totals=telemetry.totals, heartbeat_ms=now_ms)
+        return Worker(card=make_card(), cache=cache, totals=telemetry.totals, heartbeat_ms=now_ms)
 
     server = bind_metrics_server(WorkerSettings(metrics_port=0), describe, lambda: True)
     assert isinstance(server, MetricsServer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.redis_servers import wait_until
+from tests.support.worker_cards import make_card
 
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.worker.process.process_identity import identify_this_process, is_dead_here
@@ -22,22 +23,7 @@ input()
 
 
 def card(**identity: Any) -> WorkerCard:
-    return WorkerCard(
-        worker="w",
-        queue="q",
-        model="m",
-        n_ctx=1,
-        n_ctx_train=1,
-        n_vocab=1,
-        n_parallel=1,
-        quantization="F32",
-        chat_template=None,
-        vocab_hash="0" * 64,
-        device="cpu",
-        version="0",
-        started_ms=0,
-        **{**identify_this_process(), **identity},
-    )
+    return make_card(**{**identify_this_process(), **identity})
 
 
 def test_a_live_process_is_not_dead() -> None:

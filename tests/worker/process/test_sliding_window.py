@@ -66,7 +66,7 @@ def expected_logits(model: Path, history: Sequence[int]) -> NDArray[np.float32]:
     context = engine.context
     context.clear()
     context.batch.clear()
-    context.batch.add_chunk(list(history), 0, 0, wants_logits=True)
+    context.batch.add_chunk(list(history), 0, 0, has_row=True)
     assert context.decode() == 0
     logits: NDArray[np.float32] = context.logits(1)[0].copy()
     engine.close()

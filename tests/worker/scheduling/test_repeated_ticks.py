@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from tests.support.oracle import Oracle
 
 from llamaq.common.errors import EngineError, ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
@@ -334,22 +335,9 @@ def test_after_a_prompt_texts_are_searched_for_drafts_in_each_tick_again() -> No
     assert gaps(drafter.searched[n_before:])[:6] == expected
 
 
-class Oracle:
-    """Drafts the tokens that the fake model generates, the token at `wrong_at` excepted."""
-
-    def __init__(self, wrong_at: int | None = None) -> None:
-        self._wrong_at = wrong_at
-
-    def propose(self, history: Sequence[int], n_max: int) -> Draft:
-        tokens = letters(n_max, history)
-        if self._wrong_at is not None and self._wrong_at < n_max:
-            tokens[self._wrong_at] = ord("?")
-        return Draft(tuple(tokens))
-
-
 def drafting_job(max_tokens: int, wrong_at: int | None = None, **options: Any) -> Job:
     """Return a job whose drafts have at most four tokens."""
-    return make_job(max_tokens=max_tokens, drafting=Drafting(Oracle(wrong_at), 4), **options)
+    return make_job(max_tokens=max_tokens, drafting=Drafting(Oracle(wrong_at=wrong_at), 4), **options)
 
 
 @pytest.mark.parametrize("n_late", [1, 3, 6])

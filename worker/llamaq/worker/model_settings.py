@@ -92,6 +92,10 @@ class ModelSettings(BaseModel):
         description="Sliding-window layers keep the cells that have left the window, so that prompts can share any "
         "prefix. Off: less memory, but a prefix is reused only as a whole, and with such a model `kv_unified` is off.",
     )
+    kv_unified: bool = Field(
+        True,
+        description="All sequences share one pool of KV cells. Off: each sequence has an equal part of `n_ctx`.",
+    )
     kv_offload: bool = Field(True, description="The KV cells are in GPU memory. Off: in host memory.")
     backend_sampling: bool = Field(
         False,

@@ -25,7 +25,7 @@ MAX_SEQUENCES = 256
 
 
 class BatchSettings(BaseModel):
-    """Slots and batches."""
+    """Slots, batches and waiting jobs."""
 
     n_parallel: int = Field(
         4, ge=1, le=MAX_SEQUENCES, description="Number of slots: at most this number of jobs run at the same time."
@@ -125,10 +125,6 @@ class CacheSettings(BaseModel):
         description="A job prefers the slot whose last content begins with at least this share of the prompt. 0 turns "
         "the preference off.",
     )
-    kv_unified: bool = Field(
-        True,
-        description="All sequences share one pool of KV cells. Off: each sequence has an equal part of `n_ctx`.",
-    )
 
 
 class LifeSettings(BaseModel):
@@ -147,18 +143,34 @@ class LifeSettings(BaseModel):
         "slowest tick so far.",
     )
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between two heartbeats.")
-    drain_s: float = Field(
-        30.0,
-        ge=0,
-        description="Seconds that running jobs may continue after SIGTERM. Then the worker requeues the jobs that "
-        "still run.",
-    )
     max_crashes: int = Field(
         3,
         ge=1,
         description="A job becomes a dead letter when this number of workers in a row crashed while they ran it. 1 "
         "acts as 2.",
     )
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that running jobs may continue after SIGTERM. Then the worker requeues the jobs that "
+        "still run.",
+    )
+    exit_when_empty: bool = Field(
+        False,
+        description="End with exit code 0 when the queue has been empty for `empty_s` seconds: no job waits or runs, "
+        "on any worker.",
+    )
+    empty_s: float = Field(
+        10.0,
+        ge=0,
+        description="With `exit_when_empty`: seconds for which the queue must be empty. A delayed job that is due "
+        "within this time counts as waiting.",
+    )
+
+
+class AttemptSettings(BaseModel):
+    """Stored output, retries and disconnected clients."""
+
     checkpoint_tokens: int = Field(
         64, ge=1, description="Jobs with `stream=False`: number of new tokens after which the output is stored."
     )
@@ -184,17 +196,11 @@ class LifeSettings(BaseModel):
         gt=0,
         description="Jobs with `cancel_on_disconnect`: seconds without a subscriber after which the job is cancelled.",
     )
-    exit_when_empty: bool = Field(
-        False,
-        description="End with exit code 0 when the queue has been empty for `empty_s` seconds: no job waits or runs, "
-        "on any worker.",
-    )
-    empty_s: float = Field(
-        10.0,
-        ge=0,
-        description="With `exit_when_empty`: seconds for which the queue must be empty. A delayed job that is due "
-        "within this time counts as waiting.",
-    )
+
+
+class MonitoringSettings(BaseModel):
+    """Hooks, logs and metrics."""
+
     hooks: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Functions as `module:function`, separated by commas. They get the measurements of each tick and "
@@ -229,6 +235,8 @@ class WorkerSettings(
     SpeculationSettings,
     CacheSettings,
     LifeSettings,
+    AttemptSettings,
+    MonitoringSettings,
     JobDefaults,
 ):
     """All settings of `llamaq worker`. Sampling parameters, seed and grammar are defaults, which a job may replace."""

@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.support.oracle import Oracle
 from tests.support.outputs import end_of, tokens_of
-from tests.worker.scheduling.tokens_ahead.test_speculation import Oracle
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
+from tests.support.oracle import NextToken, Oracle
 from tests.support.outputs import end_of, tokens_of
 
 from llamaq.common.errors import ErrorCode
@@ -33,26 +34,11 @@ from llamaq.worker.testing import (
 )
 
 EOS = ByteVocab.eos
-NextToken = Callable[[Sequence[int]], int]
 
 
 def next_of_length(history: Sequence[int]) -> int:
     """Return a letter that depends on the length of the history only, which takes less time than `next_letter`."""
     return ord("a") + len(history) % 26
-
-
-class Oracle:
-    """Drafts the tokens that the model generates, the token at `wrong_at` excepted."""
-
-    def __init__(self, next_token: NextToken = next_letter, wrong_at: int | None = None) -> None:
-        self._next_token = next_token
-        self._wrong_at = wrong_at
-
-    def propose(self, history: Sequence[int], n_max: int) -> Draft:
-        extended = list(history)
-        for place in range(n_max):
-            extended.append(ord("?") if place == self._wrong_at else self._next_token(extended))
-        return Draft(tuple(extended[len(history) :]))
 
 
 class Rig:

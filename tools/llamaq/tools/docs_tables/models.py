@@ -33,7 +33,14 @@ from llamaq.producer.bulk import BulkRun
 from llamaq.producer.job_window.request_map import MappedResult
 from llamaq.producer.rq.settings import RqSettings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings
-from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
+from llamaq.worker.settings import (
+    AttemptSettings,
+    BatchSettings,
+    CacheSettings,
+    LifeSettings,
+    MonitoringSettings,
+    WorkerSettings,
+)
 from llamaq.worker.speculation_settings import SpeculationSettings
 
 _CHAT = (Message, ToolCall, FunctionCall, TemplateParams)
@@ -58,7 +65,8 @@ _COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextRep
 _CLIENT = (KeyRecord, ServeSettings, QueueSettings, ClientSettings, RqSettings, BulkRun)
 _MODEL = (ModelSettings, DeviceSettings, RopeSettings)
 _WORKER = (
-    *(*_MODEL, BatchSettings, SpeculationSettings, CacheSettings, LifeSettings),
+    *(*_MODEL, BatchSettings, SpeculationSettings, CacheSettings),
+    *(LifeSettings, AttemptSettings, MonitoringSettings),
     *(SamplingDefaults, JobDefaults, WorkerSettings),
 )
 

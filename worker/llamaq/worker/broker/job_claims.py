@@ -6,27 +6,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import JsonValue
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from llamaq.common.errors import ErrorCode, InvalidRequest, ProtocolError
-from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import MAX_DEAD, AttemptScripts
+from llamaq.common.errors import ErrorCode, InvalidRequest
+from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.claim_script_calls import ClaimScripts
-from llamaq.common.protocol.job_events import Failed, TokenSpan
-from llamaq.common.protocol.job_outcome import JobStats, TokenLogprobs
+from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import GROUP, JobId, Keys
+from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_types import Attempt, Claimant, ClaimOutcome, CrashVerdict, Entry, JobEntry
 from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
+from llamaq.worker.broker.dead_letters import DeadLetters
 from llamaq.worker.broker.job_streams import Entries, JobStreams
+from llamaq.worker.broker.published_output import NO_OUTPUT, read_published
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
@@ -36,13 +34,6 @@ HEARTBEAT_TIMEOUT_S = 1.0
 """How long a worker waits for the heartbeat of the last worker of a reclaimed job."""
 UNKNOWN_HEARTBEAT_MS = 2**53
 """The time of a heartbeat that cannot be read."""
-MAX_DEAD_BYTES = 4096
-"""Maximum size, in bytes, of the copy of an unusable entry that its dead letter contains."""
-PAGE_EVENTS = 256
-"""Number of events of an earlier attempt that are read at a time."""
-
-
-NO_OUTPUT = TokenSpan(0, (), 0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +110,9 @@ class JobClaims:
         self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, claimant=self._claimant)
         self._worker_id = worker_id
         self._max_crashes = max_crashes
-        self._on_finished = on_finished
+        self._dead_letters = DeadLetters(
+            redis, keys, self._scripts, queue=queue, worker_id=worker_id, on_finished=on_finished
+        )
 
     async def open(self) -> None:
         """Create the consumer groups."""
@@ -220,7 +213,7 @@ class JobClaims:
                     raise InvalidRequest(f"the job belongs to queue {job_id.queue!r}, partition {job_id.partition}")
             except InvalidRequest as exc:
                 try:
-                    await self._dead_letter(stream, one.entry_id.decode(), one.fields, str(exc))
+                    await self._dead_letters.bury_entry(stream, one.entry_id.decode(), one.fields, str(exc))
                 except RedisError as error:
                     log.warning("entry.not_dead_lettered stream=%s entry=%s error=%s", stream, one.entry_id, error)
                 continue
@@ -260,7 +253,7 @@ class JobClaims:
                 raise
             return "ok"  # the job key has another type: `claim_job` moves the entry to the dead letters
         if verdict == "dead":
-            await self._report_end(entry.job_id, ErrorCode.POISON)
+            await self._dead_letters.report_end(entry.job_id, ErrorCode.POISON)
         return verdict
 
     async def _heartbeat_ms(self, worker: str) -> int:
@@ -310,19 +303,19 @@ class JobClaims:
         """
         entry, outcome = reply.entry, reply.outcome
         if isinstance(outcome, Attempt):
-            published = await self._read_published(entry.job_id) if outcome.generated else NO_OUTPUT
+            published = await read_published(self._redis, self._keys, entry.job_id) if outcome.generated else NO_OUTPUT
             if len(published.tokens) == outcome.generated:
                 return ClaimedJob(entry, outcome, published, _times(outcome, reply.claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published.tokens)}"
-            await self._bury(entry, outcome.number, f"the job's events are damaged: {counts}")
+            await self._dead_letters.bury_job(entry, outcome.number, f"the job's events are damaged: {counts}")
         elif isinstance(outcome, ResponseError):
             if not is_job_key_error(outcome):
                 raise outcome  # the fault is not in the job
-            await self._bury(entry, None, f"the job's hash is damaged: {outcome}")
+            await self._dead_letters.bury_job(entry, None, f"the job's hash is damaged: {outcome}")
         elif outcome == "left":
             log.info("job.left id=%s: another model has begun it (--other-model)", entry.job_id)
         elif outcome == "gone":
-            await self._dead_letter(
+            await self._dead_letters.bury_entry(
                 entry.stream, entry.entry_id, {b"id": entry.job_id.encode()}, "the job does not exist"
             )
         return None
@@ -332,77 +325,9 @@ class JobClaims:
         (reply,) = await self.claim_jobs([entry], at_risk=at_risk)
         return await self.complete(reply)
 
-    async def _bury(self, entry: JobEntry, attempt: int | None, reason: str) -> None:
-        """Fail a job that cannot continue, and make a dead letter of it."""
-        log.warning("job.dead_lettered id=%s reason=%s", entry.job_id, reason)
-        error = Failed(code=ErrorCode.DAMAGED, message=reason)
-        if await self._scripts.bury(entry, self._worker_id, attempt, error):
-            await self._report_end(entry.job_id, ErrorCode.DAMAGED)
-
-    async def _report_end(self, job_id: str, code: ErrorCode) -> None:
-        """Report a job that became a dead letter here. Parts of the job that cannot be read are left out."""
-        if self._on_finished is None:
-            return
-        stats = JobStats(worker=self._worker_id)
-        metadata: dict[str, JsonValue] = {}
-        with suppress(ResponseError, ProtocolError, ValueError, TypeError):
-            fields: Any = ["generated", "returned"]
-            stored: Any = await self._redis.hmget(self._keys.of_job(job_id).job, fields)
-            generated, returned = stored
-            stats = stats.model_copy(update={"generated_tokens": int(generated or 0)})
-            seed, metadata = codec.decode_returned(returned)
-            stats = stats.model_copy(update={"seed": seed})
-        self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
-
-    async def _read_published(self, job_id: str) -> TokenSpan:
-        """Return the output in the stored events, up to the first gap in the offsets. Only the tokens are collected,
-        not the text.
-
-        A job may have many events. They are read in pages, so that flushes and renewals of other jobs can run between.
-        """
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        draws: list[float] = []
-        cursor = "-"
-        while entries := await self._read_events(job_id, cursor):
-            cursor = f"({entries[-1][0].decode()}"
-            for _, fields in entries:
-                try:
-                    event = codec.decode_streamed(fields.get(b"e", b""))
-                except ProtocolError:
-                    log.warning("job.bad_event id=%s", job_id)
-                    continue
-                if isinstance(event, TokenSpan) and event.offset == len(tokens):
-                    tokens.extend(event.tokens)
-                    logprobs.extend(event.logprobs)
-                    draws.extend(event.draws)
-        return TokenSpan(0, tuple(tokens), 0, "", tuple(logprobs), tuple(draws))
-
-    async def _read_events(self, job_id: str, cursor: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        try:
-            page: Any = await self._redis.xrange(self._keys.of_job(job_id).events, min=cursor, count=PAGE_EVENTS)
-        except ResponseError as exc:
-            if not is_job_key_error(exc):
-                raise
-            return []  # another client overwrote the key
-        found: list[tuple[bytes, dict[bytes, bytes]]] = page
-        return found
-
     async def close(self) -> None:
         """End the waits for new entries."""
         await self._streams.close()
-
-    async def _dead_letter(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
-        """Move an unusable entry from its job stream to the dead letters."""
-        partition = int(stream.partition("}")[0].rpartition(":")[2])
-        log.warning("entry.dead_lettered stream=%s entry=%s reason=%s", stream, entry_id, reason)
-        content = repr(fields)[:MAX_DEAD_BYTES]
-        letter: dict[Any, Any] = {"stream": stream, "entry": entry_id, "reason": reason, "held": content}
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xadd(self._keys.dead(self._queue, partition), letter, maxlen=MAX_DEAD)
-            pipe.xack(stream, GROUP, entry_id)
-            pipe.xdel(stream, entry_id)
-            await pipe.execute()
 
 
 def _job_entry(stream: str, one: Entry) -> JobEntry:

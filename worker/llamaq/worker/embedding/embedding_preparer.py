@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
-from llamaq.common.protocol import codec
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.embedding_task import EmbeddingTask, JobKind, Pooling
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.claimed_request import QUICK_BYTES, read_request
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.embedding.embedding_job import EmbeddingJob
@@ -15,8 +15,6 @@ from llamaq.worker.embedding.rerank_prompt import encode_pair
 MAX_RESULT_BYTES = 32 * 1024 * 1024
 """Largest size of the embeddings of one job. Redis and the client have them in memory at once."""
 FLOAT_BYTES = 4
-QUICK_BYTES = 1024
-"""Largest size of a request that is quick to prepare. The tokenizer needs about half a microsecond for each byte."""
 
 
 class EmbeddingPreparer:
@@ -62,10 +60,7 @@ class EmbeddingPreparer:
         Raises:
             JobRejected: The request is not valid, or its job cannot run on this worker.
         """
-        try:
-            request = codec.decode_request(payload, self._max_request_bytes)
-        except InvalidRequest as exc:
-            raise JobRejected(ErrorCode.INVALID_REQUEST, str(exc)) from exc
+        request = read_request(payload, lease, self._max_request_bytes)
         task = request.embed
         if task is None or request.kind is not self.kind:
             raise JobRejected(
@@ -74,8 +69,6 @@ class EmbeddingPreparer:
             )
         if published.tokens:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "an embedding job has no tokens, but earlier attempts had")
-        if request.priority is not lease.priority:  # `set_priority` was called
-            request = request.model_copy(update={"priority": lease.priority})
         texts = tuple(self._text(task, index) for index in range(len(task.inputs)))
         self._check_size(task, texts)
         return PreparedJob(EmbeddingJob(lease, request, texts, times=times), [])

@@ -81,7 +81,7 @@ class DraftModel:
         started_s = self._clock()
         batch = self.context.batch
         batch.clear()
-        batch.add_chunk([0] * n_tokens, 0, 0, wants_logits=False)
+        batch.add_chunk([0] * n_tokens, 0, 0, has_row=False)
         self._decode([])
         self.context.synchronize()
         steps_started_s = self._clock()
@@ -147,7 +147,7 @@ class DraftModel:
         for part in parts:
             if n_tokens := part.n_before_steps:
                 tokens = part.slot.active.tokens[part.n_kept : part.n_kept + n_tokens]
-                batch.add_chunk(tokens, part.n_kept, part.slot.index, wants_logits=False)
+                batch.add_chunk(tokens, part.n_kept, part.slot.index, has_row=False)
         n_tokens = len(batch)
         if n_tokens:
             self._decode([(part.slot.index, part.n_kept + part.n_before_steps) for part in parts])
@@ -181,7 +181,7 @@ class DraftModel:
             run, drafted = part.slot.active, tokens[part.slot]
             start = part.n_past + len(drafted) - 1 if drafted else part.n_kept + part.n_before_steps
             step = drafted[-1:] or run.tokens[start : part.n_past]
-            batch.add_chunk(step, start, part.slot.index, wants_logits=True)
+            batch.add_chunk(step, start, part.slot.index, has_row=True)
 
     def _best_tokens(self, n_rows: int) -> list[tuple[int, bool]]:
         """Return the most probable token of each row of the last step, and whether it is probable enough."""

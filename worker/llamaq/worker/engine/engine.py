@@ -184,9 +184,9 @@ class Engine:
             run = part.slot.active
             if isinstance(part, PrefillChunk):
                 tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
-                batch.add_chunk(tokens, run.n_past, run.seq_id, wants_logits=part.is_last)
+                batch.add_chunk(tokens, run.n_past, run.seq_id, has_row=part.is_last)
             elif part.forced:
-                batch.add_chunk((run.tokens[run.n_past], *part.forced), run.n_past, run.seq_id, wants_logits=True)
+                batch.add_chunk((run.tokens[run.n_past], *part.forced), run.n_past, run.seq_id, has_row=True)
             elif part.draft.tokens:
                 batch.add_draft((run.tokens[run.n_past], *part.draft.tokens), run.n_past, run.seq_id)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llamaq.common.errors import ModelError
@@ -39,11 +41,8 @@ def extract_vocab(path: Path, chat_template: str | None = None) -> bytes:
     Raises:
         ModelError: The file cannot be read, is not a GGUF file, or is not the first file of a split model.
     """
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data, path).extract(chat_template)
-    except (OSError, ValueError) as exc:  # mmap raises a ValueError for an empty file
-        raise ModelError(f"cannot read {path}: {exc}") from exc
+    with _opened(path) as metadata:
+        return metadata.without_tensors(chat_template)
 
 
 def has_classifier(path: Path) -> bool:
@@ -52,42 +51,58 @@ def has_classifier(path: Path) -> bool:
     Raises:
         ModelError: As in `extract_vocab`.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        reader = _Reader(data, path)
-        reader.extract(None)
-        return reader.is_split or any(reader.has_tensor(name) for name in _CLASSIFIER_TENSORS)
+    with _opened(path) as metadata:
+        return metadata.is_split or any(metadata.has_tensor(name) for name in _CLASSIFIER_TENSORS)
 
 
-class _Reader:
-    """Finds the end of the metadata. It reads the length of each value and skips the value itself."""
+@contextmanager
+def _opened(path: Path) -> Iterator[_Metadata]:
+    """Read the metadata of a GGUF file, which stays open until the end of the block. Raises `ModelError`."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield _Metadata(data, path)
+    except (OSError, ValueError) as exc:  # mmap raises a ValueError for an empty file
+        raise ModelError(f"cannot read {path}: {exc}") from exc
+
+
+class _Metadata:
+    """The header and the metadata of a GGUF file. They are read once: each value is skipped by its length.
+
+    Args:
+        data: The file.
+        path: Its path, for error messages.
+
+    Raises:
+        ModelError: It is not a GGUF file, it ends too early, or it is not the first file of a split model.
+    """
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
         self._path = path
         self._end = min(len(data), MAX_BLOB_BYTES)
-        self._offset = 0
+        self._offset = _HEADER.size
+        """Where the next value begins; after all values have been read: where the metadata end."""
         self._split_count_offset: int | None = None
         self._template_range: tuple[int, int] | None = None
         """Where the key of the chat template and its value are."""
-
-    def extract(self, chat_template: str | None) -> bytes:
-        if self._data[:4] != b"GGUF":
-            raise ModelError(f"{self._path} is not a GGUF file")
+        if data[:4] != b"GGUF":
+            raise ModelError(f"{path} is not a GGUF file")
         try:
-            magic, version, _, n_keys = _HEADER.unpack_from(self._data, 0)
-            if version not in _VERSIONS:
-                raise ModelError(f"{self._path} is not a GGUF file of version 2 or 3")
-            if n_keys > MAX_KEYS:
-                raise ModelError(f"{self._path} has {n_keys} metadata keys, more than {MAX_KEYS}")
-            self._offset = _HEADER.size
-            for _ in range(n_keys):
+            self._magic, self._version, self._n_tensors, self._n_keys = _HEADER.unpack_from(data, 0)
+            if self._version not in _VERSIONS:
+                raise ModelError(f"{path} is not a GGUF file of version 2 or 3")
+            if self._n_keys > MAX_KEYS:
+                raise ModelError(f"{path} has {self._n_keys} metadata keys, more than {MAX_KEYS}")
+            for _ in range(self._n_keys):
                 self._skip_key()
         except struct.error as exc:
             raise ModelError(
-                f"{self._path} ends inside its metadata, or its metadata have more than {MAX_BLOB_BYTES} bytes"
+                f"{path} ends inside its metadata, or its metadata have more than {MAX_BLOB_BYTES} bytes"
             ) from exc
-        blob = bytearray(self._data[: self._offset])
-        _HEADER.pack_into(blob, 0, magic, version, 0, n_keys)
+
+    def without_tensors(self, chat_template: str | None) -> bytes:
+        """Return a GGUF file with these metadata and no tensor. A given chat template replaces that of the model."""
+        blob, n_keys = bytearray(self._data[: self._offset]), self._n_keys
         if self._split_count_offset is not None:
             struct.pack_into("<H", blob, self._split_count_offset, 0)  # else llama.cpp opens the model's other files
         if chat_template is not None:
@@ -96,19 +111,21 @@ class _Reader:
                 del blob[start:end]
                 n_keys -= 1
             blob += _string(_TEMPLATE) + _TYPE.pack(_STRING) + _string(chat_template.encode())
-            _HEADER.pack_into(blob, 0, magic, version, 0, n_keys + 1)
+            n_keys += 1
+        _HEADER.pack_into(blob, 0, self._magic, self._version, 0, n_keys)
         return bytes(blob)
 
     @property
     def is_split(self) -> bool:
-        """Whether the model is split into several files. Valid after `extract`."""
+        """Whether the model is split into several files."""
         return self._split_count_offset is not None
 
     def has_tensor(self, name: bytes) -> bool:
-        """Return whether the file has a tensor of this name. The names follow the metadata. Valid after `extract`."""
-        n_tensors: int = _HEADER.unpack_from(self._data, 0)[2]
-        end = self._offset + n_tensors * MAX_TENSOR_INFO_BYTES
+        """Return whether the file has a tensor of this name. The names follow the metadata."""
+        end = self._offset + self._n_tensors * MAX_TENSOR_INFO_BYTES
         return self._data.find(_LENGTH.pack(len(name)) + name, self._offset, end) >= 0
+
+    # ---- reading
 
     def _skip_key(self) -> None:
         key_start = self._offset

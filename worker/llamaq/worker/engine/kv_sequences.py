@@ -253,7 +253,7 @@ class KvSequences:
         """Let llama.cpp execute its pending copies, by decoding one token in the sequence `empty`."""
         batch = self._context.batch
         batch.clear()
-        batch.add_chunk([0], 0, empty, wants_logits=False)
+        batch.add_chunk([0], 0, empty, has_row=False)
         status = self._context.decode()
         self._context.remove(empty, 0)
         if self._context.pending_copies:

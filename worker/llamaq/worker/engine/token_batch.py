@@ -16,6 +16,8 @@ import numpy as np
 class TokenBatch:
     """A llama_batch whose arrays are numpy arrays of this object. Each token belongs to one sequence.
 
+    A token has a row if llama_decode returns its logits, or its embedding.
+
     Args:
         capacity: Upper bound on the number of tokens.
     """
@@ -24,7 +26,7 @@ class TokenBatch:
         self._tokens = np.zeros(capacity, np.int32)
         self._positions = np.zeros(capacity, np.int32)
         self._seq_ids = np.zeros(capacity, np.int32)
-        self._wants_logits = np.zeros(capacity, np.int8)
+        self._has_row = np.zeros(capacity, np.int8)
         self._n_seq_ids = np.ones(capacity, np.int32)
         # llama_batch.seq_id has one pointer for each token. The attribute keeps the array alive; llama_batch does not.
         self._seq_id_pointers = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * 4
@@ -35,7 +37,7 @@ class TokenBatch:
             pos=self._positions.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_pos)),
             n_seq_id=self._n_seq_ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
             seq_id=self._seq_id_pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(llama_cpp.llama_seq_id))),
-            logits=self._wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+            logits=self._has_row.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
     def __len__(self) -> int:
@@ -46,32 +48,32 @@ class TokenBatch:
         self.struct.n_tokens = 0
 
     def add_decode_tokens(self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int]) -> None:
-        """Append one token for each of several sequences, and request logits for every token."""
+        """Append one token for each of several sequences. Every token has a row."""
         start = len(self)
         end = start + len(tokens)
         self._tokens[start:end] = tokens
         self._positions[start:end] = positions
         self._seq_ids[start:end] = seq_ids
-        self._wants_logits[start:end] = 1
+        self._has_row[start:end] = 1
         self.struct.n_tokens = end
 
-    def add_chunk(self, tokens: Sequence[int], position: int, seq_id: int, *, wants_logits: bool) -> None:
-        """Append consecutive tokens of one sequence, from `position` on. At most the last token has logits."""
+    def add_chunk(self, tokens: Sequence[int], position: int, seq_id: int, *, has_row: bool) -> None:
+        """Append consecutive tokens of one sequence, from `position` on. Only the last token may have a row."""
         start = len(self)
         end = start + len(tokens)
         self._tokens[start:end] = tokens
         self._positions[start:end] = np.arange(position, position + len(tokens), dtype=np.int32)
         self._seq_ids[start:end] = seq_id
-        self._wants_logits[start:end] = 0
-        self._wants_logits[end - 1] = wants_logits
+        self._has_row[start:end] = 0
+        self._has_row[end - 1] = has_row
         self.struct.n_tokens = end
 
     def add_draft(self, tokens: Sequence[int], position: int, seq_id: int) -> None:
-        """Append consecutive tokens of one sequence, from `position` on, and request logits for every token."""
+        """Append consecutive tokens of one sequence, from `position` on. Every token has a row."""
         start = len(self)
-        self.add_chunk(tokens, position, seq_id, wants_logits=True)
-        self._wants_logits[start : len(self)] = 1
+        self.add_chunk(tokens, position, seq_id, has_row=True)
+        self._has_row[start : len(self)] = 1
 
     def add_text(self, tokens: Sequence[int], seq_id: int) -> None:
-        """Append a whole sequence, and request an embedding for every token."""
+        """Append a whole sequence. Every token has a row."""
         self.add_draft(tokens, 0, seq_id)

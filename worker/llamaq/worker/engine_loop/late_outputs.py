@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.core.outputs import TickOutcome
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.engine_loop.tick_parts_interface import TickRepeater
 
 
 class ComputedTick(NamedTuple):
@@ -23,24 +23,6 @@ class ComputedTick(NamedTuple):
     """Seconds that the engine took."""
     ended_s: float
     """When the engine ended, on the clock of the tick loop."""
-
-
-class TickRepeater(Protocol):
-    """Makes the next batch without a plan. `RepeatedTicks` documents the methods."""
-
-    def next_batch(self, results: Any) -> Any: ...
-    def late_outputs(self, batch: Any, results: Any, ended_s: float) -> TickOutcome: ...
-
-    def preparation(self, batch: Any) -> Callable[[], None] | None: ...
-
-    @property
-    def can_prepare(self) -> bool: ...
-
-    @property
-    def have_stop_strings(self) -> bool: ...
-
-    @property
-    def has_stopped(self) -> bool: ...
 
 
 class LateOutputs:

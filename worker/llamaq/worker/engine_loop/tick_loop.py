@@ -14,16 +14,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import BaseJob, Lease
 from llamaq.worker.core.outputs import TickOutcome
-from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs, TickRepeater
+from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.engine_loop.tick_parts_interface import BatchDrafter, JobScheduler, Runner
 from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
 
 log = logging.getLogger(__name__)
@@ -42,51 +43,6 @@ DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
 SLOW_TICKS = 4
 """A tick counts as a hang only when it takes longer than this factor times the slowest earlier tick."""
-
-
-class Runner(Protocol):
-    """Computes a batch: an engine, or the fake engine in tests."""
-
-    def run(self, batch: Any) -> Any:
-        """Compute a batch of the scheduler that belongs to this engine, and return its results."""
-
-
-class BatchDrafter(Protocol):
-    """Adds drafts to a batch: the draft model."""
-
-    def add_drafts(self, batch: Any) -> Any:
-        """Return the batch with the drafts that the scheduler has planned for it."""
-
-
-class JobScheduler(Protocol):
-    """Decides which jobs run and what each tick computes: `Scheduler` for text, `EmbeddingScheduler` for embeddings.
-
-    `Scheduler` documents the methods. Its batches and results are those of its engine.
-    """
-
-    def submit(self, job: Any) -> None: ...
-    def cancel(self, job_id: str) -> bool: ...
-    def release(self, lease: Lease) -> bool: ...
-    def withdraw_waiting(self) -> Sequence[BaseJob]: ...
-    def withdraw_surplus(self, n_jobs: int) -> Sequence[BaseJob]: ...
-    def withdraw_all(self) -> Sequence[BaseJob]: ...
-    def expire(self) -> None: ...
-    def admit(self) -> None: ...
-    def move(self, budget_s: float) -> bool: ...
-    def save_ahead(self) -> bool: ...
-    def plan(self, queue_depth: int = 0) -> TickBatch: ...
-    def apply(self, batch: Any, results: Any) -> TickOutcome: ...
-    def snapshot(self) -> tuple[SlotSnapshot, ...]: ...
-    def cache_snapshot(self) -> CacheSnapshot: ...
-
-    @property
-    def n_prefill_next(self) -> int: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def repeater(self) -> TickRepeater | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +194,8 @@ class TickLoop:
     def _has_stopped(self) -> bool:
         if self._stop_s is None:
             return False
-        is_idle = not self._scheduler.has_work and self._commands.empty()  # a caller waits for the result of a command
+        # The commands that have arrived are run before the end, because their callers wait for the results.
+        is_idle = not self._scheduler.has_work and self._commands.empty()
         return is_idle or self._clock() >= self._stop_s
 
     def _submit(self, jobs: Sequence[BaseJob]) -> None:
@@ -314,9 +271,9 @@ class TickLoop:
         self._publisher.add([JobWithdrawn(job) for job in jobs])
 
     def _can_publish_later(self, batch: TickBatch) -> bool:
-        """Whether the outputs can be published with those of `batch`, because the next tick will end very soon.
+        """Whether the outputs can be published with those of `batch`, because its tick will end very soon.
 
-        To publish wakes the I/O thread, Redis and the subscribers. With a small model, this would take as long as the
+        Publishing wakes the I/O thread, Redis and the subscribers. With a small model, this would take as long as the
         ticks.
         """
         if not batch or batch.n_prefill:
@@ -355,12 +312,12 @@ class TickLoop:
         return ComputedTick(batch, results, ended_s - started_s, ended_s)
 
     def _repeat(self, tick: ComputedTick) -> ComputedTick:
-        """Compute the next batches without a plan, while nothing else has to be done before.
+        """Compute the next batches without a plan, until something else has to be done.
 
-        The outputs of all these ticks are made and published while the next ones are computed.
+        The outputs of each tick are made and published while the next tick is computed.
 
         Returns:
-            The last tick, which is not applied yet.
+            The last tick, whose results the scheduler has not applied yet.
         """
         if (late := self._late) is None:
             return tick
@@ -384,11 +341,11 @@ class TickLoop:
         return tick
 
     def _has_nothing_else_to_do(self) -> bool:
-        """Whether no command has arrived, no snapshot is due, and the time of a stopping loop is not over."""
+        """Whether no command has arrived, no snapshot is due, and the loop need not end now."""
         return self._commands.empty() and not self._is_snapshot_due and not self._has_stopped()
 
     def _report(self, tick: ComputedTick, outcome: TickOutcome) -> None:
-        """Add the measurements and the outputs of a tick to what is published. Publish it if no tick follows."""
+        """Give the measurements and the outputs of a tick to the publisher. Publish them if no tick follows."""
         if tick.batch:
             n_waiting = self._shared.queue_depth.n_waiting
             self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, outcome.n_accepted, n_waiting))

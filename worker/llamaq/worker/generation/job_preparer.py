@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import takewhile
 
-from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
-from llamaq.common.protocol import codec
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.chat import Message, TemplateOptions
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import CONSTRAINTS, JobDefaults, JobRequest
 from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.claimed_request import QUICK_BYTES, read_request
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -28,8 +28,6 @@ from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, S
 
 SYSTEM_PREFIX_CACHE_SIZE = 32
 """Number of system messages whose tokens are cached."""
-QUICK_BYTES = 1024
-"""Largest size of a request that is quick to prepare. The tokenizer needs about half a microsecond for each byte."""
 GRAMMAR_FIELDS = tuple(name.encode() for name in CONSTRAINTS)
 SLOW_FIELDS = (*GRAMMAR_FIELDS, b"dry_multiplier", b"chat_template_kwargs")
 """Fields with which a job is not quick to prepare: a grammar is compiled, the vocabulary is searched for sequence
@@ -101,17 +99,12 @@ class JobPreparer:
         Raises:
             JobRejected: The request is not valid, or its job cannot run on this model.
         """
-        try:
-            request = self._defaults.complete(codec.decode_request(payload, self._max_request_bytes))
-        except InvalidRequest as exc:
-            raise JobRejected(ErrorCode.INVALID_REQUEST, str(exc)) from exc
+        request = self._defaults.complete(read_request(payload, lease, self._max_request_bytes))
         if request.embed is not None:
             raise JobRejected(
                 ErrorCode.INVALID_REQUEST,
                 f"embed: this worker generates text; a job for {request.kind} needs a worker with --embeddings",
             )
-        if request.priority is not lease.priority:  # `set_priority` was called
-            request = request.model_copy(update={"priority": lease.priority})
         if request.seed is None:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "seed: missing; submit draws a seed for requests without one")
         prompt = self._tokenize(request)

@@ -48,8 +48,8 @@ class KvMemory:
         self._lookup = PrefixLookup(cache, self._offload, can_save_parts=sequences.can_save_parts)
         self._eviction = Eviction(pool, cache, self._lookup, self._offload, self._remove_entry, held_cells=held_cells)
         self._hits: dict[Job, tuple[int, PrefixHit]] = {}
-        """The last lookups of waiting jobs and the ticks in which they were made. A change of what can be reused
-        removes them."""
+        """Maps a waiting job to the tick of its last lookup, and to the hit. `_invalidate` removes all of them, and so
+        does a tick in which stored blocks may change."""
         self._n_ticks = 0
         self._n_hits = self._n_misses = self._n_hit_tokens = 0
 
@@ -122,17 +122,20 @@ class KvMemory:
 
         The lookup of a long prompt takes time, so its result is stored for the next ticks.
         """
-        looked_up, hit = self._hits.get(job, (self._n_ticks, None))
-        if hit is None or (hit.may_grow and looked_up != self._n_ticks):
+        found_in, hit = self._hits.get(job, (self._n_ticks, None))
+        if hit is None or (hit.may_grow and found_in != self._n_ticks):
             hit = self._lookup.find(job)
             self._hits[job] = self._n_ticks, hit
         return hit
 
     def make_room(self, candidate: Candidate) -> Room:
-        """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle."""
+        """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle.
+
+        If there is room but the hit is from an earlier tick, the lookup is repeated: a run may hold more by now.
+        """
         room = self._eviction.make_room(candidate)
-        looked_up, _ = self._hits.get(candidate.job, (self._n_ticks, None))
-        if room is not Room.AVAILABLE or looked_up == self._n_ticks:
+        found_in, _ = self._hits.get(candidate.job, (self._n_ticks, None))
+        if room is not Room.AVAILABLE or found_in == self._n_ticks:
             return room
         candidate.hit = self._lookup.find(candidate.job)
         return self._eviction.make_room(candidate)
@@ -151,8 +154,7 @@ class KvMemory:
         self._reuse(slot, hit)
         if job.request.cache_prompt:
             self._cache.add_run(slot.active)
-        self._hits.clear()
-        self._eviction.request_trim()
+        self._invalidate()
         return slot
 
     def resume_followers(self) -> None:
@@ -201,8 +203,7 @@ class KvMemory:
         """Record that the slot's sequence now holds `n_past` tokens. Fewer than before means that cells were lost."""
         run = slot.active
         if n_past < run.n_past:
-            self._hits.clear()
-            self._eviction.request_trim()  # an entry may now be the only holder of cells that it shared with the run
+            self._invalidate()
             run.cached_tokens = min(run.cached_tokens, n_past)
         run.n_past = n_past
         self._pool.resize(run.seq_id, n_past)
@@ -240,7 +241,6 @@ class KvMemory:
 
     def release(self, slot: Slot, *, reusable: bool) -> None:
         """Remove the job from its slot. A `reusable` sequence becomes an entry, any other sequence is removed."""
-        self._hits.clear()
         run = self._pool.release(slot)
         self._offload.cancel_transfers(run.seq_id)
         if run.job.request.cache_prompt:
@@ -250,7 +250,7 @@ class KvMemory:
             self._insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
         else:
             self._remove_sequences([run.seq_id])
-            self._eviction.request_trim()  # an entry may now be the only holder of cells that it shared with the run
+            self._invalidate()
 
     def drop_coldest(self) -> bool:
         """Remove the least recently used entry at once, without saving it. Returns False when there is no entry."""
@@ -333,7 +333,7 @@ class KvMemory:
     def move(self, budget_s: float) -> bool:
         """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job."""
         self._n_ticks += 1
-        if self._offload.has_transfers:
+        if self._offload.has_transfers:  # the step below may change the stored blocks that a hit names
             self._hits.clear()
         self._eviction.trim()
         step = self._offload.step(budget_s)
@@ -364,22 +364,29 @@ class KvMemory:
 
     def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> CachedSequence | None:
         """Offer a sequence to the cache. Returns its entry, or None when another entry holds the same tokens."""
-        self._hits.clear()
         self._remove_sequences(self._cache.insert(seq_id, tokens, scope))
-        self._eviction.request_trim()
+        self._invalidate()
         return self._cache.entry_of(seq_id)
 
     def _remove_entry(self, entry: CachedSequence) -> None:
-        self._hits.clear()
         self._cache.remove(entry)
         self._remove_sequences([entry.seq_id])
-        self._eviction.request_trim()  # another entry may now be the only holder of cells that it shared with this one
+        self._invalidate()
 
     def _remove_sequences(self, seq_ids: Iterable[int]) -> None:
         for seq_id in seq_ids:
             self._offload.cancel_transfers(seq_id)
             self._sequences.remove(seq_id)
             self._pool.free_sequence(seq_id)
+
+    def _invalidate(self) -> None:
+        """Forget the hits, and check the limits of the entries again.
+
+        Called when a sequence is added, removed or loses cells. A hit may name this sequence, and an entry may now be
+        the only holder of cells that it shared with it.
+        """
+        self._hits.clear()
+        self._eviction.request_trim()
 
     # ---- views
 

@@ -77,7 +77,7 @@ class EmbeddingParts:
         """Change the number of llama.cpp's threads where the settings leave it open. Call it on the engine thread."""
         self.engine.context.set_n_threads(n_threads, self._n_threads_batch or n_threads)
 
-    def describe(self) -> dict[str, Any]:
+    def card_fields(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""
         return {
             "n_ctx": self.max_tokens,

@@ -105,7 +105,7 @@ class GenerationParts:
         if self.drafter is not None and self._settings.n_threads_draft is None:
             self.drafter.context.set_n_threads(n_threads, n_threads_batch)
 
-    def describe(self) -> dict[str, Any]:
+    def card_fields(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""
         return {
             "n_ctx": self.engine.context.n_ctx,

@@ -7,8 +7,8 @@ has ended, with the times that were measured. The parent of the job's span is th
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
@@ -50,44 +50,44 @@ class JobSpans:
 
     def __call__(self, ended: EndedJob) -> None:
         """Make the spans of an ended job."""
-        if ended.timeline.submitted_at is None:
+        times = ended.timeline
+        if times.submitted_at is None:
             return
-        measured = ended.measurements()
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        submitted, ended_s = measured["submitted_at"], max(measured["submitted_at"], measured["ended_at"])
+        ended_s = max(times.submitted_at, times.ended_at or 0.0)
         span = self._tracer.start_span(
             "llamaq.job",
-            context=_parent(measured["traceparent"]),
+            context=_parent(ended.traceparent),
             kind=SpanKind.CONSUMER,
-            attributes=self._attributes(measured),
-            start_time=_nanoseconds(submitted),
+            attributes=self._attributes(ended),
+            start_time=_nanoseconds(times.submitted_at),
         )
-        if measured["error_code"] is not None:
-            _set_error(span, measured["error_code"])
+        if ended.error_code is not None:
+            _set_error(span, ended.error_code)
         inside = set_span_in_context(span)
-        slot, first_token = measured["slot_at"], measured["first_token_at"]
-        self._add_child("llamaq.queue", inside, submitted, measured["first_slot_at"] or ended_s)
-        if slot is not None:
-            self._add_child("llamaq.prefill", inside, slot, first_token or ended_s)
-        if first_token is not None:
-            self._add_child("llamaq.decode", inside, first_token, ended_s)
+        self._add_child("llamaq.queue", inside, times.submitted_at, times.first_slot_at or ended_s)
+        if times.slot_at is not None:
+            self._add_child("llamaq.prefill", inside, times.slot_at, times.first_token_at or ended_s)
+        if times.first_token_at is not None:
+            self._add_child("llamaq.decode", inside, times.first_token_at, ended_s)
         span.end(_nanoseconds(ended_s))
 
-    def _attributes(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+    def _attributes(self, ended: EndedJob) -> dict[str, str | int | float]:
+        stats = ended.stats
         values = {
-            "llamaq.job.id": measured["job_id"],
-            "llamaq.queue": JobId.parse(measured["job_id"]).queue,
-            "llamaq.worker": measured["worker"] or self._card.worker,
-            "llamaq.slot": measured["slot"],
-            "llamaq.cached_tokens": measured["prefix_cache_tokens"],
-            "llamaq.cache_tier": measured["prefix_cache_tier"],
-            "llamaq.finish_reason": measured["finish_reason"],
-            "llamaq.error_code": measured["error_code"],
-            "llamaq.preempted_ms": measured["preempted_ms"],
+            "llamaq.job.id": ended.job_id,
+            "llamaq.queue": JobId.parse(ended.job_id).queue,
+            "llamaq.worker": stats.worker or self._card.worker,
+            "llamaq.slot": stats.slot,
+            "llamaq.cached_tokens": stats.prefix_cache_tokens,
+            "llamaq.cache_tier": stats.prefix_cache_tier,
+            "llamaq.finish_reason": ended.finish_reason,
+            "llamaq.error_code": ended.error_code,
+            "llamaq.preempted_ms": stats.preempted_ms,
             "gen_ai.request.model": self._card.model,
-            "gen_ai.usage.input_tokens": measured["prompt_tokens"],
-            "gen_ai.usage.output_tokens": measured["generated_tokens"],
+            "gen_ai.usage.input_tokens": stats.prompt_tokens,
+            "gen_ai.usage.output_tokens": stats.generated_tokens,
         }
         return {name: value for name, value in values.items() if value is not None}
 

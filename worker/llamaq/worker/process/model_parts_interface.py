@@ -10,7 +10,8 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.broker.command_inbox import CommandHandler
 from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.engine.llama_bindings import Model
-from llamaq.worker.engine_loop.tick_loop import BatchDrafter, JobScheduler, Runner, TickLoop
+from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.engine_loop.tick_parts_interface import BatchDrafter, JobScheduler, Runner
 
 
 class ModelEngine(Runner, Protocol):
@@ -45,7 +46,7 @@ class ModelParts(Protocol):
     def set_n_threads(self, n_threads: int) -> None:
         """Change the number of llama.cpp's threads where the settings leave it open. Call it on the engine thread."""
 
-    def describe(self) -> dict[str, Any]:
+    def card_fields(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class WorkerProcess:
             self._parts: ModelParts = EmbeddingParts(path, settings, self._worker_id)
         else:
             self._parts = GenerationParts(path, settings, strategy, self._worker_id)
-        self.card = self._describe(path)
+        self.card = self._make_card(path)
         self._shared = SharedState(Telemetry(hooks, self.card.worker, job_hooks=span_hooks(self.card)))
         self._ticks = self._make_tick_loop()
         self._io_thread = self._make_io_thread()
@@ -112,8 +112,8 @@ class WorkerProcess:
             TextCommandHandler(self._parts.engine.vocab, ends_texts=self._settings.embeddings),
         )
 
-    def _describe(self, path: Path) -> WorkerCard:
-        """Return the card that describes this worker to clients and operators; `path` is the model file."""
+    def _make_card(self, path: Path) -> WorkerCard:
+        """Return the card, which describes this worker to clients and operators; `path` is the model file."""
         engine = self._parts.engine
         return WorkerCard(
             worker=self._worker_id,
@@ -128,7 +128,7 @@ class WorkerProcess:
             chat_template=engine.vocab.chat_template,
             tag_tokens=engine.vocab.tag_tokens,
             vocab_hash=hashlib.sha256(self._vocab_blob).hexdigest(),
-            **self._parts.describe(),
+            **self._parts.card_fields(),
             **identify_this_process(),
             device=self._device(),
             version=version("llamaq"),

@@ -116,8 +116,8 @@ class Scheduler:
 
         A job whose prompt cannot fit fails here. A resumed job that is already finished ends here.
 
-        If the scheduler has another attempt of the same job, the submitted attempt replaces it: the other one has lost
-        its lease. Its number may be the same, see `Lease`.
+        If the scheduler already has an attempt of the same job, the submitted attempt replaces it: the earlier one has
+        lost its lease. Both may have the same number, see `Lease`.
         """
         if (replaced := self._find(job.id)) is not None:
             self._remove(replaced)
@@ -198,7 +198,7 @@ class Scheduler:
         for slot in self._memory.active_slots:
             run = slot.active
             job, times = run.job, run.job.times
-            times.slot_s += now_s - (max(run.admitted_s, before_s))
+            times.slot_s += now_s - max(run.admitted_s, before_s)
             if times.has_expired(now_s, job.request.timeout_s):
                 expired.append(job)
         for job in expired:
@@ -237,7 +237,7 @@ class Scheduler:
                 this worker.
         """
         self.repeater.forbid()
-        if not any(slot.state in COMPUTING for slot in self._memory.slots):  # usually the first slot computes
+        if not any(slot.state in COMPUTING for slot in self._memory.slots):  # cheap: usually the first slot computes
             return Batch()
         self._tick_timer.begin()
         batch = self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
@@ -248,7 +248,7 @@ class Scheduler:
                 run.prompt_planned_s = now_s
                 self._report_progress(run, now_s)
         batch = self._tokens_ahead.add(batch)
-        if not self._outputs:  # they would wait for the end of the repeated ticks
+        if not self._outputs:  # outputs would wait until the repeated ticks end
             self.repeater.begin_if_possible(batch, now_s)
         return batch
 
@@ -259,10 +259,10 @@ class Scheduler:
             LookupError: A result belongs to a slot that is not in the batch.
         """
         if batch:
-            self._record_tick()
+            self._record_slots()
         n_accepted = 0
         now_s = self._clock()
-        stopped = self.repeater.take_stopped()
+        stopped = self.repeater.take_stopped()  # a stop string of an earlier repeated tick has ended their jobs
         parts = {part.slot: part for part in batch.parts}
         without_room = None
         for result in results:
@@ -270,7 +270,7 @@ class Scheduler:
                 raise LookupError(f"{result.slot!r} was not in the batch")
             if result.slot in stopped:
                 self._memory.record_progress(result.slot, result.n_past)
-                self._memory.remove_after(result.slot, len(result.slot.active.tokens))  # its draft is not used
+                self._memory.remove_after(result.slot, len(result.slot.active.tokens))  # the cells of its draft
                 self._finish(result.slot.active.job, FinishReason.STOP)
                 continue
             n_accepted += self._apply_result(result, parts[result.slot], now_s)
@@ -325,7 +325,7 @@ class Scheduler:
 
     def _admit_next(self) -> bool:
         """Admit the next job, or preempt a running job for it. Returns False when neither is possible now."""
-        passed: list[Job] = []
+        passed: list[Job] = []  # the jobs that were tried before, and for which there was no room
         for candidate in self._candidates():
             room = self._memory.make_room(candidate)
             if room is Room.AVAILABLE:
@@ -337,7 +337,9 @@ class Scheduler:
             if self._preemption.preempt_for(candidate.job):
                 return True
             passed.append(candidate.job)
-        return not passed and self._preempt_for_first_interactive()
+        if passed:
+            return False
+        return self._preempt_for_first_interactive()  # no waiting job has an idle slot
 
     def _preempt_for_first_interactive(self) -> bool:
         """Preempt a running job for the first interactive job, which has no idle slot. Returns False if it cannot."""
@@ -369,18 +371,21 @@ class Scheduler:
         self._outputs.append(SlotLost(job))
 
     def _record_repeated_tick(self, batch: Batch, ended_s: float) -> None:
-        self._record_tick()
+        self._record_slots()
         self._time_tick(batch, ended_s)
 
     def _time_tick(self, batch: Batch, ended_s: float) -> None:
-        """Report the time of the tick to the strategy. Without active slots, the worker may pause after the tick."""
+        """Report the time of the tick to the strategy and to the search for tokens ahead.
+
+        The time of the next tick begins now, unless no slot is active: the worker may then pause.
+        """
         seconds = self._tick_timer.end(ended_s, begins_next=bool(batch and self._memory.active_slots))
         if batch:
             self._strategy.record_tick(batch, seconds)
             self._tokens_ahead.record_tick(batch, seconds)
 
-    def _record_tick(self) -> None:
-        """Count the slots that the tick used, for the share of bulk jobs."""
+    def _record_slots(self) -> None:
+        """Record how many slots the tick used, for the share of bulk jobs."""
         running = self._memory.active_slots
         self._bulk_share.record_tick(len(running), _count_bulk(running), len(self._waiting.bulk))
 
@@ -423,7 +428,7 @@ class Scheduler:
             if run.prefilled_s is None:
                 run.prefilled_s = now_s
             if one.token in self._end_tokens:
-                return FinishReason.STOP  # An end token ends the text and is not part of it.
+                return FinishReason.STOP  # an end token ends the text and is not part of it
             tokens.append(one.token)
             self._outputs.append(new_token(job, one, now_s, is_first=is_first))
             if reason := finish_reason(job, len(tokens), run.max_length):

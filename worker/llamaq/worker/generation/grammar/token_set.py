@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 WORD_BITS = 64
+SMALL_SHARE = 1 / 8
+"""A set with at most this share of the vocabulary is small."""
 NUMPY_COUNTS_BITS = hasattr(np, "bitwise_count")
 """Whether numpy is version 2 or newer, which counts bits five times as fast as an integer of Python."""
 
@@ -68,6 +70,11 @@ class TokenSet:
             else:
                 self._n_tokens = int.from_bytes(self._bytes, "little").bit_count()
         return self._n_tokens
+
+    @property
+    def is_small(self) -> bool:
+        """Whether reading the logits of the set takes less time than masking all other logits."""
+        return len(self) <= SMALL_SHARE * self.n_vocab
 
     def only(self) -> int | None:
         """Return the token of a set with one token. None: there is none, or several."""

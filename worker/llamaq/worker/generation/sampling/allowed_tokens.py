@@ -13,10 +13,9 @@ from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
 from llamaq.worker.generation.sampling.largest_logits import top_k_superset
+from llamaq.worker.generation.sampling.look_ahead import LookAhead
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 
-FEW_ALLOWED = 1 / 8
-"""If a grammar allows at most this share of the vocabulary, only the logits of the allowed tokens are read."""
 MAX_TRIES = 4
 """How many tokens with the largest logits are tried one by one, before the logits of the other tokens are masked."""
 MAX_BEST = 256
@@ -53,22 +52,11 @@ class AllowedTokens:
         self._grammar = grammar
         self._reasoning = reasoning
         self._n_best = n_best if n_best is not None and n_best <= MAX_BEST else None
-        self._n_forced_max = MAX_FORCED if can_force else 0
-        self._never = never
+        self._look_ahead = LookAhead(MAX_FORCED if can_force else 0, never)
         self._lock = Lock()
-        """Held while the grammar reads tokens or computes masks."""
-        self._is_awaited = False
-        """Whether a draw waits for the lock."""
+        """Held while the grammar reads tokens or computes masks, and while the look-ahead is used."""
         self._error: Exception | None = None
         """The error of `prepare`, after which the state of the grammar is not known."""
-        self._ahead: list[TokenSet] = []
-        """What is allowed after the tokens that the grammar has accepted, and after each token of the path."""
-        self._path_start = 0
-        """Number of generated tokens before the path."""
-        self._path: Sequence[int] = ()
-        """The tokens along which masks are computed ahead: a draft, or forced tokens."""
-        self._path_is_forced = False
-        """Whether the path consists of forced tokens."""
         self._newest: TokenSet | None = None
         """What the grammar allows where a token was drawn last."""
         self._n_drawn = 0
@@ -86,54 +74,18 @@ class AllowedTokens:
         with self._lock:
             if self._error is not None or n_generated < max(grammar.n_accepted, self._n_drawn):
                 return  # the draw was faster
-            if not draft and self._has_forced(history, n_prompt, n_history):
+            if not draft and self._look_ahead.has_forced_after(history, n_prompt, n_history):
                 return
             try:
                 grammar.accept(history, n_prompt, n_history)
-                self._look_ahead(grammar, n_generated, draft)
+                self._look_ahead.search(grammar, n_generated, draft)
             except Exception as exc:  # noqa: BLE001 - an error in one sampler must not end other jobs
                 self._error = exc
-
-    def _look_ahead(self, grammar: TokenConstraint, n_generated: int, draft: Sequence[int]) -> None:
-        """Store what is allowed along the draft, or along the forced tokens if there is no draft."""
-        self._ahead, self._path_start, self._path, self._path_is_forced = [], n_generated, draft, False
-        if draft or not self._n_forced_max:
-            sets = grammar.allowed_along(draft)
-        else:
-            sets = grammar.allowed_along_forced(self._n_forced_max, self._never)
-        for allowed in sets:
-            if _are_few(allowed):
-                allowed.ids()  # stores them
-            self._ahead.append(allowed)
-            if self._is_awaited:  # the draw may refuse the draft
-                break
-        if not draft:
-            self._path = [int(allowed.ids()[0]) for allowed in self._ahead[:-1]]
-            self._path_is_forced = bool(self._path)
-
-    def _has_ahead(self, history: Sequence[int], n_prompt: int, n_history: int) -> bool:
-        """Return whether it is known what is allowed after the first `n_history` tokens of `history`."""
-        start = n_prompt + self._path_start
-        place = n_history - start
-        return 0 <= place < len(self._ahead) and list(history[start:n_history]) == list(self._path[:place])
-
-    def _has_forced(self, history: Sequence[int], n_prompt: int, n_history: int) -> bool:
-        """Return whether it is known which tokens are forced after the first `n_history` tokens of `history`.
-
-        After the last known one, the search continues if its bound or a draw has ended it.
-        """
-        if not self._path_is_forced or not self._has_ahead(history, n_prompt, n_history):
-            return False
-        place = n_history - n_prompt - self._path_start
-        return place < len(self._path) or self._ahead[place].only() is None
 
     def forced(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
         """Return the tokens that must follow `history`, as far as `prepare` has found them."""
         with self._lock:
-            is_known = self._error is None and self._has_ahead(history, n_prompt, len(history))
-            if not self._path_is_forced or not is_known:
-                return ()
-            return self._path[len(history) - n_prompt - self._path_start :]
+            return () if self._error is not None else self._look_ahead.forced_after(history, n_prompt)
 
     def allows(self, token: int, history: Sequence[int], n_prompt: int) -> bool:
         """Whether `token` may follow `history`. Raises like `restrict`."""
@@ -161,7 +113,7 @@ class AllowedTokens:
             return Candidates.only(forced)
         if allowed is None:
             return Candidates(logits)
-        if _are_few(allowed):
+        if allowed.is_small:
             return Candidates(logits.take(allowed.ids()), allowed.ids())
         best = None if self._n_best is None else _find_best(logits, allowed, self._n_best)
         if best is not None:
@@ -194,23 +146,18 @@ class AllowedTokens:
         return (forced if forced is not None and forced in allowed else None), allowed
 
     def _in_grammar(self, grammar: TokenConstraint, history: Sequence[int], n_prompt: int) -> TokenSet:
-        self._is_awaited = True
+        self._look_ahead.is_awaited = True
         with self._lock:
-            self._is_awaited = False
+            self._look_ahead.is_awaited = False
             if self._error is not None:
                 raise self._error
             self._n_drawn = len(history) - n_prompt + 1
-            place = len(history) - n_prompt - self._path_start
-            if place > 0 and self._has_ahead(history, n_prompt, len(history)):
-                self._newest = self._ahead[place]
-            else:
+            allowed = self._look_ahead.allowed_after(history, n_prompt)
+            if allowed is None:
                 grammar.accept(history, n_prompt)
-                self._newest = grammar.allowed_tokens()
-            return self._newest
-
-
-def _are_few(allowed: TokenSet) -> bool:
-    return len(allowed) <= FEW_ALLOWED * allowed.n_vocab
+                allowed = grammar.allowed_tokens()
+            self._newest = allowed
+            return allowed
 
 
 def _find_best(logits: Logits, allowed: TokenSet, n_best: int) -> Candidates | None:

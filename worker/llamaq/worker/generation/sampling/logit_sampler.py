@@ -7,20 +7,19 @@ differ from llama.cpp: the random number is a hash of the seed and the position.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf, isnan
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.worker.core.finish_rules import NOT_NUMBERS
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
 from llamaq.worker.generation.sampling.largest_logits import top_k_superset
+from llamaq.worker.generation.sampling.logit_adjustment import LogitAdjustment, check_finite
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
@@ -30,8 +29,6 @@ from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
 from llamaq.worker.generation.sampling.top_k_draw import TopKDraw
 from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers
 
-FEW_MASKED = 8
-"""Up to this number of masked tokens, setting one logit after the other takes less time than one numpy call."""
 NO_BREAKERS = SequenceBreakers()
 
 
@@ -71,28 +68,26 @@ class LogitSampler:
         self._n_logprobs = n_logprobs
         self._has_drawn_logprobs = has_drawn_logprobs
         self._uniform = UniformNumbers(seed)
-        self._bias_tokens = np.fromiter(logit_bias or (), np.int64)
-        self._bias = np.fromiter((logit_bias or {}).values(), np.float32)
-        self._masked = np.fromiter(masked_tokens, np.int64)
+        self._adjustment = adjustment = LogitAdjustment(logit_bias or {}, masked_tokens)
         self._is_greedy = is_greedy(params)
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         accepts_masked = self._feedback is None or self._feedback.accepts_masked
         self._chain = chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
-        is_changed = self._bias.size or chain.penalties
         is_bound = grammar is not None or reasoning is not None
-        self._takes_best = self._is_greedy and not is_changed and n_logprobs is None
+        is_reordered = adjustment.has_bias or chain.penalties
+        self._takes_best = self._is_greedy and not is_reordered and n_logprobs is None
         """Whether the token with the largest logit of all is drawn if it is allowed."""
         self._takes_all = not is_bound and not chain.penalties
         """Whether neither a grammar nor a penalty changes the logits."""
         is_plain = self._feedback is None and not has_drawn_logprobs
         self._top_k_draw = chain.top_k_draw if is_plain else None
-        self._never_best = frozenset(self._masked.tolist())
+        self._never_best = adjustment.masked
         self._allowed = AllowedTokens(
             grammar,
             reasoning,
             n_best=None if chain.penalties else self._n_best(),
-            can_force=n_logprobs is None and self._feedback is None and not self._bias.size,
-            never=self._never_best,
+            can_force=n_logprobs is None and self._feedback is None and not adjustment.has_bias,
+            never=adjustment.masked,
         )
         self.n_largest = None if is_bound else self._with_adjusted(chain.n_largest)
         self.checks_logits = self._top_k_draw is not None and not is_bound
@@ -125,13 +120,10 @@ class LogitSampler:
         self, tokens: npt.NDArray[np.int32], logits: Logits, history: Sequence[int], n_prompt: int
     ) -> int:
         """Draw the token that `sample` would draw; see `core.job_parts.Sampler`."""
-        _check_finite(float(logits.max()))
+        check_finite(float(logits.max()))
         order = tokens.argsort()
         candidates = Candidates(logits.take(order), tokens.take(order).astype(np.intp))
-        if self._bias_tokens.size:
-            candidates.add(self._bias_tokens, self._bias)
-        if self._masked.size:
-            candidates.add(self._masked, -inf)
+        self._adjustment.apply_to_some(candidates)
         for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
         if self._top_k_draw is not None:
@@ -147,10 +139,10 @@ class LogitSampler:
 
         None: the draw, or the probabilities that the job asks for, need all logits.
         """
-        raises_logits = bool((self._bias > 0).any())
-        if n_largest is None or raises_logits or self._feedback is not None or self._n_logprobs is not None:
+        adjustment, needs_all = self._adjustment, self._feedback is not None or self._n_logprobs is not None
+        if n_largest is None or adjustment.raises_logits or needs_all:
             return None
-        return n_largest + self._bias.size + len(self._never_best)
+        return n_largest + adjustment.n_changed
 
     def _n_best(self) -> int | None:
         """Return the number of tokens with the largest logits among which the token is drawn. None: all tokens."""
@@ -161,7 +153,7 @@ class LogitSampler:
     def _sample_top_k(self, top_k: TopKDraw, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Do the same as `_sample`, with the fast draw. Every logit is checked."""
         if self._takes_all:
-            self._adjust(logits)
+            self._adjustment.apply(logits)
         else:
             candidates = self._penalized(logits, history, n_prompt)
             if len(candidates) <= SORT_LIMIT:
@@ -169,7 +161,7 @@ class LogitSampler:
             if candidates.tokens is not None:
                 return self._choose(candidates, len(history) - n_prompt, history, logits.size)
         tokens, largest = top_k_superset(logits, top_k.k)
-        _check_finite(largest)
+        check_finite(largest)
         if not tokens.size:
             return self._allowed.end_token()
         return top_k.draw(logits.take(tokens), tokens, self._uniform.at(len(history) - n_prompt))
@@ -178,7 +170,7 @@ class LogitSampler:
         candidates = candidates.without_masked()
         if not len(candidates):
             return self._allowed.end_token()
-        _check_finite(float(candidates.max_logit))
+        check_finite(float(candidates.max_logit))
         if len(candidates) == 1:  # usual where a grammar forces a text
             return candidates.token_at(0)
         tokens = np.arange(len(candidates)) if candidates.tokens is None else candidates.tokens
@@ -202,7 +194,7 @@ class LogitSampler:
 
     def _penalized(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
         """Apply bias, masks, grammar, and the penalties at the beginning of the chain. Changes `logits`."""
-        self._adjust(logits)
+        self._adjustment.apply(logits)
         candidates = self._allowed.restrict(logits, history, n_prompt)
         for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
@@ -214,33 +206,12 @@ class LogitSampler:
         if not len(candidates):
             return candidates
         largest = float(candidates.max_logit)
-        _check_finite(largest)
+        check_finite(largest)
         if largest == -inf:
             return candidates.head(0)
         for apply in self._chain.filters:
             candidates = apply(candidates, history, position)
         return candidates
-
-    def _adjust(self, logits: Logits) -> None:
-        """Apply bias and mask to the logits, in place: copying logits takes longer than sampling.
-
-        Raises:
-            JobRejected: A masked logit is plus infinity or NaN, or a token of the bias is not in the vocabulary.
-        """
-        if self._bias_tokens.size:
-            if self._bias_tokens.max() >= logits.size:
-                message = f"logit_bias has token {self._bias_tokens.max()}, but the vocabulary has {logits.size} tokens"
-                raise JobRejected(ErrorCode.INVALID_TOKEN, message)
-            logits[self._bias_tokens] += self._bias
-        hidden = 0.0  # masks would hide NaN and infinity
-        if len(self._never_best) <= FEW_MASKED:
-            for token in self._never_best:
-                hidden += logits.item(token)
-                logits[token] = -inf
-        else:
-            hidden = float(logits.take(self._masked).sum(dtype=np.float64))
-            logits[self._masked] = -inf
-        _check_finite(hidden)
 
     def _draw(self, candidates: Candidates, position: int, n_vocab: int) -> int:
         """Draw a candidate by inverse transform sampling.
@@ -269,11 +240,5 @@ def _best_token(candidates: Candidates) -> int | None:
         return None
     index = int(candidates.logits.argmax())
     largest = float(candidates.logits[index])
-    _check_finite(largest)
+    check_finite(largest)
     return None if largest == -inf else candidates.token_at(index)
-
-
-def _check_finite(largest: float) -> None:
-    """Raise `JobRejected` if the largest logit is plus infinity or NaN. It is NaN if any logit is NaN."""
-    if isnan(largest) or largest == inf:
-        raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)

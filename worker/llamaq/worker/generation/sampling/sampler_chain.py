@@ -109,8 +109,10 @@ class SamplerChain:
 
 
 def _drop_masked_of_few(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
-    """Drop masked candidates, if there are few candidates. Copying a whole vocabulary takes longer than most samplers,
-    which give masked candidates the probability 0.
+    """Drop masked candidates, if there are few candidates.
+
+    Otherwise they stay, and the samplers give them the probability 0: copying a whole vocabulary takes longer than most
+    samplers.
     """
     return candidates.without_masked() if len(candidates) <= SORT_LIMIT else candidates
 
@@ -148,10 +150,11 @@ def _top_k_draw(chain: Sequence[Step], params: SamplingDefaults) -> TopKDraw | N
 def _n_largest_logits(chain: Sequence[Step], params: SamplingDefaults) -> int | None:
     """Return how many of the largest logits determine what a chain draws.
 
-    Penalties that only lower logits can move as many tokens out of the most probable ones as they change.
+    A penalty that lowers logits moves at most as many tokens out of the most probable ones as it changes. The same
+    number of further logits replaces them.
 
-    None: the chain needs all logits, because it does not begin with top-k, or because a penalty changes any number of
-    logits or raises some.
+    None: the chain needs all logits, because it does not begin with top-k, or because a penalty raises logits or has no
+    bound on the number of logits that it changes.
     """
     windows = {"penalties": params.penalty_last_n, "dry": params.dry_penalty_last_n}
     n_penalized = [windows[step.name] for step in chain if step.is_penalty]
@@ -196,64 +199,80 @@ def _join_top_p_min_p(chain: Sequence[Step], params: SamplingDefaults) -> list[S
 
 
 class _MaskedCount:
-    """How many candidates llama.cpp has with the probability 0 where the chain has dropped them."""
+    """The number of candidates that llama.cpp still has here, with the probability 0, and that this chain has dropped.
+
+    In llama.cpp, top-n-sigma only masks candidates. The samplers after it drop them, unless fewer candidates are left
+    than they keep. The dynamic temperature depends on the number of all candidates, also of the masked ones.
+    """
 
     def __init__(self) -> None:
         self.n = 0
 
+    def begun_by(self, first: Apply) -> Apply:
+        """Return a step that begins the count of a draw."""
+
+        def apply(candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
+            self.n = 0
+            return first(candidates, history, position)
+
+        return apply
+
+    def raised_by(self, top_n_sigma: Apply) -> Apply:
+        """Return a step that adds the candidates that it drops."""
+
+        def apply(candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
+            kept = top_n_sigma(candidates, history, position)
+            self.n += len(candidates) - len(kept)
+            return kept
+
+        return apply
+
+    def lowered_by(self, step: Apply, n_least: int) -> Apply:
+        """Return a step that subtracts what it drops in llama.cpp, where it keeps at least `n_least` candidates."""
+
+        def apply(candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
+            kept = step(candidates, history, position)
+            self.n = min(self.n, max(0, n_least - len(kept)))
+            return kept
+
+        return apply
+
+
+NONE_MASKED = _MaskedCount()
+"""The count of a chain in which nothing is counted: it stays 0."""
+
 
 def _count_masked(chain: Sequence[Step], params: SamplingDefaults) -> Sequence[Step]:
-    """Return the chain with steps that count masked candidates, if it has top-n-sigma and then a dynamic temperature.
-
-    In llama.cpp, top-n-sigma only masks candidates. The samplers after it drop them, unless fewer candidates are left
-    than they keep. The dynamic temperature depends on the number of all candidates.
-    """
+    """Return the chain with steps that count masked candidates, if it has top-n-sigma and a dynamic temperature."""
     names = [step.name for step in chain]
     if _has_fixed_temperature(params) or "top_n_sigma" not in names or "temperature" not in names:
         return chain
     first, masked = names.index("top_n_sigma"), _MaskedCount()
     counting = [step._replace(apply=_counting(step, params, masked)) for step in chain[first:]]
-    counting[0] = counting[0]._replace(apply=_beginning_count(counting[0].apply, masked))
+    counting[0] = counting[0]._replace(apply=masked.begun_by(counting[0].apply))
     return [*chain[:first], *counting]
 
 
-def _beginning_count(apply: Apply, masked: _MaskedCount) -> Apply:
-    """Return a step that forgets the candidates which were masked in the last draw."""
-
-    def begin(candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
-        masked.n = 0
-        return apply(candidates, history, position)
-
-    return begin
-
-
 def _counting(step: Step, params: SamplingDefaults, masked: _MaskedCount) -> Apply:
-    """Return a step that updates or uses the number of masked candidates."""
+    """Return a step that does the same, and changes or uses the count."""
     if step.name == "temperature":
         return _dynamic_temperature(params, masked)
+    if step.name == "top_n_sigma":
+        return masked.raised_by(step.apply)
     # Typical sampling of llama.cpp is not defined with masked candidates, because ln(0) is not.
     n_least = {"top_k": params.top_k, "typ_p": 0, "top_p": params.min_keep, "min_p": params.min_keep}
-
-    def apply(candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
-        kept = step.apply(candidates, history, position)
-        if step.name == "top_n_sigma":
-            masked.n += len(candidates) - len(kept)
-        elif step.name in n_least:
-            masked.n = min(masked.n, max(0, n_least[step.name] - len(kept)))
-        return kept
-
-    return apply
+    return masked.lowered_by(step.apply, n_least[step.name]) if step.name in n_least else step.apply
 
 
 def _filters_without_masked(chain: Sequence[Step], *, draw_accepts_masked: bool) -> list[Apply]:
-    """Return the steps of a chain, and before the first step that does not accept masked candidates, one that drops
-    them.
+    """Return the steps of a chain, with one more that drops masked candidates, if the chain needs it.
 
-    Most chains need no such step, which copies the whole vocabulary if no candidate was dropped before.
+    It comes before the first step that does not accept masked candidates. Most chains do not need it. It copies the
+    whole vocabulary if no candidate was dropped before.
 
     Args:
         chain: The samplers after the penalties. The first one is not top-k, which drops masked candidates too.
-        draw_accepts_masked: Whether the draw after the chain accepts masked candidates.
+        draw_accepts_masked: Whether the draw after the chain accepts masked candidates too.
     """
     filters = [step.apply for step in chain]
     n_accepting = next((index for index, step in enumerate(chain) if not step.accepts_masked), len(chain))
@@ -311,7 +330,7 @@ def _xtc(params: SamplingDefaults, uniform: UniformNumbers) -> Apply | None:
 
 def _temperature(params: SamplingDefaults) -> Apply | None:
     if not _has_fixed_temperature(params):
-        return _dynamic_temperature(params, _MaskedCount())
+        return _dynamic_temperature(params, NONE_MASKED)
     fixed = params.temperature
     if fixed == 1:
         return None

@@ -1,0 +1,90 @@
+"""Makes dead letters of the entries and jobs that cannot run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from pydantic import JsonValue
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from llamaq.common.errors import ErrorCode, ProtocolError
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.attempt_script_calls import MAX_DEAD, AttemptScripts
+from llamaq.common.protocol.job_events import Failed
+from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.script_types import JobEntry
+from llamaq.worker.engine_loop.telemetry import EndedJob
+
+log = logging.getLogger(__name__)
+
+MAX_DEAD_BYTES = 4096
+"""Maximum size, in bytes, of the copy of an unusable entry that its dead letter contains."""
+
+
+class DeadLetters:
+    """The dead letters of one queue.
+
+    Args:
+        redis: The Redis client.
+        keys: The names of the keys.
+        scripts: The scripts that end jobs.
+        queue: The name of the queue.
+        worker_id: The id of this worker.
+        on_finished: Called for each job that ended here.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        scripts: AttemptScripts,
+        *,
+        queue: str,
+        worker_id: str,
+        on_finished: Callable[[EndedJob], None] | None,
+    ) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._scripts = scripts
+        self._queue = queue
+        self._worker_id = worker_id
+        self._on_finished = on_finished
+
+    async def bury_entry(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
+        """Move an unusable entry from its job stream to the dead letters."""
+        partition = int(stream.partition("}")[0].rpartition(":")[2])
+        log.warning("entry.dead_lettered stream=%s entry=%s reason=%s", stream, entry_id, reason)
+        content = repr(fields)[:MAX_DEAD_BYTES]
+        letter: dict[Any, Any] = {"stream": stream, "entry": entry_id, "reason": reason, "held": content}
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xadd(self._keys.dead(self._queue, partition), letter, maxlen=MAX_DEAD)
+            pipe.xack(stream, GROUP, entry_id)
+            pipe.xdel(stream, entry_id)
+            await pipe.execute()
+
+    async def bury_job(self, entry: JobEntry, attempt: int | None, reason: str) -> None:
+        """Fail a job that cannot continue, and make a dead letter of it."""
+        log.warning("job.dead_lettered id=%s reason=%s", entry.job_id, reason)
+        error = Failed(code=ErrorCode.DAMAGED, message=reason)
+        if await self._scripts.bury(entry, self._worker_id, attempt, error):
+            await self.report_end(entry.job_id, ErrorCode.DAMAGED)
+
+    async def report_end(self, job_id: str, code: ErrorCode) -> None:
+        """Report a job that became a dead letter here. Parts of the job that cannot be read are left out."""
+        if self._on_finished is None:
+            return
+        stats = JobStats(worker=self._worker_id)
+        metadata: dict[str, JsonValue] = {}
+        with suppress(ResponseError, ProtocolError, ValueError, TypeError):
+            fields: Any = ["generated", "returned"]
+            stored: Any = await self._redis.hmget(self._keys.of_job(job_id).job, fields)
+            generated, returned = stored
+            stats = stats.model_copy(update={"generated_tokens": int(generated or 0)})
+            seed, metadata = codec.decode_returned(returned)
+            stats = stats.model_copy(update={"seed": seed})
+        self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))

@@ -1,0 +1,57 @@
+"""Reads the output that earlier attempts of a job have published."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from llamaq.common.errors import ProtocolError
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import TokenSpan
+from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.write_refusals import is_job_key_error
+
+log = logging.getLogger(__name__)
+
+PAGE_EVENTS = 256
+"""Number of events that are read at a time."""
+NO_OUTPUT = TokenSpan(0, (), 0, "")
+
+
+async def read_published(redis: Redis, keys: Keys, job_id: str) -> TokenSpan:
+    """Return the output in the stored events, up to the first gap in the offsets. The text is left out.
+
+    A job may have many events. They are read in pages, so that flushes and renewals of other jobs can run between.
+    """
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    draws: list[float] = []
+    cursor = "-"
+    while entries := await _read_events(redis, keys, job_id, cursor):
+        cursor = f"({entries[-1][0].decode()}"
+        for _, fields in entries:
+            try:
+                event = codec.decode_streamed(fields.get(b"e", b""))
+            except ProtocolError:
+                log.warning("job.bad_event id=%s", job_id)
+                continue
+            if isinstance(event, TokenSpan) and event.offset == len(tokens):
+                tokens.extend(event.tokens)
+                logprobs.extend(event.logprobs)
+                draws.extend(event.draws)
+    return TokenSpan(0, tuple(tokens), 0, "", tuple(logprobs), tuple(draws))
+
+
+async def _read_events(redis: Redis, keys: Keys, job_id: str, cursor: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    try:
+        page: Any = await redis.xrange(keys.of_job(job_id).events, min=cursor, count=PAGE_EVENTS)
+    except ResponseError as exc:
+        if not is_job_key_error(exc):
+            raise
+        return []  # another client overwrote the key
+    found: list[tuple[bytes, dict[bytes, bytes]]] = page
+    return found
