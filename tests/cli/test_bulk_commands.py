@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
 from llamaq.cli.main import build_app
 from llamaq.common.errors import InvalidRequest
 from llamaq.producer.bulk import BulkProgress
+from llamaq.producer.streaming import pubsub_connection
 
 N_ROWS = 60
 
@@ -54,6 +56,14 @@ def test_the_rows_of_a_file_are_answered(served: str, source: Path, tmp_path: Pa
     again = run(source, "-o", target, "--ordered", "--max-tokens", 5, "--json")
     assert json.loads(again.stdout)["run_id"] == progress["run_id"]
     assert json.loads(again.stdout)["rows_before"] == 3
+
+
+def test_an_outage_of_redis_is_not_logged_a_second_time_by_the_subscriber(
+    served: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pubsub_connection, "log", logging.getLogger("another_name"))
+    assert run(source, "-o", tmp_path / "out.jsonl").exit_code == 0
+    assert not pubsub_connection.log.isEnabledFor(logging.WARNING)
 
 
 def test_failed_rows_are_named_and_the_exit_code_is_1(served: str, tmp_path: Path) -> None:

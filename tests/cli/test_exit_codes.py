@@ -25,7 +25,7 @@ from llamaq.common.errors import (
     RedisFull,
     ResultTimeout,
 )
-from llamaq.common.redis.connect import NotTheMaster
+from llamaq.common.redis.connect import NotTheMaster, connect
 from llamaq.worker.process import exit_codes as worker_exit_codes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
@@ -58,15 +58,20 @@ def test_a_replica_is_not_reported_as_a_server_that_does_not_answer() -> None:
     assert "--redis-url (LLAMAQ_REDIS_URL)" in line
 
 
-def test_a_failed_tls_connection_is_not_reported_as_a_server_that_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster"])
+async def test_a_failed_tls_connection_is_not_reported_as_a_server_that_does_not_answer(
+    tmp_path: Path, scheme: str
 ) -> None:
     no_certificate = tmp_path / "ca.pem"
     no_certificate.write_text("x")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"rediss://127.0.0.1:{server.getsockname()[1]}?ssl_ca_certs={no_certificate}"
-        line = failing(monkeypatch, capsys, "depth", "--redis-url", url, code=3)
-    assert line.startswith("llamaq: Redis: no TLS connection: ")
+        url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}?ssl_ca_certs={no_certificate}"
+        redis = connect(url, name="test", failover_s=0)
+        with pytest.raises(RedisConnectionError) as caught:
+            await redis.ping()
+        await redis.aclose()
+    assert exit_code_of(caught.value) == 3
+    assert explain(caught.value).startswith("Redis: no TLS connection: ")
 
 
 def test_the_documentation_lists_every_exit_code() -> None:

@@ -224,3 +224,11 @@ def test_standard_input_that_is_not_utf_8_is_refused(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
     assert "standard input: the text is not utf-8" in failing(monkeypatch, capsys, "generate", "-", code=2)
+
+
+@pytest.mark.parametrize("command", [("generate", "-"), ("chat",), ("submit", "-"), ("embed",), ("rerank", "query")])
+def test_a_closed_standard_input_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: str, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed" in failing(monkeypatch, capsys, *command, code=2)

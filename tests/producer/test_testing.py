@@ -35,6 +35,19 @@ def test_the_error_of_an_answer_is_raised_at_the_end(redis_url: str, queue: str)
         use_worker()
 
 
+def test_the_error_of_an_answer_is_raised_also_if_the_body_has_failed(redis_url: str, queue: str) -> None:
+    def answer(_: JobRequest) -> list[str]:
+        raise ZeroDivisionError("in the test's own code")
+
+    with (
+        pytest.raises(ZeroDivisionError) as caught,
+        serving(redis_url, queue, answer),
+        Client(redis_url, queue) as client,
+    ):
+        client.generate("one")
+    assert isinstance(caught.value.__context__, JobFailed)
+
+
 def test_a_fake_worker_embeds_texts_in_several_jobs(redis_url: str, queue: str) -> None:
     texts = [f"text {number}" for number in range(70)]
     with serving(redis_url, queue, lambda _: ["text"]), Client(redis_url, queue, timeout_s=60) as client:

@@ -17,6 +17,7 @@ from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from llamaq.common.errors import NoWorker
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
+from llamaq.producer.streaming import pubsub_connection
 
 _REASONS = {
     BulkState.STOPPED: "the run was stopped: start the same command again to continue it",
@@ -52,7 +53,7 @@ def run_here(
     twice. If a row has failed, the exit code is 1.
     """
     # In an outage of Redis, the polls of the jobs log a warning. That of the other connection would say the same.
-    logging.getLogger("llamaq.producer.streaming.pubsub_connection").setLevel(logging.ERROR)
+    pubsub_connection.log.setLevel(logging.ERROR)
     if retry_errors:
         drop_errors(run)
     progress = asyncio.run(_execute(run, AsyncClient(redis_url, queue, require_worker=require_worker)))

@@ -29,11 +29,10 @@ def show_list(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson =
     """List the dead letters of a queue, newest first. With --json, print one object per letter."""
     with Client(redis_url, queue) as client:
         letters = client.dead_letters()
-        if not as_json:
+        if as_json:
+            views.show_json(*letters)
+        else:
             views.show_dead_letters(letters, client.queue)
-            return
-        for letter in letters:
-            views.show_json(letter)
 
 
 def show(letter_id: LetterArgument, redis_url: RedisUrl = None, as_json: AsJson = False) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from io import StringIO
 from typing import Annotated
 
 import typer
 
 from llamaq.cli import views
 from llamaq.cli.common_options import Queue, RedisUrl, RequireWorker, WaitForJob
+from llamaq.cli.job_commands import read_stdin
 from llamaq.common.errors import InvalidRequest
 from llamaq.producer import Client
 
@@ -58,7 +59,7 @@ def rerank(
 
 
 def _texts(given: list[str] | None) -> list[str]:
-    texts = given or [line.rstrip("\n") for line in sys.stdin]
+    texts = given or [line.rstrip("\n") for line in StringIO(read_stdin())]
     if not texts:
         raise InvalidRequest("TEXT: at least one text is required, as an argument or as a line of standard input")
     return texts

@@ -60,8 +60,15 @@ def explain(error: LlamaqError | RedisError | OSError) -> str:
         return "this Redis is a replica, which refuses to write: name the master with --redis-url (LLAMAQ_REDIS_URL)"
     is_unreachable = isinstance(error, RedisConnectionError | RedisTimeoutError)
     if is_unreachable and not isinstance(error, AuthenticationError):
-        if isinstance(error.__context__, SSLError):
+        if _is_of_tls(error):
             return f"Redis: no TLS connection: {line}"
         way_out = "Start one: llamaq up. Or name one: --redis-url (LLAMAQ_REDIS_URL)"
         return f"Redis does not answer: {line.rstrip('.')}. {way_out}"
     return f"Redis: {line}"
+
+
+def _is_of_tls(error: BaseException | None) -> bool:
+    """Return whether an error was caused by an error of TLS. In a cluster, there are other errors between the two."""
+    while error is not None and not isinstance(error, SSLError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -83,7 +83,7 @@ def chat(
     """
     messages = [{"role": "system", "content": system}] if system else []
     with open_answers(redis_url, queue, wait_s, require_worker, server, api_key) as answers:
-        if message is None and sys.stdin.isatty():
+        if message is None and sys.stdin and sys.stdin.isatty():
             with line_editing(keeps_history=history):
                 Conversation(answers, messages, options).run()
             return
@@ -262,7 +262,14 @@ def _check_reason(reason: FinishReason | None) -> None:
 
 
 def _read_text(argument: str) -> str:
+    return read_stdin() if argument == "-" else argument
+
+
+def read_stdin() -> str:
+    """Return the text of standard input. Raises `InvalidRequest` if it is closed or is not text."""
+    if sys.stdin is None:
+        raise InvalidRequest("standard input is closed: give the text as an argument")
     try:
-        return sys.stdin.read() if argument == "-" else argument
+        return sys.stdin.read()
     except UnicodeDecodeError as exc:
         raise InvalidRequest(f"standard input: the text is not {exc.encoding}") from exc

@@ -61,8 +61,7 @@ def list_keys(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
     """List the API keys by name, without their secrets. With --json, print one object per key."""
     records = _with_store(redis_url, lambda store: store.list())
     if as_json:
-        for record in records:
-            views.show_json(record)
+        views.show_json(*records)
         return
     rows = [
         (

@@ -54,11 +54,10 @@ def queues(redis_url: RedisUrl = None, all_queues: AllQueues = False, as_json: A
             for queue in client.queues()
             if all_queues or queue.waiting or queue.running or queue.delayed or queue.workers
         ]
-        if not as_json:
+        if as_json:
+            views.show_json(*found)
+        else:
             views.show_queues(found)
-            return
-        for queue in found:
-            views.show_json(queue)
 
 
 def jobs(
@@ -82,13 +81,12 @@ def jobs(
             tenant=tenant,
             limit=limit,
         )
-        if not as_json:
+        if as_json:
+            views.show_json(*found)
+        else:
             is_filtered = any((state, priority, older_than_s, metadata, tenant))
             missing = f"queue {client.queue!r} has no waiting or running job{' that matches' if is_filtered else ''}"
             views.show_jobs(found, missing)
-            return
-        for job in found:
-            views.show_json(job)
 
 
 def purge(
@@ -150,11 +148,10 @@ def workers(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = F
     """List the live workers of a queue. With --json, print one object per worker."""
     with Client(redis_url, queue) as client:
         found = client.workers()
-        if not as_json:
+        if as_json:
+            views.show_json(*found)
+        else:
             views.show_workers(found, client.queue)
-            return
-        for worker in found:
-            views.show_json(worker)
 
 
 def stats(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = False) -> None:

@@ -139,8 +139,7 @@ def list_runs(
         found = runs.runs()
         name = runs.settings.rq_queue
     if as_json:
-        for run in found:
-            views.show_json(run)
+        views.show_json(*found)
         return
     rows = [(run.run_id, run.state.value, *_numbers(run), str(run.output)) for run in found]
     show_rows(("run", "state", "rows", "failed", "output"), rows, missing=f"RQ queue {name!r} has no bulk run")

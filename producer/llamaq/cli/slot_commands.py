@@ -36,11 +36,10 @@ def show_list(
     """List the slots of each worker and the states saved on its host. With --json, print one object per worker."""
     with Client(redis_url, queue, timeout_s=wait_s) as client:
         found = client.slots(worker=worker)
-        if not as_json:
+        if as_json:
+            views.show_json(*found)
+        else:
             views.show_slots(found)
-            return
-        for one in found:
-            views.show_json(one)
 
 
 def save(

@@ -38,9 +38,10 @@ UNFINISHED = {
 """Maps each finish reason of an incomplete text to a notice, except the reason that the caller limited its length."""
 
 
-def show_json(model: BaseModel) -> None:
-    """Print a model as one line of JSON."""
-    typer.echo(model.model_dump_json())
+def show_json(*models: BaseModel) -> None:
+    """Print each model as one line of JSON."""
+    for model in models:
+        typer.echo(model.model_dump_json())
 
 
 def show_json_fields(**fields: object) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.errors import InvalidSettings, JobCancelled
+from llamaq.common.errors import InvalidSettings, JobCancelled, JobNotFound
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.gateway.http.errors import RequestRefused
 from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Chunk, FinishReason, JobOptions, Result
 from llamaq.producer.submission import build_request
 
@@ -64,7 +66,8 @@ class Generation:
         return await all_of([self._result(request) for request in self.requests])
 
     async def _result(self, request: JobRequest) -> Result:
-        return _not_cancelled(await self._submit(lambda client: client.auto_cancelled.generate(request, None)))
+        with _refusing_lost_jobs():
+            return _not_cancelled(await self._submit(lambda client: client.auto_cancelled.generate(request, None)))
 
     async def _build_requests(self, *, stream: bool) -> None:
         options = [cast("JobOptions", {**values, "stream": stream}) for values in self._jobs]
@@ -111,14 +114,15 @@ class Generation:
     async def all_pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield the same as `pieces`, but also the results of cancelled jobs."""
         try:
-            if len(self.streams) == 1:
-                async for chunk in self.streams[0]:
-                    yield 0, chunk
-                yield 0, await self._end_of(self.streams[0])
-                return
-            async with aclosing(self._merged()) as merged:
-                async for piece in merged:
-                    yield piece
+            with _refusing_lost_jobs():
+                if len(self.streams) == 1:
+                    async for chunk in self.streams[0]:
+                        yield 0, chunk
+                    yield 0, await self._end_of(self.streams[0])
+                    return
+                async with aclosing(self._merged()) as merged:
+                    async for piece in merged:
+                        yield piece
         finally:
             await self.aclose()
 
@@ -156,6 +160,16 @@ class Generation:
     async def describe_wait(self) -> str:
         """Return a text with the state of the first job."""
         return await describe_wait(self.streams[0].job)
+
+
+@contextmanager
+def _refusing_lost_jobs() -> Iterator[None]:
+    """Tell the client to repeat the request if Redis has lost its job. The status 404 would blame the request."""
+    try:
+        yield
+    except JobNotFound as exc:
+        message = "Redis has lost the job of this request; send it again"
+        raise RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, message, code="job_lost") from exc
 
 
 def _not_cancelled(result: Result) -> Result:

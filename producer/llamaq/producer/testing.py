@@ -377,6 +377,7 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
     """Answer the jobs of a queue in a thread, within this context. The worker is listed when the context is entered.
 
     The context raises the error of a worker that cannot start when it is entered, and the error of `answer` at its end.
+    If the body of the context has failed too, its error is the `__context__` of that error.
 
     Args:
         url: The Redis URL.
@@ -413,4 +414,4 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
         finally:
             with suppress(RuntimeError):  # the loop is closed if the worker has failed
                 loop.call_soon_threadsafe(stopping.set)
-        ended.result()
+            ended.result()

@@ -234,9 +234,11 @@ def test_numbers_and_nesting_that_msgpack_cannot_encode_are_invalid_requests() -
     nested: Any = 1
     for _ in range(2000):
         nested = [nested]
-    for metadata in ({"n": 2**70}, {"n": nested}):
-        with pytest.raises(InvalidRequest):
+    for metadata, place in (({"m": 1, "n": {"k": 2**70}}, "metadata.n.k: "), ({"n": nested}, "metadata.n.")):
+        with pytest.raises(InvalidRequest) as caught:
             codec.encode_request(codec.build_request({"prompt": "x", "metadata": metadata}), LIMIT)
+        assert str(caught.value).startswith(place)
+        assert len(str(caught.value)) < 200
 
 
 def test_unknown_fields_are_ignored_in_events_and_refused_in_requests() -> None:

@@ -124,11 +124,13 @@ def test_a_parquet_file_that_is_rewritten_while_it_is_read_is_noticed(tmp_path: 
     next(records)
     write("old")
     assert len(list(records)) == 2
-    records = read_records(path, fingerprint, FinishedRows(), 1000)
-    next(records)
-    write("new")
-    with pytest.raises(InputChanged):
-        list(records)
+    for change in (lambda: write("new"), lambda: path.write_bytes(b"half a file")):
+        write("old")
+        records = read_records(path, fingerprint, FinishedRows(), 1000)
+        next(records)
+        change()
+        with pytest.raises(InputChanged):
+            list(records)
 
 
 @pytest.mark.parametrize(

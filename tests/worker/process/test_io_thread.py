@@ -18,8 +18,10 @@ from tests.support.worker_cards import make_card
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.keys import Keys
 from llamaq.producer import Client, JobFailed
+from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.process import io_thread as io_thread_module
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.settings import load_settings
 
@@ -99,3 +101,16 @@ def test_a_worker_whose_stats_redis_refuses_logs_that_and_is_not_listed_after_it
             wait_until(lambda: "stats.redis_error" in caplog.text, "the outage in the log", SOON_S)
         assert client.workers() == ()
         assert not server.exists(Keys().worker(queue))
+
+
+def test_the_steps_of_the_close_that_have_no_time_left_are_logged_by_their_names(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def wait_forever(_: QueueMembership) -> None:
+        await asyncio.Event().wait()
+
+    with served(redis_url, queue):
+        monkeypatch.setattr(QueueMembership, "leave", wait_forever)
+        monkeypatch.setattr(io_thread_module, "CLOSE_TIMEOUT_S", 2.0)
+    failed = [record.getMessage() for record in caplog.records if "close_failed" in record.getMessage()]
+    assert [message.split()[1] for message in failed] == ["step=leave_queue", "step=unregister"]

@@ -36,6 +36,8 @@ OUTPUT_COMPRESSION = 1
 SHORT_BYTES = 4096
 """Up to this size, data are compressed with a window of this size."""
 SHORT_MEMORY_LEVEL = 5
+MAX_PLACE_CHARS = 80
+"""Longest name of a field in an error. The path to a value within nested values would be longer than the rest."""
 
 # Parameters that do not determine the output of a job, and the seed, which is random unless the caller sets it. Two
 # requests that differ only in these parameters count as the same request.
@@ -91,10 +93,14 @@ def explain(exc: ValidationError) -> str:
     """Return a validation error as one line that names each field, without the input, which may be private."""
     problems = []
     for error in exc.errors(include_input=False, include_url=False, include_context=False):
-        place = ".".join(str(part) for part in error["loc"])
+        place = _shorten(".".join(str(part) for part in error["loc"]))
         message = error["msg"].removeprefix("Value error, ")
         problems.append(f"{place}: {message}" if place else message)
     return "; ".join(problems[:8])
+
+
+def _shorten(place: str) -> str:
+    return place if len(place) <= MAX_PLACE_CHARS else f"{place[:MAX_PLACE_CHARS]}..."
 
 
 def build_model(model: type[M], values: Mapping[str, Any]) -> M:
@@ -115,17 +121,26 @@ def build_request(values: dict[str, Any]) -> JobRequest:
 
 def encode_request(request: JobRequest, max_bytes: int) -> bytes:
     """Return an encoded request. Raises `InvalidRequest` if it is larger than `max_bytes` or contains invalid text."""
+    values = request.model_dump(mode="python", exclude_defaults=True, exclude={"tokens"})
     try:
-        data = _pack_with_tokens(
-            request.model_dump(mode="python", exclude_defaults=True, exclude={"tokens"}), request.tokens
-        )
+        data = _pack_with_tokens(values, request.tokens)
     except UnicodeEncodeError as exc:
         raise InvalidRequest(f"a text of the request is not valid Unicode: {exc.reason}") from exc
     except (ValueError, OverflowError, TypeError) as exc:
-        raise InvalidRequest(f"the request cannot be encoded: {exc}") from exc
+        raise InvalidRequest(f"{_shorten('.'.join(_path_to_unencodable(values)))}: {exc}") from exc
     if len(data) > max_bytes:
         raise InvalidRequest(f"the request has {len(data)} bytes, more than max_request_bytes={max_bytes}")
     return data
+
+
+def _path_to_unencodable(values: object) -> list[str]:
+    """Return the names of the nested maps that contain the first value that msgpack cannot encode."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        try:
+            _pack(value)
+        except (ValueError, OverflowError, TypeError):
+            return [str(name), *_path_to_unencodable(value)]
+    return []
 
 
 def _pack_with_tokens(values: dict[str, Any], tokens: tuple[int, ...] | None) -> bytes:

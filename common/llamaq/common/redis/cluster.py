@@ -248,7 +248,8 @@ class Cluster(RetryingRedis):
                     errors.append(error)
         finally:
             await cancel_tasks(*tasks)
-        raise RedisConnectionError(f"no node of the cluster answers: {errors[-1] if errors else 'none is known'}")
+        error = errors[-1] if errors else None
+        raise RedisConnectionError(f"no node of the cluster answers: {error or 'none is known'}") from error
 
     async def _read_map(self, address: Address) -> tuple[Address, Any]:
         async with asyncio.timeout(MAP_TIMEOUT_S):

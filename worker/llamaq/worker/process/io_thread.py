@@ -353,17 +353,23 @@ class IoThread:
         """Write the last events, requeue unfinished jobs, unregister the worker, and store the last stats.
 
         A step may fail: on a cluster, a partition does not answer, or a full Redis refuses stats. The next steps are
-        tried nevertheless.
+        tried nevertheless. Steps for which no time is left fail too. Each failed step is logged.
         """
         deadline_s = asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S / 2
-        steps = (outbox.close(crashed=self.has_crashed), membership.leave(), heartbeat.unregister(), stats.store())
-        for step in steps:
+        steps = {
+            "write_events": outbox.close(crashed=self.has_crashed),
+            "leave_queue": membership.leave(),
+            "unregister": heartbeat.unregister(),
+            "store_stats": stats.store(),
+        }
+        for name, step in steps.items():
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await step
             except (RedisError, TimeoutError) as exc:
                 # No job is lost: other workers reclaim the jobs when their leases have expired.
-                log.warning("io_thread.close_failed jobs=%d error=%s %s", outbox.n_jobs, type(exc).__name__, exc)
+                kind, n_jobs = type(exc).__name__, outbox.n_jobs
+                log.warning("io_thread.close_failed step=%s jobs=%d error=%s %s", name, n_jobs, kind, exc)
 
     def __repr__(self) -> str:
         return f"<IoThread {self._card.worker} queue={self._card.queue!r}>"

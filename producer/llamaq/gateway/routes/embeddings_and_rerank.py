@@ -1,4 +1,8 @@
-"""POST /v1/embeddings, /embeddings and /embedding: the embeddings of texts."""
+"""The endpoints of queues whose workers generate no text.
+
+- POST /v1/embeddings, /embeddings and /embedding: the embeddings of texts.
+- POST /v1/rerank and its other names: documents, sorted by how well they answer a query.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from starlette.responses import Response
 
 from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.gateway.context import context_of
+from llamaq.gateway.embedding_and_rerank_format import ranking_object, read_ranking_body
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.prepared.embedding import PreparedEmbedding
 from llamaq.gateway.queue_of_request import generation_for, queue_of_kind
+from llamaq.producer.embed_and_rerank import join_results, rank, split_task
 from llamaq.producer.openai_format.request_body import read_model
 
 
@@ -28,3 +34,15 @@ async def _embed(request: Request, *, is_native: bool) -> Response:
     client = await queue_of_kind(request, read_model(fields), JobKind.EMBEDDING)
     asked = await PreparedEmbedding.read(context_of(request).queues, client, fields, is_native=is_native)
     return json_response(await asked.answer(await generation_for(request, client, asked.jobs).results()))
+
+
+async def rerank(request: Request) -> Response:
+    """Return documents by their scores for a query, the best one first."""
+    fields = await read_object(request)
+    body = read_ranking_body(fields)
+    model = read_model(fields)
+    client = await queue_of_kind(request, model, JobKind.RERANKING)
+    tasks = split_task(body.documents, query=body.query)
+    scores = join_results(await generation_for(request, client, tasks).results())
+    n_tokens = sum(each.n_tokens for each in scores)
+    return json_response(ranking_object(rank(scores, body.top_n), body, model or client.queue, n_tokens))
