@@ -94,7 +94,7 @@ COMPILED_SOURCES := worker/pyproject.toml worker/mypyc.ini $(shell find common w
 COMPILED ?=
 SELECT_COMPILED := $(if $(COMPILED),export PYTHONPATH="$(CURDIR)/$(COMPILED_PYTHON)")
 
-.PHONY: compiled test-compiled
+.PHONY: compiled test-compiled test-gpu
 compiled: $(COMPILED_PYTHON)/installed.txt ## compile the worker's ticks with mypyc (2 minutes): build/compiled has the wheel
 
 $(COMPILED_PYTHON)/installed.txt: $(COMPILED_SOURCES) | $(VENV)/dev.stamp
@@ -111,6 +111,11 @@ $(COMPILED_PYTHON)/installed.txt: $(COMPILED_SOURCES) | $(VENV)/dev.stamp
 test-compiled: $(COMPILED_PYTHON)/installed.txt ## the tests of the worker, of the queue and of failures, with the compiled worker
 	@export PYTHONPATH=$(CURDIR)/$(COMPILED_PYTHON)
 	$(BIN)/pytest $(PYTEST_PARALLEL) $(TEST_PROCESSES) -m 'not interpreted' tests/worker tests/e2e tests/lifecycle $(PYTEST_ARGS)
+
+# Other tests see no GPU: some compare with the figures of a CPU.
+test-gpu: $(VENV)/dev.stamp ## the tests of the engine, of the cache and of whole workers, on the GPU that llama.cpp is built for
+	@export LLAMAQ_TEST_GPU=1
+	$(BIN)/pytest $(PYTEST_PARALLEL) $(TEST_PROCESSES) tests/worker tests/e2e $(PYTEST_ARGS)
 
 # Every Python process that a test starts is measured too, unless it is killed with SIGKILL.
 coverage: $(VENV)/dev.stamp ## branch coverage of all tests: the total, and the files with the least

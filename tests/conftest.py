@@ -45,6 +45,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     install_audit_hook()
     make_process_starts_cheap()
+    hide_gpus()
+
+
+def hide_gpus() -> None:
+    """Let llama.cpp see no GPU, unless `make test-gpu` runs: some tests compare with the figures of a CPU."""
+    if "LLAMAQ_TEST_GPU" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def make_process_starts_cheap() -> None:
@@ -72,6 +79,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    of_other_devices = "gpu" if "LLAMAQ_TEST_GPU" not in os.environ else "cpu"
+    items[:] = [item for item in items if item.get_closest_marker(of_other_devices) is None]
     for item in items:
         if is_quick(item):
             item.add_marker(pytest.mark.quick)

@@ -14,7 +14,7 @@ from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, TickStats, TickTotals, Worker
 from llamaq.producer import Client, JobFailed, JobOptions, NoWorker
-from llamaq.worker.engine.llama_bindings import has_gpu
+from llamaq.worker.engine.llama_log import has_gpu
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue

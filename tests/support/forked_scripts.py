@@ -143,8 +143,8 @@ class ForkServer:
 
 @cache
 def fork_server() -> ForkServer | None:
-    """Return the server of this process. None: coverage is measured, which does not follow forks."""
-    if not {"COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"}.isdisjoint(os.environ):
+    """Return the server of this process. None: coverage is measured, or a GPU is used, and neither follows forks."""
+    if not {"COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "LLAMAQ_TEST_GPU"}.isdisjoint(os.environ):
         return None
     server = ForkServer()
     atexit.register(server.close)

@@ -388,7 +388,7 @@ def test_more_sequences_than_llama_cpp_allows_are_refused(chat_model: Path, n_se
 
 
 def test_the_log_of_llama_cpp_is_written_to_logging(chat_model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "llamaq.worker.engine.llama_bindings"):
+    with caplog.at_level(logging.DEBUG, "llamaq.worker.engine.llama_log"):
         Model(chat_model, ModelOptions(n_gpu_layers=0)).close()
     assert any("file format = GGUF V3" in record.getMessage() for record in caplog.records)
     assert not any("\n" in record.getMessage() for record in caplog.records)

@@ -38,6 +38,7 @@ def exact(demo_model: Path) -> Iterator[npt.NDArray[np.float32]]:
     engine.close()
 
 
+@pytest.mark.cpu  # a GPU rounds the queries of a small batch when the cells are quantized
 @pytest.mark.parametrize("name", [name for name in CACHE_TYPES if name != "f16"])
 def test_kv_cells_of_every_type_are_computed_saved_and_loaded(
     demo_model: Path, exact: npt.NDArray[np.float32], name: str
@@ -75,9 +76,10 @@ def test_quantized_values_without_flash_attention_are_refused(demo_model: Path) 
         replace(CPU, use_mmap=False),
         replace(CPU, use_mmap=True),
         replace(CPU, override_tensor=("ffn_.*=CPU", "attn=CPU")),
-        replace(CPU, tensor_split=(3, 1), split_mode="row"),
+        pytest.param(replace(CPU, tensor_split=(3, 1), split_mode="row"), marks=pytest.mark.cpu),  # CUDA refuses it
+        pytest.param(ModelOptions(split_mode="tensor"), marks=pytest.mark.gpu),
     ],
-    ids=["read", "mapped", "override", "split"],
+    ids=["read", "mapped", "override", "row", "tensor"],
 )
 def test_how_a_model_is_loaded_does_not_change_what_it_computes(
     demo_model: Path, exact: npt.NDArray[np.float32], options: ModelOptions

@@ -42,6 +42,7 @@ def test_nothing_is_done_without_logits() -> None:
     return_unused_rows(None, 10 * mmap.PAGESIZE)
 
 
+@pytest.mark.cpu  # the driver of a GPU manages the memory
 def test_a_context_has_only_the_rows_in_memory_that_were_decoded(demo_model: Path) -> None:
     model = Model(demo_model, ModelOptions())
     context = Context(model, ContextOptions(256, 64, 64, N_SEQUENCES, 1, 1))

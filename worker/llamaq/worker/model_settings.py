@@ -150,10 +150,11 @@ class DeviceSettings(BaseModel):
     devices: Annotated[tuple[int, ...], NoDecode] = Field(
         (), description="GPU indices, separated by commas. A supervisor starts one worker process for each."
     )
-    split_mode: Literal["none", "layer", "row"] = Field(
+    split_mode: Literal["none", "layer", "row", "tensor"] = Field(
         "layer",
-        description="How several GPUs share the model: `layer`: each computes some layers; `row`: each computes a part "
-        "of each matrix; `none`: only `main_gpu` is used.",
+        description="How several GPUs share the model: `layer`: each computes some layers; `tensor` (experimental in "
+        "llama.cpp): each computes a part of each matrix and has a part of the KV cells; `row`: the same, without "
+        "the KV cells, on devices that can (CUDA cannot); `none`: only `main_gpu` is used.",
     )
     tensor_split: Annotated[tuple[Annotated[float, Field(ge=0)], ...], NoDecode] = Field(
         (), description="Share of the model for each GPU, such as `3,1`. If not set: by their free memory."

@@ -13,6 +13,8 @@ from typing import Any
 
 import llama_cpp
 
+from llamaq.worker.engine.llama_log import has_gpu
+
 _library = llama_cpp.llama_cpp._lib
 _library_with_gil = ctypes.PyDLL(_library._name, handle=_library._handle)
 
@@ -25,7 +27,7 @@ def _declare(name: str, argument_types: list[Any], result_type: Any, *, releases
     return function
 
 
-_waits = bool(llama_cpp.llama_supports_gpu_offload())
+_waits = has_gpu()
 """Whether a call that reads results may wait for a device. A CPU has computed them when `llama_decode` returns."""
 
 get_logits = _declare("llama_get_logits", [ctypes.c_void_p], ctypes.c_void_p, releases_gil=_waits)

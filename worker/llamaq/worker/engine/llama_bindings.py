@@ -7,7 +7,6 @@ for every decode. Neither is thread-safe.
 from __future__ import annotations
 
 import ctypes
-import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ from llamaq.common.errors import EngineError, ModelError
 from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.worker.engine import fast_calls
 from llamaq.worker.engine.abi_check import check_abi
+from llamaq.worker.engine.llama_log import has_gpu, route_log
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
-from llamaq.worker.engine.log_line_joiner import LogLineJoiner
 from llamaq.worker.engine.token_batch import TokenBatch
 from llamaq.worker.engine.unused_logit_rows import return_unused_rows
-
-logger = logging.getLogger(__name__)
 
 LLAMA_CPP_PYTHON_VERSION = str(llama_cpp.__version__)
 """Version of llama-cpp-python, which determines the version of llama.cpp."""
@@ -59,7 +56,7 @@ class Model:
 
     def __init__(self, path: Path, options: ModelOptions) -> None:
         check_abi()
-        _route_log()
+        route_log()
         options.init_backend()
         if options.split_mode == "none" and not has_gpu():
             raise ModelError(
@@ -319,24 +316,3 @@ def _floats_at(address: int | None, n_values: int) -> npt.NDArray[np.float32]:
     row_type: Any = ctypes.c_float * n_values
     values: npt.NDArray[np.float32] = np.frombuffer(row_type.from_address(address), np.float32)
     return values
-
-
-def has_gpu() -> bool:
-    """Return whether this build of llama.cpp can offload layers to a GPU."""
-    return bool(llama_cpp.llama_supports_gpu_offload())
-
-
-_line_joiner = LogLineJoiner()
-
-
-def _log(level: int, text: bytes, _user_data: Any) -> None:
-    for line_level, line in _line_joiner.add(level, text.decode(errors="replace")):
-        logger.log(line_level, "llama.cpp: %s", line)
-
-
-_log_callback = llama_cpp.llama_log_callback(_log)  # llama.cpp keeps a pointer to the callback
-
-
-def _route_log() -> None:
-    """Send the log of llama.cpp to this module's logger."""
-    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p())

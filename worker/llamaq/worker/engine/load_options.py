@@ -13,7 +13,7 @@ from llamaq.common.errors import ModelError
 from llamaq.common.protocol.embedding_task import Pooling
 
 FlashAttention = Literal["auto", "on", "off"]
-SplitMode = Literal["none", "layer", "row"]
+SplitMode = Literal["none", "layer", "row", "tensor"]
 Numa = Literal["off", "distribute", "isolate", "numactl"]
 ALL_LAYERS = 2**31 - 1
 
@@ -26,6 +26,7 @@ _SPLIT_MODES: dict[SplitMode, int] = {
     "none": llama_cpp.LLAMA_SPLIT_MODE_NONE,
     "layer": llama_cpp.LLAMA_SPLIT_MODE_LAYER,
     "row": llama_cpp.LLAMA_SPLIT_MODE_ROW,
+    "tensor": llama_cpp.LLAMA_SPLIT_MODE_TENSOR,
 }
 _NUMA: dict[Numa, int] = {
     "off": llama_cpp.GGML_NUMA_STRATEGY_DISABLED,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model, has_gpu
+from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model
+from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload

@@ -12,7 +12,8 @@ import os
 from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import LLAMA_CPP_PYTHON_VERSION, has_gpu
+from llamaq.worker.engine.llama_bindings import LLAMA_CPP_PYTHON_VERSION
+from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.model_files import files_of_model
 from llamaq.worker.model_settings import RopeSettings
 from llamaq.worker.offload.atomic_files import make_private_folder

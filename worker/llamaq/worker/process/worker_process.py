@@ -21,7 +21,7 @@ from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
-from llamaq.worker.engine.llama_bindings import has_gpu
+from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
