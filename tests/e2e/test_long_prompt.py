@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from redis import Redis
 from tests.support.workers import only_worker
 
@@ -43,6 +44,7 @@ def test_every_tick_that_prefills_the_long_prompt_also_decodes_every_stream(
     assert all(tick["batch_size"] == tick["decode_tokens"] + tick["prefill_tokens"] for tick in ticks)
 
 
+@pytest.mark.cpu  # a GPU computes the prompt within the lease
 def test_a_job_keeps_its_lease_during_a_prefill_that_is_longer_than_the_lease(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:

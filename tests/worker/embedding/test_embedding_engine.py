@@ -97,6 +97,7 @@ def quiet_llama_cpp() -> Iterator[None]:
     llama_cpp.llama_log_set(callback, user_data)
 
 
+@pytest.mark.cpu  # on a GPU, rounding depends on the shape of the batch
 @pytest.mark.parametrize("pooling", [Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST])
 def test_embeddings_in_a_shared_batch_are_those_of_a_plain_decode(demo_model: Path, pooling: Pooling) -> None:
     with opened(demo_model, pooling) as engine:
@@ -109,6 +110,7 @@ def test_embeddings_in_a_shared_batch_are_those_of_a_plain_decode(demo_model: Pa
     assert np.abs(rows_of(alone[0]) - rows_of(together[2])).max() < TOLERANCE
 
 
+@pytest.mark.cpu  # on a GPU, rounding depends on the shape of the batch
 def test_every_kind_of_memory_is_empty_before_each_batch(any_model: Path) -> None:
     with opened(any_model, Pooling.MEAN) as engine:
         run(engine, TEXTS[::-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -75,6 +76,8 @@ class Run:
     """The tier that the cached tokens came from. With several tiers: the one farthest from the device."""
     admission: Admission = field(default_factory=Admission)
     """What the admission found in the prefix cache, and what it evicted."""
+    n_adjacent_copied: int = sys.maxsize
+    """The cells after the first `n_adjacent_copied` tokens are scattered in the sequence that they were copied from."""
     is_released: bool = False
     """Whether the run has left its slot."""
     prompt_planned_s: float | None = None
@@ -95,6 +98,11 @@ class Run:
     def n_prompt(self) -> int:
         """Number of tokens in the prompt."""
         return len(self.job.prompt)
+
+    @property
+    def n_adjacent(self) -> int:
+        """Number of tokens at the start whose cells are adjacent: chunks of a prompt are computed at once."""
+        return min(self.n_prompt, self.n_adjacent_copied)
 
     @property
     def n_generated(self) -> int:

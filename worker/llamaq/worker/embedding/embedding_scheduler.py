@@ -128,7 +128,7 @@ class EmbeddingScheduler:
             self._outputs.append(SlotAcquired(job))
             log.info("job.admitted id=%s texts=%d prompt_tokens=%d", job.id, len(job.texts), job.n_tokens)
 
-    def move(self, budget_s: float) -> bool:  # noqa: ARG002  # the call of the other scheduler
+    def move(self, budget_s: float, prefill_token_s: float = 0.0) -> bool:  # noqa: ARG002  # for the other scheduler
         """Move no cells: embeddings leave none behind."""
         return False
 

@@ -242,7 +242,8 @@ class TickLoop:
         self._withdraw_when_stopping()
         scheduler.admit()
         self._withdraw_surplus()
-        has_loaded = scheduler.move(self._tick_times.predict_s(scheduler.n_prefill_next))
+        times = self._tick_times
+        has_loaded = scheduler.move(times.predict_s(scheduler.n_prefill_next), times.prefill_token_s)
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
         if not self._can_publish_later(batch):
             self._publish()

@@ -17,23 +17,24 @@ class TickTimePredictor:
 
     def __init__(self) -> None:
         self._last_tick_s = IDLE_TICK_S
-        self._prefill_token_s = 0.0
+        self.prefill_token_s = 0.0
+        """The time of one prompt token, in seconds. 0: not known."""
 
     def record(self, batch: TickBatch, eval_s: float) -> None:
         """Record that the engine computed `batch` in `eval_s` seconds. The batch may be empty."""
         self._last_tick_s = eval_s if batch else IDLE_TICK_S
         if batch.n_prefill >= MIN_PREFILL_TOKENS:
             token_s = eval_s / batch.n_tokens
-            weight = SMOOTHING if self._prefill_token_s else 1.0
-            self._prefill_token_s += weight * (token_s - self._prefill_token_s)
+            weight = SMOOTHING if self.prefill_token_s else 1.0
+            self.prefill_token_s += weight * (token_s - self.prefill_token_s)
 
     def predict_s(self, n_prefill: int) -> float:
         """Return the predicted time of a tick with `n_prefill` prompt tokens, in seconds.
 
         The prediction is never shorter than the last tick.
         """
-        return max(self._last_tick_s, n_prefill * self._prefill_token_s)
+        return max(self._last_tick_s, n_prefill * self.prefill_token_s)
 
     def __repr__(self) -> str:
-        last_ms, token_us = self._last_tick_s * 1000, self._prefill_token_s * 1e6
+        last_ms, token_us = self._last_tick_s * 1000, self.prefill_token_s * 1e6
         return f"<TickTimePredictor last {last_ms:.1f} ms, {token_us:.0f} us a prompt token>"

@@ -9,6 +9,7 @@ namespaces.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +30,8 @@ class CachedSequence:
     in_transfer: bool = False
     """Whether the entry's cells are being saved to the next tier or loaded from a file. The cells can be copied while
     they are saved."""
+    n_adjacent: int = sys.maxsize
+    """The cells after the first `n_adjacent` tokens are scattered, because the tokens were generated beside others."""
 
     @property
     def n_tokens(self) -> int:

@@ -188,6 +188,7 @@ class KvMemory:
         n_copied = self._sequences.copy(source.seq_id, run.seq_id, n_tokens)
         if n_copied:
             self._pool.share(source.seq_id, run.seq_id, n_copied)
+            _inherit_scattered(run, source, n_copied)
             run.add_cached(n_copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
 
     def _adopt(self, run: Run, entry: CachedSequence, n_tokens: int) -> None:
@@ -195,6 +196,7 @@ class KvMemory:
         self._cache.remove(entry)
         n_left = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
         self._pool.resize(run.seq_id, n_left)
+        _inherit_scattered(run, entry, n_left)
         run.add_cached(n_left, CacheTier.DEVICE)
 
     # ---- progress and release of a job
@@ -247,7 +249,9 @@ class KvMemory:
             self._cache.remove_run(run)
             self._count(run)
         if reusable and run.job.request.cache_prompt and run.n_past:
-            self._insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
+            entry = self._insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
+            if entry is not None and self._sequences.can_save_parts:
+                entry.n_adjacent = run.n_adjacent
         else:
             self._remove_sequences([run.seq_id])
             self._invalidate()
@@ -330,13 +334,16 @@ class KvMemory:
         """Whether cells are being moved between the tiers."""
         return self._offload.has_transfers
 
-    def move(self, budget_s: float) -> bool:
-        """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job."""
+    def move(self, budget_s: float, prefill_token_s: float = 0.0) -> bool:
+        """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job.
+
+        `prefill_token_s` is the time in which a token of a prompt is computed, in seconds. 0: not known.
+        """
         self._n_ticks += 1
         if self._offload.has_transfers:  # the step below may change the stored blocks that a hit names
             self._hits.clear()
         self._eviction.trim()
-        step = self._offload.step(budget_s)
+        step = self._offload.step(budget_s, prefill_token_s)
         for run, n_tokens, tier in step.loaded:
             self._pool.resize(run.seq_id, n_tokens)
             run.add_cached(n_tokens, tier)
@@ -421,3 +428,9 @@ class KvMemory:
 
     def __repr__(self) -> str:
         return f"<KvMemory {self._pool.ledger!r} {len(self._cache)} entries>"
+
+
+def _inherit_scattered(run: Run, source: CachedSequence | Run, n_tokens: int) -> None:
+    """Record which of the copied cells are scattered in the source."""
+    if n_tokens > source.n_adjacent:
+        run.n_adjacent_copied = source.n_adjacent

@@ -61,7 +61,10 @@ class Offload(Protocol):
         """Start to load the blocks of `stored` that end after the run's `n_past`."""
 
     def start_save(self, entry: CachedSequence) -> bool:
-        """Start to save the entry. Returns False when there is nothing to save. The entry may then be removed."""
+        """Start to save the cells of the entry that are worth it. Returns False when there are none.
+
+        The entry may then be removed.
+        """
 
     @property
     def can_save_ahead(self) -> bool:
@@ -85,8 +88,14 @@ class Offload(Protocol):
     def cancel_transfers(self, seq_id: int) -> None:
         """Cancel the saves and loads of a sequence that is removed or gets another owner."""
 
-    def step(self, budget_s: float) -> OffloadStep:
-        """Transfer blocks for about `budget_s` seconds. Transfers at least one block, if a block is ready."""
+    def step(self, budget_s: float, prefill_token_s: float = 0.0) -> OffloadStep:
+        """Transfer blocks for about `budget_s` seconds. Transfers at least one block, if a block is ready.
+
+        Args:
+            budget_s: The time of the transfers, in seconds.
+            prefill_token_s: The time in which a token of a prompt is computed. Cells that are saved more slowly are not
+                worth it. 0: not known.
+        """
 
     def close(self, entries: Iterable[CachedSequence], timeout_s: float) -> None:
         """Write the entries and the blocks in host memory to disk within about `timeout_s`. Then stop all transfers.
@@ -129,7 +138,7 @@ class NoOffload:
     def cancel_transfers(self, seq_id: int) -> None:
         pass
 
-    def step(self, budget_s: float) -> OffloadStep:  # noqa: ARG002 - the interface's
+    def step(self, budget_s: float, prefill_token_s: float = 0.0) -> OffloadStep:  # noqa: ARG002 - the interface's
         return OffloadStep()
 
     def close(self, entries: Iterable[CachedSequence], timeout_s: float) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from llamaq.common.errors import EngineError
@@ -25,6 +26,7 @@ from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
 from llamaq.worker.offload.host_arena import HostArena
+from llamaq.worker.offload.save_costs import SaveCosts
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,7 @@ class BlockTransfers:
         sequences: StateOps,
         files: BlockFiles | None = None,
         arena: HostArena | None = None,
+        costs: SaveCosts | None = None,
     ) -> None:
         """Connect the parts.
 
@@ -136,11 +139,13 @@ class BlockTransfers:
             sequences: Saves and loads the cells of the engine's sequences.
             files: The disk tier. None: there is no disk.
             arena: Provides memory for saved cells. None: every save allocates its memory.
+            costs: Decides which cells are worth saving. None: by the times that this object measures.
         """
         self.store = store
         self._sequences = sequences
         self._files = files or NoBlockFiles()
         self._arena = arena
+        self._costs = costs or SaveCosts()
         self._saves: deque[SaveTransfer] = deque()
         self._loads: deque[LoadTransfer] = deque()
         self._pacer = TransferPacer()
@@ -201,7 +206,8 @@ class BlockTransfers:
         for load in [each for each in self._loads if each.run.seq_id == seq_id]:
             self._end_load(load)
 
-    def step(self, budget_s: float) -> OffloadStep:
+    def step(self, budget_s: float, prefill_token_s: float = 0.0) -> OffloadStep:
+        self._costs.prefill_token_s = prefill_token_s
         for block in self._files.drain_failed_blocks():
             self.store.mark_file_lost(block)
         if self.has_transfers:
@@ -251,7 +257,11 @@ class BlockTransfers:
         """Return the spans of the entry that are worth saving and are not stored."""
         if entry.n_tokens < MIN_ENTRY_TOKENS:
             return deque()
-        return deque(self.store.missing_spans(entry.tokens, entry.scope))
+        missing = self.store.missing_spans(entry.tokens, entry.scope)
+        return deque(takewhile(lambda span: self._is_worth_saving(entry, span), missing))
+
+    def _is_worth_saving(self, entry: CachedSequence, span: TokenSpan) -> bool:
+        return self._costs.is_worth_saving(span.end - span.start, _n_scattered(entry, span))
 
     def _save_one_block(self, save: SaveTransfer) -> None:
         if not self._save_span(save.entry, save.spans.popleft()):
@@ -259,6 +269,7 @@ class BlockTransfers:
 
     def _save_span(self, entry: CachedSequence, span: TokenSpan) -> bool:
         """Save these cells of the entry. Returns False if llama.cpp or the store refuses them."""
+        started_s = time.perf_counter()
         try:
             data = self._sequences.save(
                 entry.seq_id, span.start, span.end, lambda n_bytes: self._allocate(n_bytes, span)
@@ -266,6 +277,7 @@ class BlockTransfers:
         except EngineError as exc:
             log.warning("cache.save_failed entry=%r error=%s", entry, exc)
             return False
+        self._costs.record(_n_scattered(entry, span), time.perf_counter() - started_s)
         return self.store.insert(entry.tokens, entry.scope, span, data) is not None
 
     def _allocate(self, n_bytes: int, span: TokenSpan) -> memoryview | None:
@@ -310,3 +322,8 @@ class BlockTransfers:
 
     def __repr__(self) -> str:
         return f"<BlockTransfers {self.store!r} {len(self._saves)} saves, {len(self._loads)} loads>"
+
+
+def _n_scattered(entry: CachedSequence, span: TokenSpan) -> int:
+    """Return how many cells of the span are scattered."""
+    return max(0, span.end - max(span.start, entry.n_adjacent))

@@ -7,6 +7,7 @@ from pathlib import Path
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model
 from llamaq.worker.engine.llama_log import has_gpu
+from llamaq.worker.engine.pinned_memory import allocate_pinned
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
@@ -107,7 +108,8 @@ def make_offload(settings: WorkerSettings, engine: Engine, model: Path) -> Offlo
     disk_bytes = settings.cache_disk_mb * MIB if settings.cache_dir is not None else 0
     block_tokens = BLOCK_TOKENS if sequences.can_save_parts else None
     store = BlockStore(block_tokens, host_bytes, disk_bytes, can_cut=sequences.can_cut)
-    arena = HostArena(host_bytes, BLOCK_TOKENS) if host_bytes and sequences.can_save_parts else None
+    has_arena = host_bytes and sequences.can_save_parts
+    arena = HostArena(host_bytes, BLOCK_TOKENS, allocate_pinned) if has_arena else None
     files = None
     if settings.cache_dir is not None:
         files = DiskBlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)

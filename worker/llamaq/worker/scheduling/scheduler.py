@@ -210,16 +210,20 @@ class Scheduler:
         while self._waiting and self._admit_next():
             pass
 
-    def move(self, budget_s: float) -> bool:
+    def move(self, budget_s: float, prefill_token_s: float = 0.0) -> bool:
         """Move cells between the device, host memory and disk, for about `budget_s` seconds.
 
         Call this before `plan`. A job whose cells were loaded can then be part of the batch of the same tick, and
         evicted cells are removed before a new prompt needs the room.
 
+        Args:
+            budget_s: The time of the transfers, in seconds.
+            prefill_token_s: The time in which a token of a prompt is computed, in seconds. 0: not known.
+
         Returns:
             True when cells were loaded for a job.
         """
-        return self._memory.move(budget_s)
+        return self._memory.move(budget_s, prefill_token_s)
 
     def save_ahead(self) -> bool:
         """Save cells that the next job will evict, for less time than a tick takes. Call it while there is no work.
