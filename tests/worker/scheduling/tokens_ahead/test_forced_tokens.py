@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
 from random import Random
 
 import numpy as np
@@ -12,7 +15,7 @@ from tests.support.oracle import Oracle
 from tests.support.outputs import end_of, tokens_of
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
-from llamaq.worker.core.batch import Batch, DecodeToken, SampledToken, SlotResult
+from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import Output
 from llamaq.worker.core.slot import Slot
@@ -139,6 +142,88 @@ def test_forced_tokens_need_no_tick_and_no_logits() -> None:
     assert len(engine.batches) <= 90 * 3 / PERIOD + 12
     assert isinstance(quick.sampler, ForcingSampler)
     assert quick.sampler.n_sampled <= 90 * 4 / PERIOD + 1
+
+
+class TimedEngine(FakeEngine):
+    """Advances a clock by the time of each batch.
+
+    Args:
+        build_s: How much longer a batch takes if the last one had another number of tokens. A batch takes 10 ms.
+    """
+
+    def __init__(self, clock: ManualClock, build_s: float) -> None:
+        super().__init__(n_ctx=4000, n_batch=64, n_seq_max=8)
+        self._clock = clock
+        self._build_s = build_s
+
+    def run(self, batch: Batch) -> list[SlotResult]:
+        is_alike = self.batches and self.batches[-1].n_tokens == batch.n_tokens
+        self._clock.now_s += 0.010 + (0.0 if is_alike else self._build_s)
+        return super().run(batch)
+
+
+@pytest.mark.parametrize("n_late", [1, 3, 1000])
+@pytest.mark.parametrize("strategy", [DecodeMaximal, partial(LatencyTarget, 1000.0)], ids=["plain", "limited"])
+def test_ticks_are_repeated_while_forced_tokens_do_not_pay_and_the_output_is_the_same(
+    n_late: int, strategy: Callable[[], BatchStrategy]
+) -> None:
+    tokens, n_forced, n_plans = [], [], []
+    for build_s in (0.0, 0.100):
+        clock = ManualClock()
+        engine = TimedEngine(clock, build_s)
+        scheduler = make_scheduler(engine, make_memory(engine, n_slots=3), strategy=strategy(), clock=clock)
+        jobs = [make_job([index], max_tokens=600, sampler=ForcingSampler(n_free=5)) for index in range(3)]
+        for job in jobs:
+            scheduler.submit(job)
+        outputs: list[Output] = []
+        n_plans.append(0)
+        while scheduler.has_work:
+            outputs += run_tick(scheduler, engine, repeats=1000, n_late=n_late, clock=clock)
+            n_plans[-1] += 1
+        tokens.append([tokens_of(outputs, job) for job in jobs])
+        n_forced.append(sum(batch.n_forced for batch in engine.batches))
+    assert tokens[0] == tokens[1]
+    assert n_forced[1] < 0.2 * n_forced[0]
+    assert n_plans[1] < 0.3 * n_plans[0]
+
+
+def test_forced_tokens_beside_a_prompt_always_pay() -> None:
+    forced = ForcedTokens(can_remove=True, is_limited=False)
+    slot = decoding_slot(make_job(max_tokens=300, sampler=ForcingSampler(n_free=0)))
+    batch = Batch((DecodeToken(slot),))
+    for seconds in [0.010] * 8 + [0.910, 0.910] * 3:
+        forced.record_tick(forced.add(batch, 64, inf) if seconds > 0.010 else batch, seconds)
+    assert not forced.add(batch, 64, inf).n_forced
+    assert forced.add(replace(batch, prefill=(PrefillChunk(Slot(1), 4),)), 64, inf).n_forced
+
+
+def test_the_forced_tokens_of_all_slots_pay_together_or_not_at_all() -> None:
+    forced = ForcedTokens(can_remove=True, is_limited=False)
+    slots = [decoding_slot(make_job(max_tokens=300, sampler=ForcingSampler(n_free=n_free))) for n_free in (0, 8)]
+    batch = Batch(tuple(map(DecodeToken, slots)))
+    with_forced = forced.add(batch, 64, inf)
+    n_each = [len(part.forced) for part in with_forced.decode]
+    assert n_each[0] > 0
+    runs = [slot.active for slot in slots]
+    for is_worthwhile in (True, False):
+        for _ in range(12):
+            forced.record_tick(batch, 0.010)
+        for _ in range(7):
+            forced.record_tick(with_forced, 0.011 if is_worthwhile else 0.400)
+            forced.record_tick(batch, 0.010)
+        assert forced.add(batch, 64, inf) == (with_forced if is_worthwhile else batch)
+        assert forced.pay_after(runs) is is_worthwhile
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_ticks_without_a_grammar_tell_nothing_about_the_gain(is_limited: bool) -> None:
+    forced = ForcedTokens(can_remove=True, is_limited=is_limited)
+    batch = Batch((DecodeToken(decoding_slot(make_job(max_tokens=300))),))
+    before = repr(forced._gain)
+    for _ in range(20):
+        forced.record_tick(batch, 0.010, has_grammar=False)
+    assert repr(forced._gain) == before
+    assert ("1: 10.0 ms" in repr(forced)) is is_limited
 
 
 def test_forced_tokens_end_no_repetition_if_the_batch_has_no_room_for_them() -> None:

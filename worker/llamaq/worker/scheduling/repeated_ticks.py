@@ -7,6 +7,10 @@ the tokens and the masks of grammars are made later, by another thread, while th
 A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
 compute, a waiting job that may preempt another one, cells to evict or to move, forced tokens, a deadline.
 
+Forced tokens end the repetition only if those of all streams together pay (`ForcedTokenGain`). On a GPU, most do not: a
+batch with more tokens than the last one, and the next one with fewer, take longer than the ticks that they save. Then
+each forced token is drawn in a repeated tick, as the only token that its mask allows.
+
 The texts are searched for drafts, and these are added to the batch. The longer no draft was found, the less often the
 texts are searched. A draft model needs a plan for each search.
 
@@ -34,9 +38,6 @@ from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.token_outputs import new_token
 from llamaq.worker.scheduling.tokens_ahead.tokens_ahead import TokensAhead
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
-
-FORCED_AHEAD = 2
-"""Number of forced tokens, the sampled one included, that end the repetition."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,8 +180,9 @@ class RepeatedTicks:
         repetition = self._repetition
         if repetition is None or repetition.n_left <= 0 or self._clock() >= repetition.until_s:
             return None
-        has_room_for_forced = repetition.has_room_for_forced
-        if not all(self._continues(result, has_room_for_forced) for result in results):
+        if not all(self._continues(result) for result in results):
+            return None
+        if repetition.has_room_for_forced and self._forced_pay(results):
             return None
         n_tokens = max([len(result.sampled) for result in results])
         if n_tokens > repetition.n_left or (repetition.drafts_need_plan and not repetition.n_unsearched):
@@ -190,17 +192,18 @@ class RepeatedTicks:
         repetition.batch = self._next_batch(repetition)
         return repetition.batch
 
-    def _continues(self, result: SlotResult, has_room_for_forced: bool) -> bool:
+    def _continues(self, result: SlotResult) -> bool:
         """Whether the stream has got tokens, and none of them is its last one."""
         slot, n_past, sampled, error, _ = result
         run, n_sampled = slot.active, len(sampled)
         has_cells = n_past >= len(run.tokens) + n_sampled - 1
         if error is not None or not n_sampled or not has_cells or sampled[-1].token in self._end_tokens:
             return False
-        if n_sampled > 1 and (run.job.detokenizer.has_stop_strings or run.job.sampler.can_prepare):
-            return False
-        # The first of the forced tokens is the one that was sampled. The next plan has a part for the others.
-        return not has_room_for_forced or self._tokens_ahead.n_forced_after(run) < FORCED_AHEAD
+        return n_sampled == 1 or not (run.job.detokenizer.has_stop_strings or run.job.sampler.can_prepare)
+
+    def _forced_pay(self, results: Sequence[SlotResult]) -> bool:
+        """Whether the next plan has forced tokens."""
+        return self._tokens_ahead.forced_pay_after([result.slot.active for result in results])
 
     def _record(self, results: Iterable[SlotResult], repetition: _Repetition) -> None:
         """Record the sampled tokens and the cells of the streams, and the outcomes of the drafts."""

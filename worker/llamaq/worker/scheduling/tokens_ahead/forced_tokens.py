@@ -3,15 +3,21 @@
 While a grammar allows a single token, such as in the name of a field of a JSON schema, this token is known before the
 logits are. Forced tokens are computed beside the last sampled token, as a prompt is, and the next token is sampled
 after them. So they need neither a tick of their own nor logits.
+
+On a GPU, a batch with another number of tokens than the last one takes much longer, because llama.cpp cannot reuse its
+graph. So a tick gets forced tokens only if those of all slots together pay (`ForcedTokenGain`). Otherwise, each of them
+is drawn in a tick of its own, as the only token that its mask allows. The tokens are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Run
 from llamaq.worker.scheduling.tokens_ahead.decode_times import DecodeTimes
+from llamaq.worker.scheduling.tokens_ahead.forced_token_gain import ForcedTokenGain
 from llamaq.worker.scheduling.tokens_ahead.speculation import n_within
 
 MAX_IN_TICK = 64
@@ -27,15 +33,24 @@ class ForcedTokens:
         can_remove: Whether the last tokens of a sequence can be removed after they were decoded. If not, jobs with stop
             strings get no forced tokens: the job may end among them, and its sequence would then lose all cells.
         is_limited: Whether the strategy limits the time of ticks.
+
+    Threads: while the engine thread calls `pay_after` during repeated ticks, another thread may call `record_tick` for
+    earlier ones of these ticks. The engine thread makes all other calls.
     """
 
     def __init__(self, *, can_remove: bool, is_limited: bool) -> None:
         self._can_remove = can_remove
         self._is_limited = is_limited
         self._times = DecodeTimes()
+        """For the limit of the strategy. It learns also from ticks of jobs without a grammar."""
+        self._gain = ForcedTokenGain()
+        self._is_recording = False
+        """Whether the last tick was passed to `_gain`."""
 
     def add(self, batch: Batch, room: int, limit_s: float) -> Batch:
-        """Return the batch with forced tokens.
+        """Return the batch with forced tokens, if they pay.
+
+        Beside prompts, they always do: llama.cpp builds the graph of such a batch in any case.
 
         Args:
             batch: The batch of the strategy.
@@ -46,11 +61,28 @@ class ForcedTokens:
         if self._is_limited:
             room = self._room_within(limit_s, room, batch.n_decode)
         decode = []
+        n_forced = 0
         for part in batch.decode:
             forced = self._forced_after(part, room)
             room -= len(forced)
+            n_forced += len(forced)
             decode.append(part._replace(forced=forced) if forced else part)
+        if not n_forced or not (batch.prefill or self._gain.pay(batch.n_decode, n_forced)):
+            return batch
         return replace(batch, decode=tuple(decode))
+
+    def pay_after(self, runs: Sequence[Run]) -> bool:
+        """Return whether the next plan adds tokens that must follow the sampled ones, apart from its bounds.
+
+        Args:
+            runs: The runs of a batch without prompts. Their histories do not have the sampled tokens yet. So the first
+                token that must follow a history is the one that was sampled.
+        """
+        n_forced = 0
+        for run in runs:
+            if self.may_follow(run):
+                n_forced += max(0, len(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)) - 1)
+        return n_forced > 0 and self._gain.pay(len(runs), min(n_forced, MAX_IN_TICK))
 
     def may_follow(self, run: Run) -> bool:
         """Return whether forced tokens of this run may be added to a batch."""
@@ -65,10 +97,20 @@ class ForcedTokens:
             return 0.0  # without drafts, this tick measures them
         return limit_s - times.seconds(batch.n_forced)
 
-    def record_tick(self, batch: Batch, seconds: float) -> None:
-        """Learn from the time of a tick."""
-        if self._is_limited and not batch.n_prefill and not batch.has_draft_work:
+    def record_tick(self, batch: Batch, seconds: float, *, has_grammar: bool = True) -> None:
+        """Learn from the time of a tick. `has_grammar`: whether a job of the batch has a grammar."""
+        was_recording, self._is_recording = self._is_recording, has_grammar
+        if not (has_grammar or self._is_limited):
+            return
+        has_others = batch.n_prefill > 0 or batch.has_draft_work
+        if self._is_limited and not has_others:
             self._times.record(batch.n_decode, batch.n_forced, seconds)
+        if not has_grammar:
+            return
+        if has_others or not was_recording:
+            self._gain.record_other()
+        if not has_others:
+            self._gain.record(batch.n_decode, batch.n_forced, seconds)
 
     def _room_within(self, limit_s: float, room: int, n_decode: int) -> int:
         plain_s, times = self._times.plain_s(n_decode), self._times.ahead_times(n_decode)
@@ -87,4 +129,4 @@ class ForcedTokens:
         return tuple(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)[:n_max])
 
     def __repr__(self) -> str:
-        return f"<ForcedTokens {self._times!r}>"
+        return f"<ForcedTokens {self._times!r} {self._gain!r}>"

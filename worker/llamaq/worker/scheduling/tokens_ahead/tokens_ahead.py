@@ -7,7 +7,7 @@ strategy leave. Forced tokens come first, because they are certain.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from llamaq.worker.core.batch import Batch, SlotResult
@@ -35,10 +35,13 @@ class TokensAhead:
         self._forced = ForcedTokens(can_remove=memory.can_remove_draft, is_limited=strategy.has_draft_limit)
         self._limit_s = inf
         """Longest time of a tick with tokens ahead, as of the last plan, in seconds."""
+        self._has_grammar = False
+        """Whether a job of the last plan has a grammar."""
 
     def add(self, batch: Batch) -> Batch:
         """Return the batch with its tokens ahead."""
         has_grammar = any(part.slot.active.job.sampler.can_prepare for part in batch.decode)
+        self._has_grammar = has_grammar
         if not has_grammar and self._speculation is None:
             return batch
         room = self._room(batch)
@@ -66,11 +69,9 @@ class TokensAhead:
         """Return how many tokens can be added to a batch."""
         return min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
 
-    def n_forced_after(self, run: Run) -> int:
-        """Return how many tokens must follow the history of a run, as far as they may be added to a batch."""
-        if not self._forced.may_follow(run):
-            return 0
-        return len(run.job.sampler.forced_tokens(run.tokens, run.n_prompt))
+    def forced_pay_after(self, runs: Sequence[Run]) -> bool:
+        """Return whether the next plan adds forced tokens; see `ForcedTokens.pay_after`."""
+        return self._forced.pay_after(runs)
 
     def n_unsearched(self, runs: Iterable[Run]) -> int:
         """Return the number of ticks before drafts of these runs are searched for. Unlimited if no job drafts."""
@@ -80,7 +81,7 @@ class TokensAhead:
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick."""
-        self._forced.record_tick(batch, seconds)
+        self._forced.record_tick(batch, seconds, has_grammar=self._has_grammar)
         if self._speculation is not None:
             self._speculation.record_tick(batch, seconds)
 
