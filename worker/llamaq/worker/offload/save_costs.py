@@ -16,7 +16,7 @@ from statistics import median
 
 CHEAP_TOKEN_S = 80e-6
 """Cells that are saved at least this fast are always saved: 5 ms for a block of 64 tokens."""
-N_SAMPLES = 5
+N_SAMPLES = 3
 """Number of newest measurements whose median counts. Until there are as many, all cells are saved."""
 MIN_SAMPLE_TOKENS = 16
 """A block with fewer scattered cells is not a measurement."""
