@@ -1,4 +1,4 @@
-"""Scattered cells are not saved where this takes longer than to compute them again."""
+"""On a GPU, blocks are saved only if their tokens take much longer to compute again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
-from llamaq.worker.offload.save_costs import CHEAP_TOKEN_S, N_SAMPLES, TRIAL_EVERY_S, SaveCosts
+from llamaq.worker.offload.save_costs import LEAST_GAIN, MIN_SAMPLE_TOKENS, N_SAMPLES, TRIAL_EVERY_S, SaveCosts
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_to_end
 
 BLOCK = 64
-ON_GPU_S, ON_CPU_S = 0.07, 0.001
-"""Seconds in which a block of scattered cells is saved."""
-FAST_PREFILL_S, SLOW_PREFILL_S = 45e-6, 5e-3
+PROMPT_S, GENERATED_S = 2.7e-3, 70e-3
+"""Seconds in which a block is saved on a GPU: with the cells of a prompt, and with those of generated tokens."""
+FAST_S, SLOW_S, SLOWEST_S = 45e-6, 300e-6, 10e-3
 """Seconds in which a token of a prompt is computed."""
 
 
@@ -26,67 +26,76 @@ class Clock:
         return self.now_s
 
 
-def measured(block_s: float, prefill_token_s: float, clock: Clock | None = None) -> SaveCosts:
+def measured(prefill_token_s: float, clock: Clock | None = None) -> SaveCosts:
     costs = SaveCosts(clock or Clock())
     costs.prefill_token_s = prefill_token_s
     for _ in range(N_SAMPLES):
         assert costs.is_worth_saving(BLOCK, BLOCK), "not known yet"
-        costs.record(BLOCK, block_s)
+        costs.record(BLOCK, BLOCK, GENERATED_S)
+        costs.record(BLOCK, 0, PROMPT_S)
     return costs
 
 
 @pytest.mark.parametrize(
-    ("block_s", "prefill_token_s", "is_worth"),
-    [
-        (ON_GPU_S, FAST_PREFILL_S, False),
-        (ON_GPU_S, SLOW_PREFILL_S, True),
-        (ON_GPU_S, 0.0, False),
-        (ON_CPU_S, FAST_PREFILL_S, True),
-        (ON_CPU_S, SLOW_PREFILL_S, True),
-    ],
+    ("prefill_token_s", "are_prompts_saved", "are_outputs_saved"),
+    [(0.0, True, True), (FAST_S, False, False), (SLOW_S, True, False), (SLOWEST_S, True, True)],
 )
-def test_scattered_cells_are_saved_if_to_compute_them_again_takes_longer(
-    block_s: float, prefill_token_s: float, is_worth: bool
+def test_a_block_is_saved_if_its_tokens_take_much_longer_to_compute(
+    prefill_token_s: float, are_prompts_saved: bool, are_outputs_saved: bool
 ) -> None:
-    costs = measured(block_s, prefill_token_s)
-    assert costs.is_worth_saving(BLOCK, BLOCK) is is_worth
-    assert costs.is_worth_saving(BLOCK, 0), "the cells of prompts"
+    costs = measured(prefill_token_s)
+    assert costs.is_worth_saving(BLOCK, 0) is are_prompts_saved
+    assert costs.is_worth_saving(BLOCK, BLOCK) is are_outputs_saved
 
 
-def test_a_block_with_few_scattered_cells_is_saved() -> None:
-    costs = measured(ON_GPU_S, FAST_PREFILL_S)
-    n_cheap = int(BLOCK * CHEAP_TOKEN_S / (ON_GPU_S / BLOCK))
-    assert costs.is_worth_saving(BLOCK, n_cheap)
-    assert not costs.is_worth_saving(BLOCK, n_cheap + 1)
+def test_the_share_of_scattered_cells_counts() -> None:
+    costs = measured(SLOW_S)
+    limit_s = BLOCK * SLOW_S / LEAST_GAIN
+    n_most = int((limit_s - PROMPT_S) / ((GENERATED_S - PROMPT_S) / BLOCK))
+    assert 0 < n_most < BLOCK
+    assert costs.is_worth_saving(BLOCK, n_most)
+    assert not costs.is_worth_saving(BLOCK, n_most + 1)
 
 
-def test_a_few_disturbances_do_not_count() -> None:
+def test_a_disturbance_does_not_count() -> None:
     costs = SaveCosts(Clock())
+    costs.prefill_token_s = SLOW_S
     for index in range(N_SAMPLES):
-        costs.record(BLOCK, ON_GPU_S if index < N_SAMPLES // 2 else ON_CPU_S)
-    assert costs.is_worth_saving(BLOCK, BLOCK)
+        costs.record(BLOCK, 0, PROMPT_S if index else GENERATED_S)
+    assert costs.is_worth_saving(BLOCK, 0)
 
 
-def test_after_a_while_scattered_cells_are_measured_again() -> None:
+def test_short_blocks_are_not_measured() -> None:
+    costs = measured(FAST_S)
+    for _ in range(N_SAMPLES):
+        costs.record(MIN_SAMPLE_TOKENS - 1, 0, 0.0)
+        costs.record(BLOCK, MIN_SAMPLE_TOKENS - 1, 0.0)
+    assert not costs.is_worth_saving(BLOCK, 0)
+
+
+@pytest.mark.parametrize(("n_scattered", "seconds"), [(0, PROMPT_S), (BLOCK, GENERATED_S)])
+def test_after_a_while_blocks_are_measured_again(n_scattered: int, seconds: float) -> None:
     clock = Clock()
-    costs = measured(ON_GPU_S, FAST_PREFILL_S, clock)
+    costs = measured(FAST_S, clock)
     clock.now_s += TRIAL_EVERY_S
-    assert costs.is_worth_saving(BLOCK, BLOCK)
-    costs.record(BLOCK, ON_GPU_S)
-    assert not costs.is_worth_saving(BLOCK, BLOCK)
+    costs.record(BLOCK, BLOCK - n_scattered, GENERATED_S)  # the other kind is known
+    costs.prefill_token_s = SLOW_S if n_scattered else FAST_S
+    assert costs.is_worth_saving(BLOCK, n_scattered)
+    costs.record(BLOCK, n_scattered, seconds)
+    assert not costs.is_worth_saving(BLOCK, n_scattered)
 
 
 def test_an_entry_is_saved_up_to_its_first_block_that_is_not_worth_it() -> None:
     tokens = pack(range(4 * BLOCK))
     sequences = FakeEngine(n_ctx=1000, n_batch=100, n_seq_max=9).sequences
     sequences.append(0, list(range(4 * BLOCK)))
-    costs = measured(ON_GPU_S, FAST_PREFILL_S)
+    costs = measured(SLOW_S)
     transfers = BlockTransfers(BlockStore(BLOCK, 10**9, 0, can_cut=True), sequences, costs=costs)
     entry = CachedSequence(0, tokens, Scope())
     entry.n_adjacent = 2 * BLOCK
     assert transfers.start_save(entry)
     while transfers.has_transfers:
-        transfers.step(0, FAST_PREFILL_S)
+        transfers.step(0, SLOW_S)
     stored = transfers.match(tokens, Scope())
     assert stored is not None
     assert stored.n_tokens == 2 * BLOCK

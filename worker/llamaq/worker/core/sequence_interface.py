@@ -43,6 +43,9 @@ class SequenceOps(Protocol):
 class StateOps(Protocol):
     """Saves the KV cells of sequences as bytes, and loads them again."""
 
+    def wait(self) -> None:
+        """Wait until the device has computed all batches."""
+
     def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
         """Return the sequence's cells from `start` up to but not including `end`, as bytes.
 

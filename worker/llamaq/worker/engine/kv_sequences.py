@@ -122,6 +122,10 @@ class KvSequences:
         self.keep_cells(target, n_held)
         return n_held
 
+    def wait(self) -> None:
+        """Wait until the device has computed all batches."""
+        self._context.synchronize()
+
     def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
         """Return the state of the cells [start, end) of a sequence.
 

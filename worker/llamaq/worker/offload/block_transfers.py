@@ -139,13 +139,13 @@ class BlockTransfers:
             sequences: Saves and loads the cells of the engine's sequences.
             files: The disk tier. None: there is no disk.
             arena: Provides memory for saved cells. None: every save allocates its memory.
-            costs: Decides which cells are worth saving. None: by the times that this object measures.
+            costs: Decides which blocks are worth saving. None: all of them.
         """
         self.store = store
         self._sequences = sequences
         self._files = files or NoBlockFiles()
         self._arena = arena
-        self._costs = costs or SaveCosts()
+        self._costs = costs
         self._saves: deque[SaveTransfer] = deque()
         self._loads: deque[LoadTransfer] = deque()
         self._pacer = TransferPacer()
@@ -207,7 +207,8 @@ class BlockTransfers:
             self._end_load(load)
 
     def step(self, budget_s: float, prefill_token_s: float = 0.0) -> OffloadStep:
-        self._costs.prefill_token_s = prefill_token_s
+        if self._costs is not None:
+            self._costs.prefill_token_s = prefill_token_s
         for block in self._files.drain_failed_blocks():
             self.store.mark_file_lost(block)
         if self.has_transfers:
@@ -261,7 +262,8 @@ class BlockTransfers:
         return deque(takewhile(lambda span: self._is_worth_saving(entry, span), missing))
 
     def _is_worth_saving(self, entry: CachedSequence, span: TokenSpan) -> bool:
-        return self._costs.is_worth_saving(span.end - span.start, _n_scattered(entry, span))
+        costs = self._costs
+        return costs is None or costs.is_worth_saving(span.end - span.start, _n_scattered(entry, span))
 
     def _save_one_block(self, save: SaveTransfer) -> None:
         if not self._save_span(save.entry, save.spans.popleft()):
@@ -269,6 +271,8 @@ class BlockTransfers:
 
     def _save_span(self, entry: CachedSequence, span: TokenSpan) -> bool:
         """Save these cells of the entry. Returns False if llama.cpp or the store refuses them."""
+        if self._costs is not None:
+            self._sequences.wait()  # only the copies are measured
         started_s = time.perf_counter()
         try:
             data = self._sequences.save(
@@ -277,7 +281,9 @@ class BlockTransfers:
         except EngineError as exc:
             log.warning("cache.save_failed entry=%r error=%s", entry, exc)
             return False
-        self._costs.record(_n_scattered(entry, span), time.perf_counter() - started_s)
+        if self._costs is not None:
+            seconds = time.perf_counter() - started_s
+            self._costs.record(span.end - span.start, _n_scattered(entry, span), seconds)
         return self.store.insert(entry.tokens, entry.scope, span, data) is not None
 
     def _allocate(self, n_bytes: int, span: TokenSpan) -> memoryview | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,22 +47,15 @@ class HostArena:
     One thread calls `allocate`. A buffer becomes free when its last reference is deleted, in any thread.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        buffer_tokens: int,
-        allocate_slab: Callable[[int], npt.NDArray[np.uint8]] = lambda n_bytes: np.empty(n_bytes, np.uint8),
-    ) -> None:
+    def __init__(self, max_bytes: int, buffer_tokens: int) -> None:
         """Create an arena without a slab.
 
         Args:
             max_bytes: Upper bound on the size of all slabs together, in bytes.
             buffer_tokens: Number of tokens whose cells fit into one buffer.
-            allocate_slab: Returns new memory of this number of bytes, or raises `MemoryError`. Any thread may call it.
         """
         self._max_bytes = max_bytes
         self._buffer_tokens = buffer_tokens
-        self._new_memory = allocate_slab
         self._buffer_bytes = 0  # unknown until the first allocation
         self._slabs: list[_Slab] = []
         """The oldest first. Their buffers are used first, so that the others can be freed."""
@@ -122,7 +114,7 @@ class HostArena:
     def _allocate_slab(self, n_buffers: int) -> None:
         """Allocate a slab and add its buffers one by one. After a `MemoryError` the arena does not grow any more."""
         try:
-            memory = self._new_memory(n_buffers * self._buffer_bytes).reshape(n_buffers, self._buffer_bytes)
+            memory = np.empty((n_buffers, self._buffer_bytes), np.uint8)
         except MemoryError:  # `_is_growing` stays set, so that nothing tries it again
             log.warning("cache.host_memory_exhausted bytes=%d: the cache in host memory does not grow", self.n_bytes)
             return

@@ -7,7 +7,6 @@ from pathlib import Path
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model
 from llamaq.worker.engine.llama_log import has_gpu
-from llamaq.worker.engine.pinned_memory import allocate_pinned
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
@@ -15,6 +14,7 @@ from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.offload.old_cache_folders import erase_old_blocks
+from llamaq.worker.offload.save_costs import SaveCosts
 from llamaq.worker.process.cache_fingerprint import fingerprint
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.saved_slot_store import SavedSlotFiles
@@ -86,8 +86,11 @@ def _held_cells(settings: WorkerSettings, engine: Engine, max_on_cpu: int) -> in
     if settings.held_cells is not None:
         return settings.held_cells
     n_cells = engine.context.n_ctx // HELD_CELLS_DIVISOR
-    is_reload_cheap = settings.cache_ram_mb and not (settings.n_gpu_layers and has_gpu())
-    return min(n_cells, max_on_cpu) if is_reload_cheap else n_cells
+    return min(n_cells, max_on_cpu) if settings.cache_ram_mb and not _is_on_gpu(settings) else n_cells
+
+
+def _is_on_gpu(settings: WorkerSettings) -> bool:
+    return settings.n_gpu_layers != 0 and has_gpu()
 
 
 def make_prefix_cache(settings: WorkerSettings, engine: Engine) -> PrefixCache:
@@ -108,14 +111,14 @@ def make_offload(settings: WorkerSettings, engine: Engine, model: Path) -> Offlo
     disk_bytes = settings.cache_disk_mb * MIB if settings.cache_dir is not None else 0
     block_tokens = BLOCK_TOKENS if sequences.can_save_parts else None
     store = BlockStore(block_tokens, host_bytes, disk_bytes, can_cut=sequences.can_cut)
-    has_arena = host_bytes and sequences.can_save_parts
-    arena = HostArena(host_bytes, BLOCK_TOKENS, allocate_pinned) if has_arena else None
+    arena = HostArena(host_bytes, BLOCK_TOKENS) if host_bytes and sequences.can_save_parts else None
     files = None
     if settings.cache_dir is not None:
         files = DiskBlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
         files.rebuild(store)
         erase_old_blocks(settings.cache_dir, disk_bytes)
-    return BlockTransfers(store, sequences, files, arena)
+    costs = SaveCosts() if _is_on_gpu(settings) else None
+    return BlockTransfers(store, sequences, files, arena, costs)
 
 
 def make_saved_slot_files(settings: WorkerSettings, engine: Engine, model: Path) -> SavedSlotFiles | None:

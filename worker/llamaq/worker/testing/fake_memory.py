@@ -109,6 +109,9 @@ class FakeMemory:
         self._cut_cells(seq_id, n_tokens)
         return n_tokens
 
+    def wait(self) -> None:
+        """Do nothing: a batch is computed at once."""
+
     def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
         """Return the positions and tokens of the cells, see `StateOps.save`."""
         n_held = self.n_held(seq_id)
