@@ -48,6 +48,17 @@ def test_a_block_is_saved_if_its_tokens_take_much_longer_to_compute(
     assert costs.is_worth_saving(BLOCK, BLOCK) is are_outputs_saved
 
 
+@pytest.mark.parametrize(
+    ("gain", "is_saved", "is_saved_when_idle"), [(0.9, False, False), (1.1, False, True), (2.1, True, True)]
+)
+def test_an_idle_worker_saves_also_what_is_computed_a_little_more_slowly(
+    gain: float, is_saved: bool, is_saved_when_idle: bool
+) -> None:
+    costs = measured(gain * PROMPT_S / BLOCK)
+    assert costs.is_worth_saving(BLOCK, 0) is is_saved
+    assert costs.is_worth_saving(BLOCK, 0, is_idle=True) is is_saved_when_idle
+
+
 def test_the_share_of_scattered_cells_counts() -> None:
     costs = measured(SLOW_S)
     limit_s = BLOCK * SLOW_S / LEAST_GAIN

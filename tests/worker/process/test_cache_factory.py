@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.packed_tokens import pack
+from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.offload.block_transfers import BlockTransfers
+from llamaq.worker.process import cache_factory
 from llamaq.worker.process.cache_factory import (
     MIB,
     choose_held_cells,
@@ -126,3 +129,22 @@ def test_the_tiers_have_the_sizes_of_the_settings(tmp_path: Path, model_file: Pa
     host_only = make_offload(WorkerSettings(cache_ram_mb=3), engine(kv_unified=kv_unified), model_file)
     assert f"host 0/{3 * MIB} bytes, disk 0/0 bytes" in repr(host_only)
     host_only.close((), 1)
+
+
+@pytest.mark.parametrize(("gpu", "n_gpu_layers"), [(False, -1), (True, 0), (True, -1)])
+def test_only_a_gpu_saves_no_blocks_that_it_computes_as_fast(
+    monkeypatch: pytest.MonkeyPatch, model_file: Path, *, gpu: bool, n_gpu_layers: int
+) -> None:
+    monkeypatch.setattr(cache_factory, "has_gpu", lambda: gpu)
+    built = engine()
+    offload = make_offload(WorkerSettings(cache_ram_mb=3, n_gpu_layers=n_gpu_layers), built, model_file)
+    entries = []
+    for seq_id in range(5):
+        built.sequences.append(seq_id, tokens := [seq_id] * 64)
+        entries.append(CachedSequence(seq_id, pack(tokens), Scope()))
+    for entry in entries:
+        offload.start_save(entry)
+        while offload.has_transfers:
+            offload.step(0, prefill_token_s=1e-12)  # as if computing took no time
+    is_saved = [offload.match(entry.tokens, Scope()) is not None for entry in entries]
+    assert is_saved == [True] * 3 + [not gpu or n_gpu_layers == 0] * 2

@@ -185,7 +185,7 @@ class BlockTransfers:
         return not self._files.is_behind
 
     def save_ahead(self, entry: CachedSequence) -> bool:
-        spans = self._missing_spans(entry)
+        spans = self._missing_spans(entry, is_idle=True)
         is_saved = bool(spans) and self._save_span(entry, spans[0])
         self._submit_disk_operations()
         return is_saved
@@ -254,16 +254,18 @@ class BlockTransfers:
 
     # ---- from the device
 
-    def _missing_spans(self, entry: CachedSequence) -> deque[TokenSpan]:
+    def _missing_spans(self, entry: CachedSequence, *, is_idle: bool = False) -> deque[TokenSpan]:
         """Return the spans of the entry that are worth saving and are not stored."""
         if entry.n_tokens < MIN_ENTRY_TOKENS:
             return deque()
         missing = self.store.missing_spans(entry.tokens, entry.scope)
-        return deque(takewhile(lambda span: self._is_worth_saving(entry, span), missing))
+        if (costs := self._costs) is None:
+            return deque(missing)
 
-    def _is_worth_saving(self, entry: CachedSequence, span: TokenSpan) -> bool:
-        costs = self._costs
-        return costs is None or costs.is_worth_saving(span.end - span.start, _n_scattered(entry, span))
+        def is_worth_saving(span: TokenSpan) -> bool:
+            return costs.is_worth_saving(span.end - span.start, _n_scattered(entry, span), is_idle=is_idle)
+
+        return deque(takewhile(is_worth_saving, missing))
 
     def _save_one_block(self, save: SaveTransfer) -> None:
         if not self._save_span(save.entry, save.spans.popleft()):

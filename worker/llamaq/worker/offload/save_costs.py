@@ -1,4 +1,4 @@
-"""Which blocks a worker on a GPU saves: those whose tokens take much longer to compute again.
+"""Which blocks a worker on a GPU saves: those whose tokens take clearly longer to compute again.
 
 llama.cpp copies each range of adjacent cells, in each layer, by itself, and waits for the device each time. The cells
 of a prompt are adjacent, because chunks of it are computed at once. If several jobs generate, the cells of their tokens
@@ -6,8 +6,7 @@ alternate, so each is a range of its own: they are scattered. Measured with a mo
 to save a block of a prompt, 70 ms to save a block of generated tokens, and 3 ms to compute such a block. Meanwhile all
 streams wait.
 
-Only some of the saved blocks are ever used, and loading them takes time too. On a CPU, all of this is a small part of
-the time in which a prompt is computed.
+On a CPU, all copies are a small part of the time in which a prompt is computed.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-LEAST_GAIN = 4
-"""A block is saved if its tokens take at least this many times as long to compute. That is right if a third of the
-saved blocks is used, and loading a block takes as long as saving it."""
+LEAST_GAIN, LEAST_GAIN_IDLE = 2, 1
+"""A block is saved if its tokens take at least this many times as long to compute, while jobs run and while none runs.
+Then it pays if the block is used once, because loading it takes as long as saving it. Idle, a worker saves for free."""
 N_SAMPLES = 3
 """Number of newest measurements whose median counts. Until there are as many, blocks are saved."""
 MIN_SAMPLE_TOKENS = 16
@@ -67,14 +66,21 @@ class SaveCosts:
         elif not n_scattered and n_tokens >= MIN_SAMPLE_TOKENS:
             self._adjacent.record(seconds / n_tokens)
 
-    def is_worth_saving(self, n_tokens: int, n_scattered: int) -> bool:
-        """Return whether a block of `n_tokens` tokens, of which `n_scattered` have scattered cells, is to be saved."""
+    def is_worth_saving(self, n_tokens: int, n_scattered: int, *, is_idle: bool = False) -> bool:
+        """Return whether a block is to be saved.
+
+        Args:
+            n_tokens: Number of its tokens.
+            n_scattered: Number of its tokens that have scattered cells.
+            is_idle: Whether no job runs.
+        """
         if not self.prefill_token_s:
             return True
         save_s = (n_tokens - n_scattered) * self._adjacent.read()
         if n_scattered:
             save_s += n_scattered * self._scattered.read()
-        return LEAST_GAIN * save_s <= n_tokens * self.prefill_token_s
+        least_gain = LEAST_GAIN_IDLE if is_idle else LEAST_GAIN
+        return least_gain * save_s <= n_tokens * self.prefill_token_s
 
     def __repr__(self) -> str:
         times_us = [round(one * 1e6) for one in (self._adjacent.read(), self._scattered.read(), self.prefill_token_s)]
