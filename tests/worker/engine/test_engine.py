@@ -23,7 +23,6 @@ from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import NO_ROOM, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
-from llamaq.worker.engine.logit_scan import MIN_ROWS
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.testing import make_job
 
@@ -243,21 +242,6 @@ def test_a_sampler_gets_the_token_with_the_largest_logit(engine: Engine) -> None
     slot = prefill_slot(0, prompt(9, seed=1), sampler)
     assert generate(engine, [slot], 6) == {}
     assert generated(slot)[:6] == sampler.expected[:6]
-
-
-def test_many_slots_generate_the_same_if_several_threads_read_their_logits(demo_model: Path) -> None:
-    def generated_with(n_threads: int) -> list[list[int]]:
-        model = Model(demo_model, ModelOptions(n_gpu_layers=0))
-        engine = Engine(model, replace(OPTIONS, n_seq_max=MIN_ROWS + 1), n_scan_threads=n_threads)
-        slots = []
-        for index in range(MIN_ROWS):
-            sampler: Any = LogitSampler(SamplingDefaults(temperature=0.8 * (index % 2)), seed=index)
-            slots.append(prefill_slot(index, prompt(9, seed=index), sampler))
-        assert generate(engine, slots, 12) == {}
-        engine.close()
-        return [list(generated(slot)) for slot in slots]
-
-    assert generated_with(3) == generated_with(1)
 
 
 @pytest.mark.parametrize("n_not_numbers", [1, 500])

@@ -56,12 +56,6 @@ class Sampler(Protocol):
             n_prompt: The length of the prompt in tokens.
         """
 
-    def scan(self, logits: npt.NDArray[np.float32]) -> None:
-        """Do the first part of the next `sample` with these logits: all that reads the whole vocabulary.
-
-        Another thread may call this, if `checks_logits` is true. It is not needed: `sample` does it otherwise.
-        """
-
     def sample(
         self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
     ) -> int:

@@ -29,7 +29,6 @@ from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits
 from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import NO_ROOM, SUCCESS, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions
-from llamaq.worker.engine.logit_scan import MIN_ROWS, Best, LogitScan
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +50,12 @@ class Engine:
         model: The model. `close` closes the model too.
         options: Options of the context.
         chat_template: Replaces the chat template of the model.
-        n_scan_threads: Number of threads that read the logits of many slots.
 
     Raises:
         EngineError: The context cannot be created.
     """
 
-    def __init__(
-        self, model: Model, options: ContextOptions, *, chat_template: str | None = None, n_scan_threads: int = 1
-    ) -> None:
+    def __init__(self, model: Model, options: ContextOptions, *, chat_template: str | None = None) -> None:
         self.model = model
         self.context = Context(self.model, options)
         self.vocab = Vocab.of_model(self.model.pointer)
@@ -68,7 +64,6 @@ class Engine:
         self.sequences = KvSequences(self.model, self.context)
         self._n_vocab = self.context.n_vocab
         self._backend_samplers = self._start_backend_samplers() if options.backend_sampling else None
-        self._scan = LogitScan(n_scan_threads) if n_scan_threads > 1 else None
 
     def run(self, batch: Batch) -> list[SlotResult]:
         """Decode a batch, and sample for each slot whose tokens are then all decoded.
@@ -118,8 +113,6 @@ class Engine:
 
     def close(self) -> None:
         """Free the context and the model. May be called twice."""
-        if self._scan is not None:
-            self._scan.close()
         if self._backend_samplers is not None:
             self._backend_samplers.remove_all()
             self._backend_samplers = None
@@ -201,8 +194,8 @@ class Engine:
         # The logits have the order in which `_fill` adds the tokens: first the single tokens, then drafts and chunks.
         single = [part for part in parts if _is_single_token(part)]
         others = [part for part in parts if not _is_single_token(part)] if len(single) < len(parts) else []
-        rows, best = self._rows(single, others), self._read_ahead(single)
-        results = [_sample_one(part, next(rows), best[index] if best else None) for index, part in enumerate(single)]
+        rows = self._rows(single, others)
+        results = [_sample_one(part, next(rows)) for part in single]
         return results + [self._sample(part, [*islice(rows, _n_rows(part))]) for part in others]
 
     def _rows(self, single: Sequence[Part], others: Sequence[Part]) -> Iterator[Row]:
@@ -213,12 +206,6 @@ class Engine:
         if self._backend_samplers is None:
             return iter(self.context.logits(n_rows))
         return self._backend_samplers.rows([_seq_id(part) for part in (*single, *others) for _ in range(_n_rows(part))])
-
-    def _read_ahead(self, parts: Sequence[Part]) -> Best:
-        """Read the first rows of the last decode, which are those of these parts, if several threads may do this."""
-        if self._scan is None or self._backend_samplers is not None or len(parts) < MIN_ROWS:
-            return []
-        return self._scan.read(self.context.logits(len(parts)), [part.slot.active.job.sampler for part in parts])
 
     def _sample(self, part: Part, rows: Sequence[Row]) -> SlotResult:
         """Sample the next token of a part and, while this is the next token of the draft, one more.
@@ -255,29 +242,24 @@ class Engine:
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
 
 
-def _sample_one(part: Part, row: Row, best: int | None) -> SlotResult:
+def _sample_one(part: Part, row: Row) -> SlotResult:
     """Sample the next token of a part without a draft."""
     run = part.slot.active
     try:
-        return SlotResult(part.slot, run.n_past + 1, (_sample_row(run, row, best),))
+        return SlotResult(part.slot, run.n_past + 1, (_sample_row(run, row),))
     except JobRejected as exc:
         return SlotResult(part.slot, run.n_past + 1, error=exc)
 
 
-def _sample_row(run: Run, row: Row, best: int | None = None) -> SampledToken:
+def _sample_row(run: Run, row: Row) -> SampledToken:
     """Sample the token that follows the history.
-
-    Args:
-        run: The run.
-        row: The logits.
-        best: The token with the largest logit, if it is known.
 
     Raises:
         JobRejected: No token can be sampled.
     """
     sampler = run.job.sampler
     try:
-        token = _draw(run, row, best)
+        token = _draw(run, row)
     except JobRejected as exc:
         if exc.code is ErrorCode.DECODE_FAILED:
             logger.error("engine.logits_not_numbers id=%s n_tokens=%d", run.job.id, len(run.tokens))
@@ -288,7 +270,7 @@ def _sample_row(run: Run, row: Row, best: int | None = None) -> SampledToken:
     return SampledToken(token, sampler.logprobs, sampler.draw_probability)
 
 
-def _draw(run: Run, row: Row, best: int | None) -> int:
+def _draw(run: Run, row: Row) -> int:
     """Draw the next token of a run.
 
     Raises:
@@ -299,8 +281,7 @@ def _draw(run: Run, row: Row, best: int | None) -> int:
         return sampler.sample_largest(row.tokens, row.logits, run.tokens, run.n_prompt)
     if sampler.checks_logits:
         return sampler.sample(row, run.tokens, run.n_prompt)
-    if best is None:
-        best = int(row.argmax())
+    best = int(row.argmax())
     if not math.isfinite(row.item(best)):  # NaN if any logit is NaN
         raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)
     return sampler.sample(row, run.tokens, run.n_prompt, best)

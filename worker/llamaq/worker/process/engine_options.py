@@ -6,15 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llamaq.worker.cpu_cores import usable_cores
 from llamaq.worker.engine.llama_bindings import Model
-from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
-
-MAX_SCAN_THREADS, CORES_PER_SCAN_THREAD = 4, 4
 
 
 def load_model(path: Path, settings: WorkerSettings) -> Model:
@@ -62,12 +58,6 @@ def fit_to_sliding_window(settings: WorkerSettings, model: Model) -> WorkerSetti
     if n_step < settings.batch_budget or kv_unified != settings.kv_unified:
         log.info("model.sliding_window n_batch=%d kv_unified=%s", n_step, kv_unified)
     return settings.model_copy(update={"n_batch": n_step, "n_ubatch": n_step, "kv_unified": kv_unified})
-
-
-def choose_scan_threads(settings: WorkerSettings) -> int:
-    """Return the number of threads that read logits: several if a GPU computes, because CPU cores are free then."""
-    is_on_gpu = has_gpu() and settings.n_gpu_layers != 0
-    return max(1, min(MAX_SCAN_THREADS, usable_cores() // CORES_PER_SCAN_THREAD)) if is_on_gpu else 1
 
 
 def model_options(settings: WorkerSettings) -> ModelOptions:

@@ -22,12 +22,7 @@ from llamaq.worker.process.cache_factory import (
     make_saved_slot_files,
 )
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model, make_draft_speculation
-from llamaq.worker.process.engine_options import (
-    choose_scan_threads,
-    context_options,
-    fit_to_sliding_window,
-    load_model,
-)
+from llamaq.worker.process.engine_options import context_options, fit_to_sliding_window, load_model
 from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy
@@ -214,8 +209,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         backend_sampling=settings.backend_sampling,
         kv_unified=settings.kv_unified,
     )
-    n_scan_threads = choose_scan_threads(settings)
-    engine = Engine(model, options, chat_template=settings.chat_template_text, n_scan_threads=n_scan_threads)
+    engine = Engine(model, options, chat_template=settings.chat_template_text)
     if settings.warmup:
         engine.warm_up()
     return engine

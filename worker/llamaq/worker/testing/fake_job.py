@@ -64,9 +64,6 @@ class GreedySampler:
     def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:  # noqa: ARG002 - the protocol's
         return ()
 
-    def scan(self, logits: npt.NDArray[np.float32]) -> None:
-        """Do nothing: a draw is short."""
-
     def sample(
         self,
         logits: npt.NDArray[np.float32],

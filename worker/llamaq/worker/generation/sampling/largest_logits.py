@@ -6,7 +6,6 @@ the `k` largest logits. So after the pass only about `k` blocks are read again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from math import isnan
 
@@ -20,26 +19,7 @@ pass takes longer."""
 SMALLEST = float(np.finfo(np.float32).min)
 
 
-def block_places(logits: Logits, k: int) -> Indices:
-    """Return the index of the largest logit of each block; if a block has NaN, that of NaN.
-
-    This is the only pass over all logits that `top_k_superset` needs.
-    """
-    size, starts = _blocks(logits.size, k)
-    places: Indices = logits[: len(starts) * size].reshape(len(starts), size).argmax(axis=1)
-    places += starts
-    return places
-
-
-def update_block_places(places: Indices, logits: Logits, k: int, tokens: Iterable[int]) -> None:
-    """Find the places again in those blocks in which the logits of these tokens have changed."""
-    size, _ = _blocks(logits.size, k)
-    for block in {token // size for token in tokens}:
-        if block < len(places):
-            places[block] = block * size + logits[block * size : (block + 1) * size].argmax()
-
-
-def top_k_superset(logits: Logits, k: int, places: Indices | None = None) -> tuple[Indices, float]:
+def top_k_superset(logits: Logits, k: int) -> tuple[Indices, float]:
     """Return the indices of the `k` largest logits, and possibly more, in ascending order; and the largest logit.
 
     The indices are those of the logits that are at least the k-th largest maximum of a block: these are at least `k`
@@ -50,13 +30,12 @@ def top_k_superset(logits: Logits, k: int, places: Indices | None = None) -> tup
     Args:
         logits: The logits, shape (n_logits,).
         k: Number of logits, at least 1. It may be larger than `n_logits`.
-        places: What `block_places` returns, if it is known.
     """
     size, starts = _blocks(logits.size, k)
     n_blocks = len(starts)
     blocks, rest = logits[: n_blocks * size].reshape(n_blocks, size), logits[n_blocks * size :]
     # numpy finds the place of a maximum much faster than its value.
-    maxima = logits.take(block_places(logits, k) if places is None else places)
+    maxima = logits.take(blocks.argmax(axis=1) + starts)
     ranked = maxima.copy()
     ranked.sort()  # NaN is the last
     largest: float = ranked.item(-1)

@@ -22,8 +22,7 @@ class LogitAdjustment:
         masked: The tokens that are masked.
         has_bias: Whether there is a bias.
         raises_logits: Whether the bias raises a logit.
-        changed: The tokens whose logits change.
-        n_changed: Their number.
+        n_changed: Number of tokens whose logits change, at most.
 
     Args:
         bias: Maps token ids to the values that are added to their logits.
@@ -37,8 +36,7 @@ class LogitAdjustment:
         self.masked = frozenset(self._masked.tolist())
         self.has_bias = self._bias.size > 0
         self.raises_logits = bool((self._bias > 0).any())
-        self.changed = self.masked.union(bias)
-        self.n_changed = len(self.changed)
+        self.n_changed = self._bias.size + len(self.masked)
 
     def apply(self, logits: Logits) -> None:
         """Change the logits of the vocabulary, in place: copying logits takes longer than sampling.

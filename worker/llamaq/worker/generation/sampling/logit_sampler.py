@@ -17,8 +17,8 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
-from llamaq.worker.generation.sampling.candidates import Candidates, Indices, Logits
-from llamaq.worker.generation.sampling.largest_logits import block_places, top_k_superset, update_block_places
+from llamaq.worker.generation.sampling.candidates import Candidates, Logits
+from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 from llamaq.worker.generation.sampling.logit_adjustment import LogitAdjustment, check_finite
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
@@ -30,8 +30,6 @@ from llamaq.worker.generation.sampling.top_k_draw import TopKDraw
 from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers
 
 NO_BREAKERS = SequenceBreakers()
-FEW_CHANGED = 32
-"""Up to this number of changed logits, to find the largest ones of their blocks again takes less time than a scan."""
 
 
 class LogitSampler:
@@ -94,9 +92,6 @@ class LogitSampler:
         self.n_largest = None if is_bound else self._with_adjusted(chain.n_largest)
         self.checks_logits = self._top_k_draw is not None and not is_bound
         self.can_prepare = grammar is not None
-        self._can_scan = self._top_k_draw is not None and self._takes_all and adjustment.n_changed <= FEW_CHANGED
-        self._places: Indices | None = None
-        """What `scan` has found in the logits of the next draw."""
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
         """Compute the masks of the grammar; see `core.job_parts.Sampler`."""
@@ -105,11 +100,6 @@ class LogitSampler:
     def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
         """Return the tokens that must follow `history`; see `core.job_parts.Sampler`."""
         return self._allowed.forced(history, n_prompt)
-
-    def scan(self, logits: Logits) -> None:
-        """Find the places of the largest logits; see `core.job_parts.Sampler`."""
-        if self._can_scan and self._top_k_draw is not None:
-            self._places = block_places(logits, self._top_k_draw.k)
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, best: int | None = None) -> int:
         """Draw the token that follows `history`; see `core.job_parts.Sampler`. Changes `logits`."""
@@ -162,18 +152,15 @@ class LogitSampler:
 
     def _sample_top_k(self, top_k: TopKDraw, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Do the same as `_sample`, with the fast draw. Every logit is checked."""
-        places, self._places = self._places, None
         if self._takes_all:
             self._adjustment.apply(logits)
-            if places is not None and self._adjustment.changed:
-                update_block_places(places, logits, top_k.k, self._adjustment.changed)
         else:
             candidates = self._penalized(logits, history, n_prompt)
             if len(candidates) <= SORT_LIMIT:
                 return self._draw_of_few(top_k, candidates, len(history) - n_prompt)
             if candidates.tokens is not None:
                 return self._choose(candidates, len(history) - n_prompt, history, logits.size)
-        tokens, largest = top_k_superset(logits, top_k.k, places)
+        tokens, largest = top_k_superset(logits, top_k.k)
         check_finite(largest)
         if not tokens.size:
             return self._allowed.end_token()
