@@ -61,8 +61,7 @@ def _run_program(program: str, settings: WorkerSettings, slot_folder: str) -> It
         command += [f"--{name}", str(value)]
     with _running(command, stdin=subprocess.DEVNULL) as (process, log):
         _await_health(process, port, log)
-        version = _version(log)
-        yield f"http://{HOST}:{port}", {PROGRAM: version, "kv-unified": True} | options
+        yield f"http://{HOST}:{port}", {PROGRAM: _version(program), "kv-unified": True} | options
 
 
 def _program_options(settings: WorkerSettings) -> dict[str, Any]:
@@ -93,10 +92,10 @@ def _await_health(process: subprocess.Popen[bytes], port: int, log: BinaryIO) ->
     raise _no_start(log)
 
 
-def _version(log: BinaryIO) -> str:
-    log.seek(0)
-    found = re.search(rb"build(?:_info)?: *(.+)", log.read())
-    return found[1].decode(errors="replace").strip() if found else "unknown"
+def _version(program: str) -> str:
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    found = re.search(r"version: *(.+)", done.stdout + done.stderr)
+    return found[1].strip() if found else "unknown"
 
 
 @contextmanager

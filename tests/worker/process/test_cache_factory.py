@@ -13,7 +13,7 @@ from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.offload.block_transfers import BlockTransfers
-from llamaq.worker.process import cache_factory
+from llamaq.worker.process import engine_options
 from llamaq.worker.process.cache_factory import (
     MIB,
     choose_held_cells,
@@ -135,7 +135,7 @@ def test_the_tiers_have_the_sizes_of_the_settings(tmp_path: Path, model_file: Pa
 def test_only_a_gpu_saves_no_blocks_that_it_computes_as_fast(
     monkeypatch: pytest.MonkeyPatch, model_file: Path, *, gpu: bool, n_gpu_layers: int
 ) -> None:
-    monkeypatch.setattr(cache_factory, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(engine_options, "has_gpu", lambda: gpu)
     built = engine()
     offload = make_offload(WorkerSettings(cache_ram_mb=3, n_gpu_layers=n_gpu_layers), built, model_file)
     entries = []

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model
-from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
@@ -16,6 +15,7 @@ from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.offload.old_cache_folders import erase_old_blocks
 from llamaq.worker.offload.save_costs import SaveCosts
 from llamaq.worker.process.cache_fingerprint import fingerprint
+from llamaq.worker.process.engine_options import computes_on_gpu
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.saved_slot_store import SavedSlotFiles
 
@@ -86,11 +86,7 @@ def _held_cells(settings: WorkerSettings, engine: Engine, max_on_cpu: int) -> in
     if settings.held_cells is not None:
         return settings.held_cells
     n_cells = engine.context.n_ctx // HELD_CELLS_DIVISOR
-    return min(n_cells, max_on_cpu) if settings.cache_ram_mb and not _is_on_gpu(settings) else n_cells
-
-
-def _is_on_gpu(settings: WorkerSettings) -> bool:
-    return settings.n_gpu_layers != 0 and has_gpu()
+    return min(n_cells, max_on_cpu) if settings.cache_ram_mb and not computes_on_gpu(settings) else n_cells
 
 
 def make_prefix_cache(settings: WorkerSettings, engine: Engine) -> PrefixCache:
@@ -117,7 +113,7 @@ def make_offload(settings: WorkerSettings, engine: Engine, model: Path) -> Offlo
         files = DiskBlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
         files.rebuild(store)
         erase_old_blocks(settings.cache_dir, disk_bytes)
-    costs = SaveCosts() if _is_on_gpu(settings) else None
+    costs = SaveCosts() if computes_on_gpu(settings) else None
     return BlockTransfers(store, sequences, files, arena, costs)
 
 

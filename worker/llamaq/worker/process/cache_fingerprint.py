@@ -13,10 +13,10 @@ from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import LLAMA_CPP_PYTHON_VERSION
-from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.model_files import files_of_model
 from llamaq.worker.model_settings import RopeSettings
 from llamaq.worker.offload.atomic_files import make_private_folder
+from llamaq.worker.process.engine_options import computes_on_gpu
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "model": "+".join(_file_hash(each, settings.cache_dir) for each in files_of_model(path)),
         "llama.cpp": LLAMA_CPP_PYTHON_VERSION,
         "memory": [engine.sequences.can_save_parts, engine.sequences.can_cut, engine.context.kv_unified],
-        "gpu_layers": settings.n_gpu_layers != 0 and has_gpu(),
+        "gpu_layers": computes_on_gpu(settings),
         # Without flash attention V is stored transposed. The state of another layout or data type cannot be loaded.
         "layout": [settings.flash_attn, settings.cache_type_k, settings.cache_type_v, settings.swa_full],
         # RoPE is part of the keys.

@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
+
+
+def computes_on_gpu(settings: WorkerSettings) -> bool:
+    """Return whether a GPU computes layers of the model."""
+    return settings.n_gpu_layers != 0 and has_gpu()
 
 
 def load_model(path: Path, settings: WorkerSettings) -> Model:

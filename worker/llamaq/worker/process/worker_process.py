@@ -21,7 +21,6 @@ from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
-from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
@@ -30,6 +29,7 @@ from llamaq.worker.plugins import load_hooks, load_strategy
 from llamaq.worker.process.compiled_modules import has_compiled_ticks
 from llamaq.worker.process.core_sharing import share_cores
 from llamaq.worker.process.embedding_parts import EmbeddingParts
+from llamaq.worker.process.engine_options import computes_on_gpu
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.free_heap import return_free_heap
 from llamaq.worker.process.generation_parts import GenerationParts
@@ -147,7 +147,7 @@ class WorkerProcess:
 
     def _device(self) -> str:
         """Return the `device` of the worker's card."""
-        if not has_gpu() or self._settings.n_gpu_layers == 0:
+        if not computes_on_gpu(self._settings):
             return "cpu"
         return "all" if self._settings.device is None else str(self._settings.device)
 
