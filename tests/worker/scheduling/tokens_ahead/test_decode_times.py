@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from llamaq.worker.scheduling.tokens_ahead.ahead_times import FEW, N_OF_CLASS
-from llamaq.worker.scheduling.tokens_ahead.decode_times import FORGOTTEN_AFTER, N_PLAIN_TICKS, DecodeTimes
+from llamaq.worker.scheduling.tokens_ahead.decode_times import FORGOTTEN_AFTER, N_PLAIN_TICKS, N_SETTLING, DecodeTimes
 
 
 def test_the_time_of_a_tick_is_the_median_of_the_newest_ticks_with_as_many_streams() -> None:
@@ -71,3 +71,30 @@ def test_the_times_of_draft_tokens_are_those_of_ticks_with_as_many_decode_tokens
     assert together is not None
     assert (alone.seconds(2), together.seconds(2)) == pytest.approx((0.002, 0.010))
     assert times.ahead_times(3) == together, "of the newest ticks"
+
+
+def test_a_tick_after_draft_tokens_that_takes_longer_is_part_of_their_time() -> None:
+    times = DecodeTimes()
+    for _ in range(N_PLAIN_TICKS):
+        times.record(2, 0, 0.010)
+    times.record(2, 4, 0.018)
+    assert drafts_s(times, 2, 4) == pytest.approx(0.008)
+    for n_settled in range(N_SETTLING):
+        times.record(2, 0, 0.012)
+        assert drafts_s(times, 2, 4) == pytest.approx(0.010 + 0.002 * n_settled)
+    assert times.plain_s(2) == pytest.approx(0.010)
+    for _ in range(N_PLAIN_TICKS):
+        times.record(2, 0, 0.013)
+    assert times.plain_s(2) == pytest.approx(0.013), "these ticks are slower for another reason"
+    assert drafts_s(times, 2, 4) == pytest.approx(0.012)
+
+
+def test_a_tick_with_other_streams_says_nothing_about_the_draft_tokens_before_it() -> None:
+    times = DecodeTimes()
+    times.record(2, 0, 0.010)
+    times.record(3, 0, 0.011)
+    times.record(2, 4, 0.018)
+    times.record(3, 0, 0.050)
+    times.record(2, 0, 0.010)
+    assert drafts_s(times, 2, 4) == pytest.approx(0.008)
+    assert times.plain_s(3) == pytest.approx(0.0305)

@@ -19,7 +19,7 @@ from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
-from llamaq.worker.scheduling.tokens_ahead.ngram_speculation import FIRST_TRIAL_AFTER, TRIAL_TOKENS
+from llamaq.worker.scheduling.tokens_ahead.ngram_speculation import FIRST_TRIAL_AFTER, GROWTH, TRIAL_TOKENS
 from llamaq.worker.scheduling.tokens_ahead.speculation import TRIAL_AFTER
 from llamaq.worker.testing import (
     ByteVocab,
@@ -78,6 +78,13 @@ class Rig:
     def drafts(self) -> list[Draft]:
         """The drafts of all batches."""
         return [part.draft for batch in self.engine.batches for part in batch.decode if part.draft is not NO_DRAFT]
+
+
+class EverySecondTick(Oracle):
+    """Drafts one token for every second tick."""
+
+    def propose(self, history: Sequence[int], n_max: int) -> Draft:
+        return NO_DRAFT if len(history) % 3 else super().propose(history, 1)
 
 
 def drafting(oracle: Oracle, n_max: int = 8) -> Drafting:
@@ -224,6 +231,33 @@ def test_the_first_draft_of_a_job_is_short_although_those_of_other_jobs_were_acc
     decoding = [batch for batch in rig.engine.batches if batch.decode]
     assert decoding[0].n_drafted, "at once, although the drafts of the job before were not accepted"
     assert len(decoding) < 100 / 3
+
+
+def test_drafts_grow_with_the_evidence_that_they_are_accepted() -> None:
+    rig = Rig(n_ctx=2000, n_batch=64, next_token=next_of_length, tick_s=lambda batch: 0.9 + 0.1 * batch.n_tokens)
+    rig.run(make_job(max_tokens=300, drafting=drafting(Oracle(next_of_length), 32)))
+    assert max(map(len, rig.drafts)) == 32
+    rig.engine.batches.clear()
+    rig.run(make_job("next", max_tokens=300, drafting=drafting(Oracle(next_of_length), 32)))
+    assert [len(draft) for draft in rig.drafts[:4]] == [1, GROWTH, GROWTH**2, 32]
+    rig.engine.batches.clear()
+    rig.run(make_job("last", max_tokens=300, drafting=drafting(Oracle(next_of_length, wrong_at=5), 32)))
+    assert [len(draft) for draft in rig.drafts[:5]] == [1, GROWTH, GROWTH**2, GROWTH**2 // 2, 5]
+
+
+def test_a_tick_after_a_draft_that_takes_longer_is_a_cost_of_the_draft() -> None:
+    """On a GPU, llama.cpp builds its graph again, because the batch has fewer tokens than the one before."""
+    was_draft = False
+
+    def tick_s(batch: Batch) -> float:
+        nonlocal was_draft
+        is_after, was_draft = was_draft and not batch.n_drafted, batch.n_drafted > 0
+        return 1.0 + 0.1 * batch.n_drafted + (2.0 if is_after else 0.0)
+
+    rig = Rig(n_ctx=4000, next_token=next_of_length, tick_s=tick_s)
+    rig.run(make_job(max_tokens=1000, drafting=drafting(EverySecondTick(next_of_length))))
+    assert rig.clock.now_s - 1000 < 1000 * 1.05
+    assert len(rig.drafts) < 20
 
 
 def test_times_that_were_measured_beside_more_jobs_do_not_end_the_drafts_of_one_job() -> None:

@@ -74,11 +74,22 @@ class MeasuredAheadTimes:
         self._times: AheadTimes | None = None
         self._is_valid_until = 0
         """Number of the tick at which `_times` must be computed again, because a tick is forgotten."""
+        self._n_last = 0
+        """Number of tokens ahead of the last recorded tick."""
 
     def record(self, tick: int, n_ahead: int, token_s: float) -> None:
         """Record a tick, by its number and the seconds of each of its tokens ahead."""
         self._ticks[class_of(n_ahead)].append((tick, token_s))
+        self._n_last = n_ahead
         self._is_valid_until = 0
+
+    def lengthen_last(self, seconds: float) -> None:
+        """Add to the time of the last recorded tick how much longer a later tick took because of it."""
+        ticks = self._ticks[class_of(self._n_last)]
+        if ticks:
+            tick, token_s = ticks.pop()
+            ticks.append((tick, token_s + seconds / self._n_last))
+            self._is_valid_until = 0
 
     @property
     def are_few(self) -> bool:

@@ -1,4 +1,8 @@
-"""How long a tick without prompt tokens takes: the time of its decode tokens, and a time for each token ahead."""
+"""How long a tick without prompt tokens takes: the time of its decode tokens, and a time for each token ahead.
+
+Tokens ahead also make the next ticks longer: the cells of the tokens that were not accepted are removed, and llama.cpp
+builds its compute graph again, because the batch has another shape. This is part of the time of the tokens ahead.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,9 @@ from llamaq.worker.scheduling.tokens_ahead.ahead_times import AheadTimes, Measur
 
 N_PLAIN_TICKS = 5
 """Number of newest ticks without tokens ahead whose median is the time of a number of decode tokens."""
+N_SETTLING = 2
+"""Number of ticks after one with tokens ahead that may take longer because of it. On a GPU, llama.cpp builds the graph
+in the first one, and the device may record it in the second one."""
 FORGOTTEN_AFTER = 256
 """A measurement is forgotten after this many ticks, because attention covers more cells now, or other programs run."""
 
@@ -27,22 +34,35 @@ class DecodeTimes:
         """Maps a number of decode tokens to the times of tokens ahead in such ticks."""
         self._last_measured = 0
         """Number of decode tokens of the last tick with tokens ahead."""
+        self._n_settling = 0
+        """Number of next ticks that may take longer because of the last tick with tokens ahead."""
         self.n_ahead_ticks = 0
         """Number of ticks with tokens ahead so far whose time was compared with that of a tick without tokens ahead."""
 
     def record(self, n_decode: int, n_ahead: int, seconds: float) -> None:
         """Record a tick without prompt tokens."""
         self._n_ticks += 1
-        if not n_ahead:
+        plain_s = self.plain_s(n_decode)
+        if n_ahead:
+            self._record_ahead(n_decode, n_ahead, seconds, plain_s)
+        elif self._n_settling and plain_s is not None and n_decode == self._last_measured:
+            self._n_settling -= 1
+            self._ahead[n_decode].lengthen_last(seconds - plain_s)
+        else:
+            self._n_settling = 0
             ticks = self._plain.setdefault(n_decode, deque(maxlen=N_PLAIN_TICKS))
             ticks.append((self._n_ticks, seconds))
+
+    def _record_ahead(self, n_decode: int, n_ahead: int, seconds: float, plain_s: float | None) -> None:
+        """Record a tick with tokens ahead, if the time of a tick without them is known."""
+        if plain_s is None:
+            self._n_settling = 0
             return
-        plain_s = self.plain_s(n_decode)
-        if plain_s is not None:
-            self.n_ahead_ticks += 1
-            measured = self._ahead.setdefault(n_decode, MeasuredAheadTimes(FORGOTTEN_AFTER))
-            measured.record(self._n_ticks, n_ahead, (seconds - plain_s) / n_ahead)
-            self._last_measured = n_decode
+        self.n_ahead_ticks += 1
+        measured = self._ahead.setdefault(n_decode, MeasuredAheadTimes(FORGOTTEN_AFTER))
+        measured.record(self._n_ticks, n_ahead, (seconds - plain_s) / n_ahead)
+        self._last_measured = n_decode
+        self._n_settling = N_SETTLING
 
     def plain_s(self, n_decode: int) -> float | None:
         """Return the seconds of a tick with this number of decode tokens and no tokens ahead. None: not known."""

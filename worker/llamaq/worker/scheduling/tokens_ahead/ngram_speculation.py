@@ -21,6 +21,9 @@ N_FIRST = 2
 FIRST_TRIAL_AFTER = 16
 """While the drafts of a grade promise no gain, one is tried after this number of ticks. The number doubles with each
 trial, up to `TRIAL_AFTER`. It begins anew after a draft whose tokens were all accepted."""
+GROWTH = 4
+"""After a draft whose tokens were all accepted, the next draft of the job has at most this many times as many tokens.
+After another draft, it has at most half as many as before, or as many as were accepted."""
 TRIAL_TOKENS = 1
 """Largest number of tokens of a trial, and of the first draft of each grade of a job."""
 
@@ -103,6 +106,9 @@ class NgramSpeculation(Speculation):
         super().record_draft(drafting, draft, n_accepted)
         if n_accepted == len(draft):
             self._trial_after.pop(draft.grade, None)
+            drafting.longest = max(drafting.longest, GROWTH * n_accepted)
+        else:
+            drafting.longest = max(1, n_accepted, drafting.longest // 2)
 
     def _proposals(self, batch: Batch) -> list[_ProposedDraft]:
         return [proposal for part in batch.decode if (proposal := self._propose(part)) is not None]
@@ -123,7 +129,7 @@ class NgramSpeculation(Speculation):
         n_before_end = sum(1 for _ in takewhile(lambda token: token not in self._end_tokens, draft.tokens))
         if not n_before_end:
             return None
-        n_tokens = n_before_end if draft.grade in drafting.acceptance else min(n_before_end, TRIAL_TOKENS)
+        n_tokens = min(n_before_end, drafting.longest if draft.grade in drafting.acceptance else TRIAL_TOKENS)
         return _ProposedDraft(slot, drafting, draft.first(n_tokens), self._probability(drafting, draft.grade))
 
     def _choose(
