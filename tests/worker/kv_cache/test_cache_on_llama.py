@@ -110,7 +110,7 @@ def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         engine = Engine(Model(Path(path), ModelOptions(n_gpu_layers=0)), options)
         engines.append(engine)
         store = BlockStore(
-            BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut
+            BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut_saved
         )
         pool = SlotPool(
             n_slots,
@@ -215,6 +215,35 @@ def test_an_evicted_prefix_is_loaded_from_host_memory(make_rig: Callable[..., Ri
     reference.run(*(make_job(prompt(150, at), job_id=f"turn1-{at}", max_tokens=6) for at in range(4)))
     reference.run(*(make_job(job.prompt, job_id=job.id, max_tokens=5) for job in again))
     assert_alike(rig, reference)
+
+
+@pytest.mark.parametrize(("model", "unified"), KINDS)
+def test_a_stored_prefix_is_loaded_up_to_a_token_in_its_middle_only_where_this_is_possible(
+    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture, model: str, unified: bool
+) -> None:
+    rig = make_rig(model, unified, host=True)
+    tokens = prompt(150, 1)
+    rig.run(make_job([*tokens, *prompt(50, 2)], max_tokens=4))
+    rig.run(make_job(prompt(3, 99), max_tokens=8, cache_prompt=False))  # entries are evicted while other jobs run
+    stats = rig.run(make_job([*tokens, *prompt(50, 3)], job_id="other", max_tokens=4))["other"]
+    n_loaded = {"recurrent": 128, "hybrid": 128, "sliding": 150 if unified else 0}.get(model, 150)
+    assert stats.prefix_cache_tokens == n_loaded
+    assert "cache.load_failed" not in caplog.text
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("model", ["recurrent", "hybrid"])
+def test_a_prompt_whose_start_was_loaded_is_cached_up_to_its_end(
+    make_rig: Callable[..., Rig], model: str, unified: bool
+) -> None:
+    rig = make_rig(model, unified, host=True)
+    start, tokens = prompt(150, 1), prompt(150, 1) + prompt(100, 2)
+    rig.run(make_job(start, max_tokens=4))
+    rig.run(make_job(prompt(3, 99), max_tokens=8, cache_prompt=False))  # entries are evicted while other jobs run
+    first = rig.run(make_job(tokens, job_id="first", max_tokens=4))["first"]
+    again = rig.run(make_job(tokens, job_id="again", max_tokens=4))["again"]
+    assert first.prefix_cache_tier is CacheTier.HOST
+    assert again.prefix_cache_tokens == len(tokens) - 1
 
 
 @pytest.mark.parametrize("model", ["recurrent", "hybrid"])

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from llamaq.common.errors import SlotCommandRefused
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
 from llamaq.worker.core.outputs import JobEnded
@@ -58,7 +59,7 @@ class Setup:
         )
         self.engine = engine = Engine(Model(path, ModelOptions(n_gpu_layers=0)), options)
         store = BlockStore(
-            BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut
+            BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut_saved
         )
         offload = BlockTransfers(store, engine.sequences)
         memory = KvMemory(
@@ -178,3 +179,21 @@ def test_states_of_a_running_job_and_from_host_memory_give_the_logits_of_a_fresh
         assert stats.prefix_cache_tokens == len(turn) - 3
         assert np.abs(logits - expected).max() < NOISE * expected.std()
         other.operations.erase(0)
+
+
+@pytest.mark.parametrize(("path", "unified"), KINDS, indirect=["path"])
+def test_each_saved_state_of_which_another_sequence_holds_more_tokens_can_be_restored(
+    path: Path, unified: bool, setups: list[Setup]
+) -> None:
+    setups += [Setup(path, unified=unified), Setup(path, unified=unified)]
+    setup, other = setups
+    setup.run(PROMPT, slot=0)
+    history = np.frombuffer(setup.scheduler._memory.slots[0].content, np.int32).tolist()
+    setup.run([*history[:-1], *PROMPT[:40]], slot=1)  # the sequence of the first job is part of this one now
+    if path.stem == "sliding" and not unified:
+        with pytest.raises(SlotCommandRefused, match="slot 0 has no state"):
+            setup.save(slot=0)
+        return
+    tokens, data = setup.save(slot=0)
+    other.restore(tokens, data)
+    assert len(tokens) // 4 == len(history) - 1

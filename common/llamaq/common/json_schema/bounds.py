@@ -38,7 +38,7 @@ def rewrite_bounds(schema: dict[str, Any], place: str, *, is_part: bool) -> dict
     Args:
         schema: The schema.
         place: Its place in the document.
-        is_part: Whether other schemas describe the same value, so that the other bound may be in one of them.
+        is_part: Whether the other bound may be in another schema that describes the same value.
 
     Raises:
         ValueError: There is no such schema.
@@ -89,7 +89,7 @@ def _inclusive(bound: _Bound | None, opposite: _Bound | None, place: str, side: 
     if bound is None or not bound.is_exclusive or bound.value != int(bound.value):
         return bound
     end = inf if opposite is None else -opposite.value
-    is_near = is_part if opposite is None else bound.value < end < bound.value + 1
+    is_near = bound.value < end and (is_part or end < bound.value + 1)
     if not is_near:
         return bound
     value = bound.value + max(_STEP, nextafter(abs(bound.value), inf) - abs(bound.value))

@@ -52,17 +52,7 @@ IMPLEMENTED = frozenset({
 })  # fmt: skip
 """The keywords that llguidance implements. All other keywords are removed: they describe a value, but do not constrain
 it. llguidance does not accept unknown keywords in recursive schemas."""
-_IN_PLACE = (
-    "$ref",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "if",
-    "dependentSchemas",
-    "dependencies",
-    "$dynamicRef",
-    "$recursiveRef",
-)
+_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
 """Keywords whose schemas describe the same value as the schema that has them."""
 _ONE = ("items", "additionalProperties", "additionalItems")
 _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -98,6 +88,9 @@ class _Rewriting:
         self._root = root
         self._references = References(root)
         self._overlaps = Overlaps(self._references)
+        text = json.dumps(root)
+        self._has_parts = any(f'"{name}"' in text for name in (*_IN_PLACE, "patternProperties"))
+        """Whether several schemas may describe the same value."""
         self._targets: dict[str, str] = {}
         """Maps each reference that the rewritten schemas contain to its name in `$defs`."""
         self._demanded: dict[str, set[str]] = {}
@@ -138,11 +131,10 @@ class _Rewriting:
         schema = rewrite_property_names(schema, self._references)
         schema = rewrite_patterns(schema)
         if not schema.keys().isdisjoint(BOUNDS):
-            is_part = any(name in schema for name in _IN_PLACE) or place.rpartition("/")[0].endswith("/allOf")
-            schema = rewrite_bounds(schema, place, is_part=is_part)
+            schema = rewrite_bounds(schema, place, is_part=self._has_parts)
         if schema.get("uniqueItems") is False or _is_at_most_one(schema.get("maxItems")):
             schema = _without(schema, "uniqueItems")
-        if not any(name in schema for name in _IN_PLACE):
+        if schema.keys().isdisjoint(_IN_PLACE):
             schema = _renamed(schema, "unevaluatedProperties", "additionalProperties")
             schema = _renamed(schema, "unevaluatedItems", "items")
         return schema

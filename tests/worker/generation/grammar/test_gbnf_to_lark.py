@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from tests.support.grammars import allows, constraint_of
 
@@ -30,6 +32,8 @@ BAD_GRAMMARS = {
     "nested 20,000 deep": ("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "nest deeper"),
     "no character": ("root ::= [^\\x00-\\U0010FFFF]", "no character matches"),
     "not Unicode": ('root ::= "\\U00FFFFFF"', "not a character of Unicode"),
+    "unknown token": ('root ::= "a" <nothing>', "<nothing>, which is not one token of this model's vocabulary"),
+    "token without an id": ('root ::= "a" !<[EOS]>', "<[EOS]>, which is not one token of this model's vocabulary"),
     "no token": ('root ::= root "x"', "cannot be used"),
 }
 
@@ -131,3 +135,21 @@ def test_a_grammar_may_have_another_root_and_a_schema_may_not(sandbox: GrammarSa
     assert sandbox.compile(JobParams(grammar='start ::= "x"', grammar_root="start"))
     with pytest.raises(JobRejected, match="grammar_root"):
         sandbox.compile(JobParams(json_schema={}, grammar_root="start"))
+
+
+@pytest.fixture(scope="module")
+def tag_sandbox(tag_vocab: Vocab) -> Iterator[GrammarSandbox]:
+    sandbox = GrammarSandbox(tag_vocab, timeout_s=3)
+    yield sandbox
+    sandbox.close()
+
+
+def test_a_token_may_be_named_by_its_text(tag_sandbox: GrammarSandbox, tag_vocab: Vocab) -> None:
+    tags = tag_vocab.tag_tokens
+    compiled = tag_sandbox.compile(JobParams(grammar='root ::= <think> !</think> </think> "a"'))
+    constraint = ConstraintTokenizer(tag_vocab).compile(compiled)
+    assert constraint.allowed_tokens().ids().tolist() == [tags["<think>"]]
+    constraint.accept([tags["<think>"]])
+    assert tags["</think>"] not in constraint.allowed_tokens()
+    constraint.accept([tags["<think>"], tags["<tool_call>"]])
+    assert constraint.allowed_tokens().ids().tolist() == [tags["</think>"]]

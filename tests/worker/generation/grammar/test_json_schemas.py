@@ -151,6 +151,33 @@ TREE = {
         (integer(minimum=2**53 + 1), ["9007199254740994"], ["9007199254740992"]),
         (integer(exclusiveMinimum=2**53), ["9007199254740994"], ["9007199254740992"]),
         (integer(exclusiveMaximum=10**18), ["1"], ["1000000000000000000"]),
+        (
+            {"$ref": "#/$defs/a", "maximum": 5.5, "$defs": {"a": number(exclusiveMinimum=5)}},
+            ["5.1", "5.5"],
+            ["5", "5.6"],
+        ),
+        (
+            {"$ref": "#/$defs/a", "maximum": 5.5, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"exclusiveMinimum": 5}}},
+            ["5.1"],
+            ["5", "6"],
+        ),
+        ({"anyOf": [number(exclusiveMinimum=5), {"type": "null"}], "maximum": 5.5}, ["5.1", "null"], ["5", "6"]),
+        (number(allOf=[{"exclusiveMinimum": 5, "maximum": 9}, {"maximum": 5.5}]), ["5.1"], ["5", "6"]),
+        (number(exclusiveMinimum=5, anyOf=[{"maximum": 5.5}, {"minimum": 7}]), ["5.1", "7"], ["5", "6"]),
+        (
+            {
+                "type": "object",
+                "properties": {"a": number(exclusiveMinimum=5)},
+                "patternProperties": {"^a": {"maximum": 5.5}},
+            },
+            ['{"a": 5.1}'],
+            ['{"a": 5}'],
+        ),
+        (
+            {"type": "array", "allOf": [{"items": {"exclusiveMinimum": 5}}, {"items": {"maximum": 5.5}}]},
+            ["[5.1]"],
+            ["[5]"],
+        ),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )

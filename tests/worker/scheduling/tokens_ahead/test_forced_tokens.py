@@ -329,6 +329,33 @@ def test_a_limit_of_the_time_of_ticks_bounds_forced_tokens() -> None:
     assert forced.add(batch, room, float("inf")).n_forced > 6
 
 
+def test_forced_tokens_end_no_repetition_if_the_limit_of_the_time_of_ticks_allows_none() -> None:
+    n_plans = []
+    for knows in (False, True):
+        clock = ManualClock()
+        engine = TimedEngine(clock, build_s=0.0)
+        scheduler = make_scheduler(engine, make_memory(engine), strategy=LatencyTarget(5.0), clock=clock)
+        scheduler.submit(make_job(max_tokens=100, sampler=ForcingSampler(knows=knows)))
+        n_plans.append(0)
+        while scheduler.has_work:
+            run_tick(scheduler, engine, repeats=50, n_late=1, clock=clock)
+            n_plans[-1] += 1
+        assert not any(batch.n_forced for batch in engine.batches)
+    assert n_plans[1] <= n_plans[0] + 1 < 10  # with one more plan, the time of a tick becomes known
+
+
+def test_forced_tokens_end_a_repetition_if_a_plan_with_the_same_limit_would_add_them() -> None:
+    forced = ForcedTokens(can_remove=True, is_limited=True)
+    slot = decoding_slot(make_job(max_tokens=300, sampler=ForcingSampler(n_free=0)))
+    batch = Batch((DecodeToken(slot),))
+    assert not forced.add(batch, 64, 0.010).n_forced
+    assert forced.pay_after([slot.active])  # the tick of this plan tells the time without forced tokens
+    forced.record_tick(batch, 0.004)
+    for limit_s in (0.010, 0.003, 0.010):
+        n_forced = forced.add(batch, 64, limit_s).n_forced
+        assert forced.pay_after([slot.active]) is (n_forced > 0) is (limit_s > 0.004)
+
+
 def test_ticks_before_the_first_grammar_tell_the_time_without_forced_tokens() -> None:
     forced = ForcedTokens(can_remove=True, is_limited=True)
     batch = Batch((DecodeToken(decoding_slot(make_job(max_tokens=300, sampler=ForcingSampler(n_free=0)))),))

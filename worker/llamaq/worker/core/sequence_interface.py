@@ -69,7 +69,11 @@ class StateOps(Protocol):
 
 
 class SlotStateOps(SequenceOps, StateOps, Protocol):
-    """Combines `SequenceOps` and `StateOps`, and adds the largest size of a sequence."""
+    """Combines `SequenceOps` and `StateOps`, and adds what saved slots need."""
+
+    @property
+    def can_cut_saved(self) -> bool:
+        """Whether saved cells can also be loaded up to an earlier token."""
 
     @property
     def cells_per_sequence(self) -> int:

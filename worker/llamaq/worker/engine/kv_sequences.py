@@ -36,6 +36,8 @@ class KvSequences:
         can_save_parts: Whether parts of a sequence can be saved, and appended to a sequence that is not empty. If so,
             the last sequence of the context is a scratch sequence, which is empty between calls. With a sliding window,
             half of the other sequences are guards, see `SwaGuards`.
+        can_cut_saved: Whether saved state can also be loaded up to an earlier token. False also if whole sequences are
+            saved and there is a sliding window: llama.cpp saves only the cells that the next token needs.
         n_sequences: Number of sequences that callers may use. Their ids are 0 to `n_sequences - 1`.
         cells_per_sequence: Upper bound on the cells of one sequence.
         isolated: Sequences that lost their cells in a failed batch. The engine decodes each of them in a batch of its
@@ -54,6 +56,7 @@ class KvSequences:
         if self.can_save_parts and model.n_swa and self.n_sequences > 1:
             self.n_sequences //= 2
             self._guards = SwaGuards(context, model.n_swa, offset=self.n_sequences)
+        self.can_cut_saved = self.can_save_parts or (self.can_cut and not model.n_swa)
         self.can_remove_draft = self.can_cut and (not model.n_swa or self._guards is not None)
         self.cells_per_sequence = context.cells_per_sequence
         self.isolated: set[int] = set()

@@ -181,7 +181,7 @@ class KvMemory:
         if hit.stored:
             slot.transition_to(SlotState.LOAD)
             self._offload.start_load(run, hit.stored)
-        elif not self._sequences.can_cut:
+        if not self._sequences.can_cut:
             run.checkpoints = sorted({*run.checkpoints, run.job.system_tokens, len(run.tokens) - 1})
 
     def _copy(self, source: CachedSequence | Run, run: Run, n_tokens: int) -> None:

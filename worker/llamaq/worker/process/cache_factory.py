@@ -106,7 +106,7 @@ def make_offload(settings: WorkerSettings, engine: Engine, model: Path) -> Offlo
     host_bytes = settings.cache_ram_mb * MIB
     disk_bytes = settings.cache_disk_mb * MIB if settings.cache_dir is not None else 0
     block_tokens = BLOCK_TOKENS if sequences.can_save_parts else None
-    store = BlockStore(block_tokens, host_bytes, disk_bytes, can_cut=sequences.can_cut)
+    store = BlockStore(block_tokens, host_bytes, disk_bytes, can_cut=sequences.can_cut_saved)
     arena = HostArena(host_bytes, BLOCK_TOKENS) if host_bytes and sequences.can_save_parts else None
     files = None
     if settings.cache_dir is not None:

@@ -122,8 +122,11 @@ class SlotSaver:
     def _find_on_device(self, tokens: bytes, scope: Scope) -> tuple[CachedSequence | Run | None, int]:
         """Return the entry or run with the longest prefix of `tokens`, and the length of that prefix."""
         match = self._memory.match(tokens, scope)
-        if match.source and not self._sequences.can_save_parts and _scope_of(match.source).key != scope.key:
-            return None, 0  # the sequence can only be saved as a whole, and it contains tokens of another namespace
+        if match.source and not self._sequences.can_save_parts:  # the sequence can only be saved as a whole
+            is_foreign = _scope_of(match.source).key != scope.key  # it contains tokens of another namespace
+            is_longer = _n_tokens_of(match.source) > match.n_held
+            if is_foreign or (is_longer and not self._sequences.can_cut_saved):
+                return None, 0
         return match.source, match.n_held
 
     def _read_from_device(self, save: SlotSave) -> bool:
@@ -142,7 +145,7 @@ class SlotSaver:
         elif end < save.n_tokens:
             return False
         else:
-            saved_end = source.n_past if isinstance(source, Run) else source.n_tokens
+            saved_end = _n_tokens_of(source)
         try:
             save.parts.append(SlotStatePart(start, end, self._sequences.save(source.seq_id, start, saved_end)))
         except EngineError as exc:
@@ -158,6 +161,10 @@ class SlotSaver:
                 save.awaited_span = (block.start, end)
                 return self._offload.read_block(block)
         raise _evicted_error()
+
+
+def _n_tokens_of(source: CachedSequence | Run) -> int:
+    return source.n_tokens if isinstance(source, CachedSequence) else source.n_past
 
 
 def _scope_of(source: CachedSequence | Run) -> Scope:

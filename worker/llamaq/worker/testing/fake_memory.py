@@ -40,7 +40,7 @@ class FakeMemory:
     def __init__(self, *, n_ctx: int, n_seq_max: int, can_cut: bool, kv_unified: bool) -> None:
         self.n_ctx = n_ctx
         self.n_seq_max = n_seq_max
-        self.can_cut = self.can_remove_draft = can_cut
+        self.can_cut = self.can_cut_saved = self.can_remove_draft = can_cut
         self.kv_unified = kv_unified
         self.can_save_parts = can_cut and kv_unified
         self.n_sequences = n_seq_max - 1 if self.can_save_parts else n_seq_max

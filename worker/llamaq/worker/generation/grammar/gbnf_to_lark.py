@@ -8,7 +8,7 @@ Otherwise llguidance matches each terminal with the longest possible text, as th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from llamaq.common.errors import ErrorCode, JobRejected
@@ -21,7 +21,7 @@ _SYMBOL = re.compile(
     r"""(?P<space> \s+ | \#[^\r\n]* )
       | "(?P<literal> (?:\\.|[^"\\])* )"
       | \[(?P<negated> \^? )(?P<class> (?:\\.|[^\]\\])* )\]
-      | (?P<token> !?<\[\d+\]> )
+      | (?P<token> !?<[^>]+> )
       | (?P<rule> [A-Za-z0-9\-]+ )[\ \t]*::=
       | (?P<name> [A-Za-z0-9\-]+ )
       | (?P<repeat> [*+?] | \{\s*\d+\s*(?:,\s*\d*\s*)?\} )
@@ -33,6 +33,7 @@ _CHARACTER = re.compile(
       | \\(?P<escape>[tnr"\\\[\]\-]) | (?P<bad>\\) | (?P<plain>.)""",
     re.VERBOSE | re.DOTALL,
 )
+_TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r"}
 
 
@@ -49,7 +50,12 @@ class _Item:
 _Alternatives = list[list[_Item]]
 
 
-def gbnf_to_lark(text: str, root: str, end_tokens: Collection[int] = ()) -> str:
+def gbnf_to_lark(
+    text: str,
+    root: str,
+    end_tokens: Collection[int] = (),
+    token_of: Callable[[str], int | None] = lambda _: None,
+) -> str:
     """Return the grammar as Lark.
 
     Args:
@@ -57,11 +63,12 @@ def gbnf_to_lark(text: str, root: str, end_tokens: Collection[int] = ()) -> str:
         root: The name of the rule that the whole output must match.
         end_tokens: The tokens that end a generation. No negated token such as `!<[5]>` matches them, because an output
             would end in the middle of its grammar.
+        token_of: Returns the token with a text such as `<think>`. None: no single token has this text.
 
     Raises:
-        JobRejected: The grammar has a syntax error, or refers to a rule that it does not define.
+        JobRejected: The grammar has a syntax error, or refers to a rule or a token that does not exist.
     """
-    rules = _Reader(text, end_tokens).read()
+    rules = _Reader(text, end_tokens, token_of).read()
     if not rules:
         raise _rejected("it has no rules")
     if root not in rules:
@@ -72,9 +79,10 @@ def gbnf_to_lark(text: str, root: str, end_tokens: Collection[int] = ()) -> str:
 class _Reader:
     """Reads the rules of a grammar."""
 
-    def __init__(self, text: str, end_tokens: Collection[int]) -> None:
+    def __init__(self, text: str, end_tokens: Collection[int], token_of: Callable[[str], int | None]) -> None:
         self._text = text
         self._end_tokens = end_tokens
+        self._token_of = token_of
         self._position = 0
         self._rules: dict[str, _Alternatives] = {}
         self._open: list[_Alternatives] = []
@@ -104,7 +112,7 @@ class _Reader:
             case "class":
                 self._add(_Item(self._character_class(match["class"], negated=bool(match["negated"]))))
             case "token":
-                self._add(_Item(self._any_token_but(symbol[3:-2]) if symbol.startswith("!") else symbol))
+                self._add(_Item(self._token(symbol)))
             case "repeat":
                 self._repeat(re.sub(r"\s", "", symbol))
             case "punctuation":
@@ -153,9 +161,16 @@ class _Reader:
         else:
             raise self._error("a group that is not opened")
 
-    def _any_token_but(self, token: str) -> str:
-        """Return the range of Lark for all tokens except one and the end tokens."""
-        return f"<[^{','.join(map(str, sorted({int(token), *self._end_tokens})))}]>"
+    def _token(self, symbol: str) -> str:
+        """Return a symbol such as `<[5]>` or `<think>` in Lark. `!<[5]>` becomes all tokens but this and end tokens."""
+        name = symbol.removeprefix("!")
+        number = _TOKEN_ID.fullmatch(name)
+        token = int(number[1]) if number else self._token_of(name)
+        if token is None:
+            raise self._error(f"{name}, which is not one token of this model's vocabulary,")
+        if name == symbol:
+            return f"<[{token}]>"
+        return f"<[^{','.join(map(str, sorted({token, *self._end_tokens})))}]>"
 
     def _character_class(self, text: str, *, negated: bool) -> str:
         """Return a character class such as `[a-z]` as a regular expression of Lark."""

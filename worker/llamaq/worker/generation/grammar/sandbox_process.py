@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +38,7 @@ class GrammarTrial:
     """
 
     def __init__(self, vocab: GrammarVocabulary) -> None:
+        self._pieces = vocab.pieces
         self._tokenizer = ConstraintTokenizer(vocab)
 
     def compile(self, request: dict[str, Any]) -> str:
@@ -45,22 +47,28 @@ class GrammarTrial:
         Raises:
             JobRejected: The constraint cannot be used. The message gives the reason.
         """
-        compiled = _convert(request, self._tokenizer.end_tokens)
+        compiled = _convert(request, self._tokenizer.end_tokens, self._token_of)
         constraint = self._tokenizer.compile_on_this_stack(compiled)
         if not constraint.allowed_tokens():
             message = "the grammar cannot be used: no token of this model's vocabulary is allowed first"
             raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)
         return compiled
 
+    def _token_of(self, text: str) -> int | None:
+        """Return the token with exactly this text. A control token is preferred. None: there is no such token."""
+        data, pieces = text.encode(), self._pieces
+        tokens = [token for token in pieces.tokens_with(data) if len(pieces[token]) == len(data)]
+        return min(tokens, key=lambda token: (token not in pieces.hidden, token), default=None)
 
-def _convert(request: dict[str, Any], end_tokens: frozenset[int]) -> str:
-    """Return the constraint of a request in the form that llguidance compiles."""
+
+def _convert(request: dict[str, Any], end_tokens: frozenset[int], token_of: Callable[[str], int | None]) -> str:
+    """Return the constraint of a request in the form that llguidance compiles. See `gbnf_to_lark` for the others."""
     kind, value = request["kind"], request["value"]
     name = "JSON schema" if kind == "json_schema" else kind
     try:
         match kind:
             case "grammar":
-                return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"], end_tokens))
+                return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"], end_tokens, token_of))
             case "json_schema":
                 options: Any = SCHEMA_OPTIONS  # a typed dictionary of llguidance, which `common` does not import
                 return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(value)), overrides=options)

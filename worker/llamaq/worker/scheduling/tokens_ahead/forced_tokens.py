@@ -46,6 +46,9 @@ class ForcedTokens:
         self._gain = ForcedTokenGain()
         self._is_recording = False
         """Whether the last tick was passed to `_gain`."""
+        self._n_max = MAX_IN_TICK
+        """Largest number of forced tokens of a tick within the limit of the strategy, as of the last plan. While the
+        times of ticks are not known, the limit counts as large enough."""
 
     def add(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with forced tokens, if they pay.
@@ -57,9 +60,11 @@ class ForcedTokens:
             room: Largest number of tokens to add.
             limit_s: Longest time of a tick with them, in seconds.
         """
-        room = min(room, MAX_IN_TICK)
         if self._is_limited:
-            room = self._room_within(limit_s, room, batch.n_decode)
+            n_within_limit = self._n_within_limit(limit_s, batch.n_decode)
+            self._n_max = MAX_IN_TICK if n_within_limit is None else n_within_limit
+            room = min(room, n_within_limit or 0)
+        room = min(room, MAX_IN_TICK)
         decode = []
         n_forced = 0
         for part in batch.decode:
@@ -72,17 +77,19 @@ class ForcedTokens:
         return replace(batch, decode=tuple(decode))
 
     def pay_after(self, runs: Sequence[Run]) -> bool:
-        """Return whether the next plan adds tokens that must follow the sampled ones, apart from its bounds.
+        """Return whether the next plan adds tokens that must follow the sampled ones, if the batch has room for them.
 
         Args:
             runs: The runs of a batch without prompts. Their histories do not have the sampled tokens yet. So the first
                 token that must follow a history is the one that was sampled.
         """
+        if not self._n_max:
+            return False
         n_forced = 0
         for run in runs:
             if self.may_follow(run):
                 n_forced += max(0, len(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)) - 1)
-        return n_forced > 0 and self._gain.pay(len(runs), min(n_forced, MAX_IN_TICK))
+        return n_forced > 0 and self._gain.pay(len(runs), min(n_forced, self._n_max))
 
     def may_follow(self, run: Run) -> bool:
         """Return whether forced tokens of this run may be added to a batch."""
@@ -112,13 +119,14 @@ class ForcedTokens:
         if not has_others:
             self._gain.record(batch.n_decode, batch.n_forced, seconds)
 
-    def _room_within(self, limit_s: float, room: int, n_decode: int) -> int:
+    def _n_within_limit(self, limit_s: float, n_decode: int) -> int | None:
+        """Return how many forced tokens a tick may have. None: the time of a tick without them is not known."""
         plain_s, times = self._times.plain_s(n_decode), self._times.ahead_times(n_decode)
         if plain_s is None:
-            return 0  # this tick measures it
+            return None
         if times is None:
-            return min(room, FIRST_TOKENS) if limit_s > plain_s else 0
-        return int(min(room, n_within(limit_s - plain_s, times.largest_token_s)))
+            return FIRST_TOKENS if limit_s > plain_s else 0
+        return int(min(MAX_IN_TICK, n_within(limit_s - plain_s, times.largest_token_s)))
 
     def _forced_after(self, part: DecodeToken, room: int) -> tuple[int, ...]:
         """Return the forced tokens of a slot. At least one token of the job is left to be sampled after them."""
