@@ -15,6 +15,11 @@ def constraint_of(vocab: Vocab, gbnf: str, root: str = "root") -> TokenConstrain
     return ConstraintTokenizer(vocab).compile(llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(gbnf, root)))
 
 
+def token_of(vocab: Vocab, text: str) -> int:
+    """Return the token with this text."""
+    return next(token for token in range(vocab.n_tokens) if vocab.piece(token) == text.encode())
+
+
 def allows(constraint: TokenConstraint, token: int | None) -> bool:
     return (token or 0) in constraint.allowed_tokens()
 

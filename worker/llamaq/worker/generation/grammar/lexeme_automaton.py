@@ -1,0 +1,145 @@
+"""The texts of a regular rule, as a nondeterministic automaton of Glushkov's construction.
+
+Each state except the first one is a place in the rule where a character is matched. No state is entered without a
+character, so the characters that may come next are those of the states that may come next.
+
+Source: Glushkov, The abstract theory of automata, Russian Mathematical Surveys 16 (1961).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+from typing import NamedTuple, TypeAlias
+
+from llamaq.worker.generation.grammar.gbnf_reader import (
+    Alternatives,
+    CharacterClass,
+    Group,
+    Literal,
+    Range,
+    Reference,
+    Symbol,
+)
+
+MAX_STATES = 2000
+"""Upper bound on the states of an automaton."""
+MAX_COPIES = 8
+"""A symbol that is repeated more often counts as repeated any number of times, so that automata stay small. Then an
+automaton has more texts than its rule."""
+
+States: TypeAlias = frozenset[int]
+NO_STATES: States = frozenset()
+
+
+class TooManyStates(Exception):
+    """The automaton of a rule would have more than `MAX_STATES` states."""
+
+
+class _Part(NamedTuple):
+    """A part of the automaton: the states of its first and its last characters."""
+
+    first: States
+    last: States
+    has_empty: bool
+    """Whether the empty text is one of its texts."""
+
+
+_EMPTY = _Part(NO_STATES, NO_STATES, has_empty=True)
+
+
+class Automaton:
+    """The automaton of a symbol.
+
+    Args:
+        symbol: The symbol.
+        rules: The rules that it may refer to, directly and through other rules. None of them reaches itself.
+
+    Attributes:
+        first: The states of the first characters.
+        last: The states of the last characters.
+        has_empty: Whether the empty text is one of the texts.
+
+    Raises:
+        TooManyStates: The automaton is too large.
+    """
+
+    def __init__(self, symbol: Symbol, rules: Mapping[str, Alternatives]) -> None:
+        self._rules = rules
+        self._ranges: list[tuple[Range, ...]] = []
+        self._next: list[set[int]] = []
+        self.first, self.last, self.has_empty = self._symbol(symbol)
+
+    def next_states(self, states: States) -> States:
+        """Return the states of the characters that may follow."""
+        return NO_STATES.union(*[self._next[state] for state in states])
+
+    def ranges(self, states: Iterable[int]) -> Iterator[Range]:
+        """Yield the ranges of the characters of these states."""
+        for state in states:
+            yield from self._ranges[state]
+
+    def n_ranges(self, states: Iterable[int]) -> int:
+        """Return the number of these ranges."""
+        return sum([len(self._ranges[state]) for state in states])
+
+    def matching(self, states: States, character: int) -> States:
+        """Return those of the states that match a character, given as a code point."""
+        return frozenset(
+            [state for state in states if any(low <= character <= high for low, high in self._ranges[state])]
+        )
+
+    def _symbol(self, symbol: Symbol) -> _Part:
+        match symbol:
+            case Literal(text):
+                return self._sequence(self._character(((ord(one), ord(one)),)) for one in text)
+            case CharacterClass(ranges):
+                return self._character(ranges)
+            case Reference(name):
+                return self._alternatives(self._rules[name])
+            case Group(alternatives, least, most):
+                return self._repetition(alternatives, least, most)
+        raise TypeError(f"{symbol!r} is not part of a regular rule")
+
+    def _character(self, ranges: tuple[Range, ...]) -> _Part:
+        state = len(self._ranges)
+        if state == MAX_STATES:
+            raise TooManyStates
+        self._ranges.append(ranges)
+        self._next.append(set())
+        return _Part(frozenset({state}), frozenset({state}), has_empty=False)
+
+    def _alternatives(self, alternatives: Alternatives) -> _Part:
+        parts = [self._sequence(self._symbol(one) for one in symbols) for symbols in alternatives]
+        first = NO_STATES.union(*[part.first for part in parts])
+        last = NO_STATES.union(*[part.last for part in parts])
+        return _Part(first, last, any(part.has_empty for part in parts))
+
+    def _sequence(self, parts: Iterable[_Part]) -> _Part:
+        return reduce(self._after, parts, _EMPTY)
+
+    def _after(self, part: _Part, other: _Part) -> _Part:
+        """Return the texts of one part, followed by those of another."""
+        for state in part.last:
+            self._next[state] |= other.first
+        first = part.first | other.first if part.has_empty else part.first
+        last = part.last | other.last if other.has_empty else other.last
+        return _Part(first, last, part.has_empty and other.has_empty)
+
+    def _repetition(self, alternatives: Alternatives, least: int, most: int | None) -> _Part:
+        if most is None or most > MAX_COPIES:
+            least, most = min(least, MAX_COPIES), None
+        required = [self._alternatives(alternatives) for _ in range(least)]
+        if most is None:
+            return self._sequence([*required, self._loop(self._alternatives(alternatives))])
+        optional = [self._alternatives(alternatives)._replace(has_empty=True) for _ in range(most - least)]
+        return self._sequence([*required, *optional])
+
+    def _loop(self, part: _Part) -> _Part:
+        """Return the part, repeated any number of times."""
+        for state in part.last:
+            self._next[state] |= part.first
+        return part._replace(has_empty=True)
+
+    def __repr__(self) -> str:
+        return f"<Automaton {len(self._ranges)} states>"
