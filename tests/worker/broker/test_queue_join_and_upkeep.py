@@ -216,6 +216,17 @@ async def test_workers_share_the_steps_of_a_sweep(redis_url: str, queue: str) ->
         assert await redis.hgetall(state) == first
 
 
+async def test_a_sweep_does_not_wait_until_a_clock_that_was_set_back_shows_the_old_time_again(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        job = await client.submit("hello")
+        await client.redis.delete(Keys().jobs(queue, 0, Priority.INTERACTIVE))
+        await client.redis.hset(Keys().sweep(queue, 0), "next_ms", FOREVER)
+        scripts = UpkeepScripts(client.redis, Keys(), queue)
+        assert await scripts.sweep(0, [], n_keys=100_000) == [job.id]
+
+
 async def test_consumers_of_dead_workers_without_entries_are_removed(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

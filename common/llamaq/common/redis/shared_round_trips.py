@@ -70,8 +70,8 @@ class SharedRoundTrips:
     A call that is cancelled does not affect the other calls of its round trip. When the connection is lost, each call
     without a reply raises the error. When the server cannot be reached or does not answer in time, the calls that wait
     for a round trip raise the error too. The connection may be lost because of one command: Redis refuses a write, or
-    limits the size of a command or a reply. So calls share no round trips for `SEPARATE_S` after such an error. Neither
-    do they if a call has waited too long for the long replies of other calls.
+    limits the size of a command or a reply. So calls share no round trips for `SEPARATE_S` after such an error, or
+    after a wait of `LONGEST_WAIT_S`.
 
     Args:
         pool: The connections.
