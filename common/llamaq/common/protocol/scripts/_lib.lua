@@ -422,6 +422,13 @@ local function is_open(status)
   return status == 'queued' or status == 'running'
 end
 
+-- Returns how many tokens of a job are stored, from this field of its hash. 0 if another client has damaged the field: then
+-- the worker stores all tokens again.
+local function count_stored(generated)
+  local stored = tonumber(generated or '')
+  return stored and stored >= 0 and stored < 2 ^ 31 and stored % 1 == 0 and stored or 0
+end
+
 -- Returns whether the newest attempt of a job has stored no token, so that the job may have crashed its worker. The arguments
 -- are fields of its hash.
 local function is_unproven(generated, generated_at_start)
