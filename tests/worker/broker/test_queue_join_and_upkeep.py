@@ -138,7 +138,7 @@ async def sweep_all(scripts: UpkeepScripts, live: list[str]) -> list[str]:
     return repaired
 
 
-@pytest.mark.parametrize("loss", ["entry", "pending", "stream"])
+@pytest.mark.parametrize("loss", ["entry", "pending", "stream", "damaged field"])
 async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str, queue: str, loss: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
@@ -150,8 +150,11 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
             await worker.redis.xdel(stream, claim.entry_id)
         elif loss == "pending":  # as after the deletion of a consumer with pending entries
             await worker.redis.xack(stream, GROUP, claim.entry_id)
-        else:
+        elif loss == "stream":
             await worker.redis.delete(stream)
+        else:
+            await worker.redis.hset(client.keys.of_job(job.id).job, "entry", "x")
+            assert await worker.begin(claim) is None, "the entry is dropped, because it is not that of the job"
         scripts = UpkeepScripts(worker.redis, Keys(), queue)
         assert await sweep_all(scripts, []) == [job.id]
         if loss == "stream":

@@ -1,8 +1,8 @@
 """Redis Sentinel: connections that find the master when they connect, and disconnect when another server replaces it.
 
-Sentinel closes the connections to a demoted master some seconds after it has named the new master. Data that is written
-to the old master until then is lost. Therefore a connection in use asks the Sentinels again every second, and an idle
-connection waits for their answer before it sends a command.
+Sentinel closes the connections to a demoted master some seconds after it has named the new one. What is written until
+then is lost. So a connection in use asks the Sentinels again every second, and an idle one waits for their answer
+before it sends a command.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ local function repair(job, id)
   if not stream or not entry then
     return false
   end
-  local found = redis.pcall('XRANGE', stream, entry, entry)
+  local is_id = string.find(entry, '^%d+%-%d+$') -- otherwise the field is damaged
+  local found = is_id and redis.pcall('XRANGE', stream, entry, entry) or {}
   if found.err then
     return false -- another client has overwritten the stream
   end
