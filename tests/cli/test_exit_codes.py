@@ -58,20 +58,32 @@ def test_a_replica_is_not_reported_as_a_server_that_does_not_answer() -> None:
     assert "--redis-url (LLAMAQ_REDIS_URL)" in line
 
 
-@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster"])
+@pytest.mark.parametrize(
+    ("scheme", "path"), [("rediss", ""), ("rediss+cluster", ""), ("rediss+sentinel", "/llamaq-master")]
+)
 async def test_a_failed_tls_connection_is_not_reported_as_a_server_that_does_not_answer(
-    tmp_path: Path, scheme: str
+    tmp_path: Path, scheme: str, path: str
 ) -> None:
     no_certificate = tmp_path / "ca.pem"
     no_certificate.write_text("x")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}?ssl_ca_certs={no_certificate}"
+        url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}{path}?ssl_ca_certs={no_certificate}"
         redis = connect(url, name="test", failover_s=0)
         with pytest.raises(RedisConnectionError) as caught:
             await redis.ping()
         await redis.aclose()
     assert exit_code_of(caught.value) == 3
     assert explain(caught.value).startswith("Redis: no TLS connection: ")
+
+
+async def test_a_sentinel_that_does_not_answer_is_named_with_its_reason() -> None:
+    redis = connect("redis+sentinel://127.0.0.1:1/llamaq-master", name="test", failover_s=0)
+    with pytest.raises(RedisConnectionError) as caught:
+        await redis.ping()
+    await redis.aclose()
+    assert str(caught.value).startswith(
+        "no Sentinel names a master 'llamaq-master': Error 111 connecting to 127.0.0.1:1."
+    )
 
 
 def test_the_documentation_lists_every_exit_code() -> None:

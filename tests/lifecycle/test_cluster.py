@@ -200,6 +200,26 @@ def test_streams_continue_when_a_replica_becomes_master(
         assert client.queue_depth().running == 0
 
 
+def test_streams_continue_while_the_keys_of_their_partition_move_there_and_back(
+    cluster_environment: Environment, nodes: ClusterServers, read: Read
+) -> None:
+    start_worker(cluster_environment, "--n-parallel", "8")
+    with client_of(cluster_environment) as client:
+        readers = [read(job) for job in submit_to_each(client, **LONG | {"max_tokens": 400})]
+        first = readers[0].job
+        for reader in readers:
+            reader.await_tokens(5)
+        for moved_first in (Keys().of_job(first.id).events, Keys().of_job(first.id).job):
+            slot, old = slot_of(first), nodes.master_of(slot_of(first))
+            with nodes.slot_moves(slot, next(one for one in nodes.masters if one is not old), moved_first):
+                pass  # the other keys move next
+            assert nodes.master_of(slot) is not old
+        for reader in readers:
+            result = reader.finish()
+            assert (result.finish_reason, len(result.tokens)) == ("length", 400)
+            assert sum(isinstance(event, Started) for event in cluster_environment.events_of(reader.job)) == 1
+
+
 def test_a_silent_master_without_replicas_does_not_stop_streams_of_other_masters(
     environment: Environment, folder: Path, read: Read
 ) -> None:

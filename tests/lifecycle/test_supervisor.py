@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -87,6 +88,18 @@ def test_a_killed_child_is_restarted_after_a_delay_that_doubles(environment: Env
         assert len(client.generate(PROMPT, max_tokens=5).tokens) > 0
     supervisor.signal(signal.SIGTERM)
     assert supervisor.end() == 0
+
+
+def test_a_child_that_cannot_be_started_at_the_moment_is_started_later(environment: Environment) -> None:
+    supervisor = supervise(environment, 2)
+    untouched, victim = sorted(children_of(supervisor.pid))
+    limits = resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, (0, limits[1]))  # it can open no pipe for a child
+    os.kill(victim, signal.SIGKILL)
+    supervisor.await_output("child.not_started error=", 2)
+    resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, limits)
+    supervisor.await_output("worker.ready", 3)
+    assert untouched in children_of(supervisor.pid)
 
 
 def test_a_worker_is_supervised_by_default(environment: Environment) -> None:

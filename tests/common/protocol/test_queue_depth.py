@@ -8,6 +8,7 @@ from tests.support.fake_redis import replace_redis
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient, QueueFull
@@ -30,6 +31,12 @@ async def test_a_key_that_is_no_stream_is_an_error(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ResponseError, match="WRONGTYPE"):
         await queue_depth(redis, Keys(), "tests", 1)
     await redis.aclose()
+
+
+async def test_a_mode_that_this_version_does_not_know_counts_as_open(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        await client.redis.hset(client.keys.config(queue, 0), "mode", b"\xff")
+        assert (await client.queue_depth()).mode is QueueMode.OPEN
 
 
 async def test_jobs_that_were_requeued_or_wait_in_a_worker_or_lost_their_worker_wait(

@@ -142,14 +142,18 @@ async def test_a_delayed_job_ends_completely_although_the_set_of_delayed_jobs_is
         await worker.redis.delete(client.keys.later(queue, 0))
 
 
-async def test_a_job_whose_time_to_live_is_damaged_expires_after_its_end(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+@pytest.mark.parametrize("ttl", ["soon", "", "-1", "1.5", "nan", "1e400", "99999999999999999999"])
+async def test_a_job_whose_time_to_live_is_damaged_expires_after_its_end(redis_url: str, queue: str, ttl: str) -> None:
+    async with AsyncClient(redis_url, queue, event_ttl_s=60) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
         keys = client.keys.of_job(job.id)
-        await worker.redis.hset(keys.job, "ttl_ms", "soon")
-        assert await job.cancel()
+        attempt = await worker.start_next()
+        await attempt.emit([1], "a")
+        await worker.redis.hset(keys.job, mapping={"ttl_ms": ttl, "events_ttl_ms": ttl})
+        assert await attempt.finish()
         assert (await job.status()).state is JobState.FINISHED
         assert await worker.redis.pttl(keys.job) > LEASE_MS
+        assert await worker.redis.pttl(keys.events) != -1
 
 
 async def test_a_finished_job_has_only_the_fields_of_its_result(redis_url: str, queue: str) -> None:

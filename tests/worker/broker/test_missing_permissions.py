@@ -1,20 +1,27 @@
-"""A worker whose Redis user may not run a command of a script leaves the jobs as they are: they have no fault."""
+"""A Redis user may not run some commands. Jobs have no fault then, and no key is stored without an expiry."""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
+from llamaq.common.background_tasks import cancel_tasks
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.end_expired_jobs import end_expired
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_script_calls import JobScripts
-from llamaq.common.protocol.script_types import JobEntry
+from llamaq.common.protocol.script_types import Claimant, JobEntry
+from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeWorker
+from llamaq.worker.broker.command_inbox import CommandInbox
 from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.broker.job_streams import JobStreams
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 pytestmark = pytest.mark.starts_processes
@@ -73,3 +80,51 @@ async def test_the_deadline_of_a_job_that_may_not_be_ended_stays(server: str) ->
             await allow(client)
             await end_expired(worker.redis, scripts, worker.keys, "default", 0, ids)
         assert [(await job.result(timeout=10)).finish_reason for job in jobs] == [FinishReason.DEADLINE] * 2
+
+
+# ---- a key and its expiry are stored together, also if the server dies after the first command
+
+
+NO_EXPIRY = ("-expire", "-pexpire")
+
+
+class Handler:
+    """Replies to each command."""
+
+    async def execute(self, _: SlotCommand) -> SlotReply:
+        return SlotReply()
+
+
+async def test_a_command_is_not_stored_without_an_expiry(server: str) -> None:
+    async with AsyncClient(server) as client:
+        await allow(client, *NO_EXPIRY)
+        async with FakeWorker(server, "default") as worker, AsyncClient(url_of_worker(server)) as limited:
+            await worker.announce()
+            with pytest.raises(NoPermissionError):
+                await limited.slots()
+            assert await client.redis.exists(client.keys.slot_commands(worker.name)) == 0
+
+
+async def test_a_reply_is_not_stored_without_an_expiry(server: str) -> None:
+    async with AsyncClient(server) as client:
+        await allow(client, *NO_EXPIRY)
+        command = SlotCommand.model_validate({"id": secrets.token_hex(16), "action": "list", "deadline_ms": 2**50})
+        async with FakeWorker(url_of_worker(server), "default") as limited:
+            task = asyncio.create_task(CommandInbox(limited.redis, limited.keys, limited.name, Handler()).run())
+            await client.redis.rpush(client.keys.slot_commands(limited.name), codec.encode_model(command))
+            while not await client.redis.acl_log():  # noqa: ASYNC110  # in Redis
+                await asyncio.sleep(0.01)
+            await cancel_tasks(task)
+        assert await client.redis.exists(client.keys.reply(command.id)) == 0
+
+
+async def test_the_end_of_a_wait_is_not_stored_without_an_expiry(server: str) -> None:
+    async with AsyncClient(server) as client:
+        await allow(client, *NO_EXPIRY)
+        async with FakeWorker(url_of_worker(server), "default") as limited:
+            streams = JobStreams(
+                limited.redis, limited.keys, queue="default", partitions=1, claimant=Claimant("w1", 60_000)
+            )
+            await streams.open()
+            await streams.end_wait()
+        assert [key async for key in client.redis.scan_iter("*:wake:*")] == []

@@ -91,6 +91,15 @@ async def test_a_job_stays_with_its_worker_at_first_and_longer_after_each_move(r
         assert await may_move(worker, claim, 31), "the time is bounded"
 
 
+async def test_a_job_moves_although_the_clock_of_redis_was_set_back(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await client.submit("hello")
+        claim = await worker.claim()
+        assert claim is not None
+        await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS, at_risk=False)
+        assert await may_move(worker, claim, -3600)
+
+
 async def test_an_entry_that_names_no_job_does_not_move_and_other_jobs_do(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         await client.submit("hello")

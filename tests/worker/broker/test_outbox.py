@@ -333,6 +333,30 @@ async def test_events_overwritten_before_the_end_of_a_job_are_written_again_with
         assert [(ended.job_id, ended.stats) for ended in at.engine.finished] == [(job.id, JobStats(generated_tokens=3))]
 
 
+@pytest.mark.parametrize("count", ["-1", "1.5", "nan", "1e400", "99999999999999999999", "1000000"])
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_a_damaged_number_of_stored_tokens_affects_one_job_alone(
+    redis_url: str, queue: str, count: str, has_ended: bool
+) -> None:
+    async with working(redis_url, queue) as at:
+        broken, first = await at.begin()
+        sound, second = await at.begin()
+        await at.put(first, 0, 1)
+        await at.outbox.flush()
+        await at.client.redis.hset(at.client.keys.of_job(broken.id).job, "generated", count)
+        if not has_ended:
+            await at.outbox.flush()
+        await at.put(first, 2)
+        await at.put(second, 7, 8)
+        stats = JobStats(generated_tokens=3)
+        at.outputs.put([JobEnded(first, stats, reason=FinishReason.LENGTH, text="!")])  # withheld until the end
+        await at.end(second, 2)
+        async with asyncio.timeout(10):
+            await at.outbox.flush()
+        assert at.outbox.n_jobs == 0
+        assert [(await job.result()).text for job in (broken, sound)] == ["abc!", "hi"]
+
+
 async def test_the_end_of_a_job_does_not_repeat_tokens_of_a_flush_whose_reply_was_lost(
     redis_url: str, queue: str
 ) -> None:

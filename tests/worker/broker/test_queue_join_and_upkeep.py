@@ -138,7 +138,7 @@ async def sweep_all(scripts: UpkeepScripts, live: list[str]) -> list[str]:
     return repaired
 
 
-@pytest.mark.parametrize("loss", ["entry", "pending", "stream"])
+@pytest.mark.parametrize("loss", ["entry", "pending", "stream", "damaged field"])
 async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str, queue: str, loss: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
@@ -150,8 +150,11 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
             await worker.redis.xdel(stream, claim.entry_id)
         elif loss == "pending":  # as after the deletion of a consumer with pending entries
             await worker.redis.xack(stream, GROUP, claim.entry_id)
-        else:
+        elif loss == "stream":
             await worker.redis.delete(stream)
+        else:
+            await worker.redis.hset(client.keys.of_job(job.id).job, "entry", "x")
+            assert await worker.begin(claim) is None, "the entry is dropped, because it is not that of the job"
         scripts = UpkeepScripts(worker.redis, Keys(), queue)
         assert await sweep_all(scripts, []) == [job.id]
         if loss == "stream":
@@ -214,6 +217,17 @@ async def test_workers_share_the_steps_of_a_sweep(redis_url: str, queue: str) ->
         first = await redis.hgetall(state)
         await scripts.sweep(0, [], n_keys=1)
         assert await redis.hgetall(state) == first
+
+
+async def test_a_sweep_does_not_wait_until_a_clock_that_was_set_back_shows_the_old_time_again(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        job = await client.submit("hello")
+        await client.redis.delete(Keys().jobs(queue, 0, Priority.INTERACTIVE))
+        await client.redis.hset(Keys().sweep(queue, 0), "next_ms", FOREVER)
+        scripts = UpkeepScripts(client.redis, Keys(), queue)
+        assert await scripts.sweep(0, [], n_keys=100_000) == [job.id]
 
 
 async def test_consumers_of_dead_workers_without_entries_are_removed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -118,6 +119,22 @@ def test_check_restarts_a_killed_server_with_its_data_at_the_same_place(
         assert server.url == url
     assert "redis.died" in caplog.text
     assert "it ended with code -9" in caplog.text
+
+
+def test_check_tries_again_when_no_process_can_be_started_at_the_moment(caplog: pytest.LogCaptureFixture) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with EmbeddedRedis() as server:
+        old_pid = server.pid
+        assert old_pid is not None
+        os.kill(old_pid, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            while "redis-server cannot be started: [Errno 24]" not in caplog.text:
+                server.check()
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        check_until_started(server, old_pid)
 
 
 def test_check_raises_the_reason_when_restarts_fail(

@@ -18,6 +18,7 @@ from tests.support.worker_cards import make_card
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.keys import Keys
 from llamaq.producer import Client, JobFailed
+from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
@@ -103,14 +104,17 @@ def test_a_worker_whose_stats_redis_refuses_logs_that_and_is_not_listed_after_it
         assert not server.exists(Keys().worker(queue))
 
 
-def test_the_steps_of_the_close_that_have_no_time_left_are_logged_by_their_names(
+def test_a_step_of_the_close_that_does_not_end_is_logged_and_leaves_time_for_the_next_ones(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def wait_forever(_: QueueMembership) -> None:
+    async def wait_forever(*_: Outbox | QueueMembership, crashed: bool = False) -> None:
         await asyncio.Event().wait()
 
-    with served(redis_url, queue):
-        monkeypatch.setattr(QueueMembership, "leave", wait_forever)
-        monkeypatch.setattr(io_thread_module, "CLOSE_TIMEOUT_S", 2.0)
+    with Client(redis_url, queue) as client:
+        with served(redis_url, queue):
+            monkeypatch.setattr(Outbox, "close", wait_forever)
+            monkeypatch.setattr(QueueMembership, "leave", wait_forever)
+            monkeypatch.setattr(io_thread_module, "CLOSE_TIMEOUT_S", 2.0)
+        assert client.workers() == ()
     failed = [record.getMessage() for record in caplog.records if "close_failed" in record.getMessage()]
-    assert [message.split()[1] for message in failed] == ["step=leave_queue", "step=unregister"]
+    assert [message.split()[1] for message in failed] == ["step=write_events", "step=leave_queue"]

@@ -2,8 +2,7 @@
 
 redis-py's cluster client is not used. After each error it reads the map of the cluster again, from one node after
 another, before it sends any other command. For a node that does not answer, it waits up to the socket timeout. So one
-silent master would stop the commands to all other masters. Whenever it reads the map, it also marks all connections for
-a reconnect.
+silent master would stop the commands to all other masters.
 """
 
 from __future__ import annotations

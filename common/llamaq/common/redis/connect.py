@@ -46,7 +46,7 @@ def connect(url: str, *, name: str, failover_s: float = FAILOVER_S) -> Redis:
     """Return a client with a pool of connections. It connects at the first command, and retries after lost connections.
 
     Args:
-        url: URL of Redis; see `url.py`.
+        url: URL of Redis; see `docs/redis.md`.
         name: Name of the connections in `CLIENT LIST`.
         failover_s: How long a command is retried with Sentinels or a cluster, in seconds.
 

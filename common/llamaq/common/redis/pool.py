@@ -69,7 +69,7 @@ class BoundedPool(ConnectionPool):
     async def release(self, connection: AbstractConnection) -> None:
         """Take a connection back, and wake the command that has waited longest.
 
-        redis-py's own method also tells listeners, which only credential providers have, and OpenTelemetry.
+        redis-py's own method also tells listeners, which llamaq does not have.
         """
         self._in_use_connections.remove(connection)
         self._available_connections.append(connection)

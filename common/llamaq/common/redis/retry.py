@@ -24,8 +24,7 @@ async def retry_until_deadline(call: Callable[[], Awaitable[T]], longest_s: floa
     the call is retried for the same time if the server refuses connections and if it does not reply. There is at least
     one retry, because the first failure may only mean that an idle connection was broken.
 
-    The call must not keep a connection of a pool between two tries. Otherwise other commands would wait for this
-    connection, and would start their own retries only afterwards.
+    The call must not keep a connection of a pool between two tries, see `RetryingRedis`.
 
     Raises:
         RedisError: The error of the last try.

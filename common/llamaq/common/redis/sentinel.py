@@ -1,8 +1,8 @@
 """Redis Sentinel: connections that find the master when they connect, and disconnect when another server replaces it.
 
-Sentinel closes the connections to a demoted master some seconds after it has named the new master. Data that is written
-to the old master until then is lost. Therefore a connection in use asks the Sentinels again every second, and an idle
-connection waits for their answer before it sends a command.
+Sentinel closes the connections to a demoted master some seconds after it has named the new one. What is written until
+then is lost. So a connection in use asks the Sentinels again every second, and an idle one waits for their answer
+before it sends a command.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from redis.asyncio import Sentinel
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.redis.url import RedisUrl
 
@@ -48,11 +49,26 @@ class MasterFinder:
         async with self._lock:
             self._asked_s = asyncio.get_running_loop().time()
             try:
-                master: tuple[str, int] = await self._sentinel.discover_master(self._service)
+                master = await self._ask()
             finally:
                 await self._sentinel.aclose()
             self._master = master
             return master
+
+    async def _ask(self) -> tuple[str, int]:
+        """Ask one Sentinel after another. The next call begins with the one that has named the master."""
+        sentinels, error = self._sentinel.sentinels, None
+        for place, sentinel in enumerate(sentinels):
+            try:
+                state = (await sentinel.sentinel_masters()).get(self._service)
+            except (RedisConnectionError, RedisTimeoutError) as exc:
+                error = exc
+                continue
+            if state and self._sentinel.check_master_state(state, self._service):
+                sentinels[0], sentinels[place] = sentinel, sentinels[0]
+                return state["ip"], state["port"]
+        reason = f": {error}" if error else ""
+        raise RedisConnectionError(f"no Sentinel names a master {self._service!r}{reason}") from error
 
     async def is_master(self, address: tuple[str, int]) -> bool:
         """Return whether the last answer names this address. An answer older than a second is refreshed."""

@@ -1,16 +1,4 @@
-"""Parses Redis URLs.
-
-| URL                                                                | meaning                                     |
-| ------------------------------------------------------------------ | ------------------------------------------- |
-| `redis://[user:password@]host[:6379][/db]`                         | one server                                  |
-| `unix:///path[?db=0]`                                              | one server, through a Unix socket           |
-| `redis+sentinel://[user:password@]host[:26379],host,.../name[/db]` | the master that these Sentinels call `name` |
-| `redis+cluster://[user:password@]host[:6379],host,...`             | a Redis Cluster, given by some of its nodes |
-
-`rediss` in place of `redis` turns on TLS. The query may contain the options of redis-py's connections in `OPTIONS` and
-`TLS_OPTIONS` (`?ssl_ca_certs=/path`). User and password are for the data servers; `sentinel_username` and
-`sentinel_password` in the query are for the Sentinels. Special characters are written as %XX.
-"""
+"""Parses Redis URLs: of one server, of Sentinels and of a cluster. `docs/redis.md` says what their parts mean."""
 
 from __future__ import annotations
 

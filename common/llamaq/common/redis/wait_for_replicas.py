@@ -12,9 +12,8 @@ from llamaq.common.redis.shared_round_trips import Command
 async def wait_for_replicas(redis: Redis, config: str, n_replicas: int, timeout_ms: int) -> int:
     """Wait until replicas have all earlier writes to the server of a partition, and return their number.
 
-    WAIT only waits for writes of its own connection. The earlier writes may have used another connection. So this
-    function writes once more, to a field whose value has no meaning. A replica that has this write also has all earlier
-    writes.
+    WAIT only waits for writes of its own connection, and the earlier writes may have used another one. So this function
+    writes once more, to a field whose value has no meaning.
 
     Args:
         redis: The Redis client.

@@ -78,7 +78,7 @@ async def exchange(
     deadline_ms = await server_time_ms(redis) + int(timeout_s * 1000)
     # A command may be sent to several workers. Each gets a new id, because the id names the list for the reply.
     command = command.model_copy(update={"id": new_command_id(), "deadline_ms": deadline_ms})
-    async with redis.pipeline(transaction=False) as pipe:
+    async with redis.pipeline(transaction=True) as pipe:
         pipe.rpush(command_list, codec.encode_model(command))
         pipe.pexpire(command_list, int(timeout_s * 1000) + LIST_TTL_MARGIN_MS)
         await pipe.execute()

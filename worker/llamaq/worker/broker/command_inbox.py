@@ -126,7 +126,7 @@ class CommandInbox:
             reply.error if isinstance(reply, SlotReply) else reply.error is not None,  # no texts of users in the log
         )
         key = self._keys.reply(command.id)
-        async with self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=True) as pipe:
             pipe.rpush(key, codec.encode_model(reply))
             pipe.expire(key, REPLY_TTL_S)
             await pipe.execute()

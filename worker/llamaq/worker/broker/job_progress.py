@@ -183,7 +183,8 @@ class JobProgress:
             n_new = 0  # before the preparation, the output has no tokens of earlier attempts
         payload = b""
         # The terminal write of a job with `stream=False` contains the whole output, so no tokens event is needed.
-        if (n_new or self.final_text) and not (self.checkpoints and self.terminal_write):
+        has_text = bool(self.final_text) and offset <= len(output.tokens)  # more are stored only if Redis is damaged
+        if (n_new or has_text) and not (self.checkpoints and self.terminal_write):
             payload = output.encode_from(offset, self.final_text)
         has_started, has_slot = self.slot
         return JobFlush(

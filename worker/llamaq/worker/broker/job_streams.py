@@ -282,7 +282,7 @@ class JobStreams:
     async def end_wait(self) -> None:
         """End a running call of `wait_and_read`, also one that Redis has not received yet. No other call may follow."""
         try:
-            async with asyncio.timeout(END_WAIT_S), self._redis.pipeline(transaction=False) as pipe:
+            async with asyncio.timeout(END_WAIT_S), self._redis.pipeline(transaction=True) as pipe:
                 pipe.xadd(self._wake, {"by": "close"})
                 pipe.expire(self._wake, WAKE_TTL_S)
                 await pipe.execute()

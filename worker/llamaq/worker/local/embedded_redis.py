@@ -131,20 +131,19 @@ class EmbeddedRedis:
             EmbeddedRedisError: The server has ended, and `MAX_FAILED_RESTARTS` restarts in a row failed. The message
                 contains the reason of the last failure.
         """
-        if self._process is None:
-            if time.monotonic() >= self._restart_s:
-                self._spawn()
-        elif self._has_answered:
+        if self._process is not None and self._has_answered:
             code = self._process.poll()
             if code is not None:
                 self._schedule_restart(f"it ended with code {code}")
-        else:
-            self._check_restart()
+        elif self._process is not None or time.monotonic() >= self._restart_s:
+            self._continue_restart()
 
-    def _check_restart(self) -> None:
-        """Check a server that was restarted and has not answered yet."""
+    def _continue_restart(self) -> None:
+        """Start the process of the server again, or check a process that has not answered yet."""
         try:
-            if self._poll_start():
+            if self._process is None:
+                self._spawn()
+            elif self._poll_start():
                 self._n_failed_restarts = 0
         except EmbeddedRedisError as exc:
             self._n_failed_restarts += 1
@@ -161,19 +160,26 @@ class EmbeddedRedis:
         log.error("redis.died url=%s restart_in_s=%.1f reason=%s", self.url, delay_s, reason)
 
     def _spawn(self) -> None:
-        """Start the process of the server. It loads the data that an earlier process has stored."""
-        with self._log_file.open("wb") as out:
-            self._process = subprocess.Popen(
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must not end the server before workers have stored their last tokens
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  # the function makes one system call and acquires no lock
-            )
+        """Start the process of the server. It loads the data that an earlier process has stored.
+
+        Raises:
+            EmbeddedRedisError: The machine has no memory, file descriptors or disk space for it.
+        """
         self._has_answered = False
         self._started_s = time.monotonic()
         self._start_deadline_s = self._started_s + START_TIMEOUT_S
+        try:
+            with self._log_file.open("wb") as out:
+                self._process = subprocess.Popen(
+                    self._command(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C must not end the server before workers have stored their tokens
+                    preexec_fn=_die_with_parent,  # noqa: PLW1509  # the function makes one system call, acquires no lock
+                )
+        except OSError as exc:
+            raise EmbeddedRedisError(f"redis-server cannot be started: {exc}") from exc
 
     def _poll_start(self) -> bool:
         """Return whether the started process answers. A process that does not answer in time is killed.

@@ -29,9 +29,10 @@ from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY_S = 0.25
-"""How often a worker looks for other workers that compute."""
-IDLE_CHECKS = 8
+CHECK_EVERY_S = 0.05
+"""How often a worker looks for other workers that compute. When two begin at the same time, each token takes up to
+250 ms until both have looked twice. A look takes less than 0.1 ms."""
+IDLE_CHECKS = 40
 """A worker gives its cores to the others after this many checks without work. Fewer would change the number of threads
 between jobs that follow each other closely."""
 UNIX_SOCKETS = Path("/proc/net/unix")

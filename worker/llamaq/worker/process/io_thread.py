@@ -353,18 +353,20 @@ class IoThread:
         """Write the last events, requeue unfinished jobs, unregister the worker, and store the last stats.
 
         A step may fail: on a cluster, a partition does not answer, or a full Redis refuses stats. The next steps are
-        tried nevertheless. Steps for which no time is left fail too. Each failed step is logged.
+        tried nevertheless. A tenth of the time is kept for each of them. Each failed step is logged.
         """
-        deadline_s = asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S / 2
+        longest_s = CLOSE_TIMEOUT_S / 2
+        deadline_s = asyncio.get_running_loop().time() + longest_s
         steps = {
             "write_events": outbox.close(crashed=self.has_crashed),
             "leave_queue": membership.leave(),
             "unregister": heartbeat.unregister(),
             "store_stats": stats.store(),
         }
-        for name, step in steps.items():
+        for n_tried, (name, step) in enumerate(steps.items(), 1):
+            kept_s = (len(steps) - n_tried) * longest_s / 10
             try:
-                async with asyncio.timeout_at(deadline_s):
+                async with asyncio.timeout_at(deadline_s - kept_s):
                     await step
             except (RedisError, TimeoutError) as exc:
                 # No job is lost: other workers reclaim the jobs when their leases have expired.

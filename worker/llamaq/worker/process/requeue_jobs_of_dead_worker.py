@@ -61,7 +61,7 @@ def _start(settings: WorkerSettings, release: Release) -> threading.Thread:
 def _run(settings: WorkerSettings, release: Release) -> None:
     try:
         asyncio.run(_connect_and_release(settings, release))
-    except (RedisError, TimeoutError, LlamaqError) as exc:
+    except (RedisError, OSError, LlamaqError) as exc:
         log.warning("dead_worker.release_failed error=%s: the jobs of a dead worker wait for their leases", exc)
 
 

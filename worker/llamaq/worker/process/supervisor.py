@@ -107,7 +107,7 @@ class Child:
             return None
         if self._process is None:
             if now_s >= self._restart_s:
-                self.start()
+                self._restart()
             return None
         code = self._process.poll()
         if code is None:
@@ -123,10 +123,23 @@ class Child:
         lived_s = now_s - self._started_s
         if lived_s > STEADY_S:
             self._backoff.reset()
-        delay_s = self._backoff.next_delay_s()
-        log.warning("child.died code=%s lived_s=%.1f restart_in_s=%.1f", code, lived_s, delay_s)
-        self._restart_s = now_s + delay_s
+        log.warning("child.died code=%s lived_s=%.1f restart_in_s=%.1f", code, lived_s, self._delay_restart(now_s))
         return None
+
+    def _restart(self) -> None:
+        """Start the process again. Try later if the machine has no memory or file descriptors for it at the moment."""
+        try:
+            self.start()
+        except OSError as exc:
+            self._close_liveness()
+            delay_s = self._delay_restart(time.monotonic())
+            log.error("child.not_started error=%s restart_in_s=%.1f", exc, delay_s)
+
+    def _delay_restart(self, now_s: float) -> float:
+        """Delay the next start of the process, and return the delay in seconds."""
+        delay_s = self._backoff.next_delay_s()
+        self._restart_s = now_s + delay_s
+        return delay_s
 
     def _kill_if_hung(self, process: subprocess.Popen[bytes]) -> None:
         """Kill a process whose engine hangs: it cannot handle other signals. Its jobs are released."""

@@ -260,6 +260,12 @@ local function give_entry(partition, id, now)
   return run_at and true or false
 end
 
+-- Returns the whole number in a field of a hash; nil if the field is absent, or another client has damaged it.
+local function whole_number(text)
+  local number = tonumber(text or '')
+  return number and number >= 0 and number < 2 ^ 50 and number % 1 == 0 and number or nil
+end
+
 -- The fields of a finished job.
 local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'finished_ms',
   'cancel', 'finish_reason', 'stats', 'output', 'returned', 'digest'}
@@ -289,7 +295,7 @@ local function state_at_end(job, status, fields)
     state[fields[place]] = fields[place + 1]
   end
   state.status, state.finished_ms = status, now_ms()
-  state.ttl_ms = tonumber(state.ttl_ms or '') and state.ttl_ms or DAMAGED_TTL_MS
+  state.ttl_ms = whole_number(state.ttl_ms) or DAMAGED_TTL_MS
   return state
 end
 
@@ -311,9 +317,9 @@ end
 -- the field `output` contains the whole output, or if there is none. Otherwise the events are the only record of the output.
 local function emit_end(events, channel, state, unsent, terminal)
   local needs_events = state.generated ~= '0' and not state.output
-  local ttl = needs_events and state.ttl_ms or state.events_ttl_ms or '0'
+  local ttl = needs_events and state.ttl_ms or whole_number(state.events_ttl_ms) or 0
   unsent[#unsent + 1] = terminal
-  if ttl == '0' then
+  if ttl == 0 then
     redis.pcall('UNLINK', events)
     for _, payload in ipairs(unsent) do
       redis.call('PUBLISH', channel, payload)
@@ -379,7 +385,7 @@ local function end_without_worker(job, events, channel, stream, group, entry, re
     'submitted_ms', 'waits_from_ms', 'started_ms', 'generated'))
   local waits_from, slot = tonumber(waits_from_ms or submitted_ms or ''), tonumber(started_ms or '') or now_ms()
   local stats = {
-    queue_ms = waits_from and math.max(0, slot - waits_from) or 0, generated_tokens = tonumber(generated or '') or 0}
+    queue_ms = waits_from and math.max(0, slot - waits_from) or 0, generated_tokens = whole_number(generated) or 0}
   local terminal = cmsgpack.pack({type = 'finished', finish_reason = reason, stats = stats})
   terminate(job, events, channel, stream, group, entry, 'finished', terminal,
     {'finish_reason', reason, 'stats', cmsgpack.pack(stats)})
@@ -400,7 +406,7 @@ end
 -- with the job.
 local function add_dead_letter(job, events, dead, id, reason, workers, dead_ttl, max_dead)
   redis.call('XADD', dead, 'MAXLEN', '~', max_dead, '*', 'job', id, 'reason', reason, 'workers', workers)
-  local life = math.max(tonumber(redis.call('HGET', job, 'ttl_ms')) or 0, tonumber(dead_ttl))
+  local life = math.max(whole_number(redis.call('HGET', job, 'ttl_ms')) or 0, tonumber(dead_ttl))
   redis.call('PEXPIRE', job, life)
   redis.call('PEXPIRE', events, life)
 end

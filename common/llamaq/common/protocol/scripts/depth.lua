@@ -42,4 +42,4 @@ for i = 2, #KEYS do
   end
 end
 local mode = redis.pcall('HGET', string.match(later, '^(.*:)later$') .. 'config', 'mode')
-return {waiting, running, delayed, type(mode) == 'string' and mode or 'open', tenants}
+return {waiting, running, delayed, (mode == 'paused' or mode == 'draining') and mode or 'open', tenants}

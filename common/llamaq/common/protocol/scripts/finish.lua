@@ -49,7 +49,7 @@ local function finish(job, events, stream, attempt, entry, channel, id, payload,
     remove_death(job, attempt, worker)
     return 'lost'
   end
-  local stored, unsent = tonumber(generated or '0') or 0, {}
+  local stored, unsent = whole_number(generated) or 0, {}
   if payload ~= '' and stored ~= offset and stored <= offset + count then
     return stored
   end

@@ -104,7 +104,7 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
     'status', 'attempt', 'worker', 'started_attempt', 'generated', 'cancel')
   if not is_open(status) or not is_newest_attempt(tonumber(newest), last_worker, attempt, worker) then
     remove_death(job, attempt, worker)
-    return 'lost', tonumber(generated or '0') or 0, 0, ''
+    return 'lost', whole_number(generated) or 0, 0, ''
   end
   local refusal = ''
   if has_started and started_attempt ~= newest then
@@ -118,7 +118,7 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
   for _, event in ipairs(progress) do
     redis.call('PUBLISH', channel, event)
   end
-  local stored, listeners = tonumber(generated or '0') or 0, nil
+  local stored, listeners = whole_number(generated) or 0, nil
   if payload ~= '' and offset == stored and refusal == '' then
     refusal = append(job, events, payload)
     if refusal == 'overwritten' then

@@ -36,7 +36,8 @@ local function movable(stream, entry)
   if not attempt or not claimed_ms or crashes > 0 and crashes + 1 >= max_crashes then
     return nil
   end
-  if now - claimed_ms < math.min(wait_ms * tonumber(move_factor or '1'), max_wait_ms) then
+  local waited_ms = now - claimed_ms -- below 0: the clock was set back
+  if waited_ms >= 0 and waited_ms < math.min(wait_ms * tonumber(move_factor or '1'), max_wait_ms) then
     return nil
   end
   return id, attempt

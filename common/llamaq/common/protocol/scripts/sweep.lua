@@ -26,7 +26,8 @@ local state, streams = KEYS[1], {interactive = KEYS[2], bulk = KEYS[3]}
 local group, pause_ms, count, max_idle_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local now, MAX_PENDING = now_ms(), 10000
 local cursor, next_ms = unpack(redis.call('HMGET', state, 'cursor', 'next_ms'))
-if now < tonumber(next_ms or '0') then
+local left_ms = tonumber(next_ms or '0') - now
+if left_ms > 0 and left_ms <= pause_ms then -- more: the clock was set back
   return {}
 end
 
@@ -108,7 +109,8 @@ local function repair(job, id)
   if not stream or not entry then
     return false
   end
-  local found = redis.pcall('XRANGE', stream, entry, entry)
+  local is_id = string.find(entry, '^%d+%-%d+$') -- otherwise the field is damaged
+  local found = is_id and redis.pcall('XRANGE', stream, entry, entry) or {}
   if found.err then
     return false -- another client has overwritten the stream
   end
