@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -26,9 +27,8 @@ class Fingerprint(BaseModel):
     sha256: str
     n_rows: int
 
-    def describes(self, path: Path) -> bool:
+    def describes(self, status: os.stat_result) -> bool:
         """Return whether the file has not been written since then, judged by its size and time."""
-        status = path.stat()
         return (status.st_size, status.st_mtime_ns) == (self.n_bytes, self.mtime_ns)
 
 

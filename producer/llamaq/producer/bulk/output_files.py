@@ -91,7 +91,7 @@ def prepare_description(run: BulkRun) -> StoredRun:
     """
     stored = read_stored_run(run.output)
     try:
-        if stored is not None and stored.input.describes(run.input):
+        if stored is not None and stored.input.describes(run.input.stat()):
             fingerprint = stored.input
         else:
             fingerprint = take_fingerprint(run.input)
