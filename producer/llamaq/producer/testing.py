@@ -377,7 +377,6 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
     """Answer the jobs of a queue in a thread, within this context. `Client.workers` lists the worker meanwhile.
 
     The context raises the error of a worker that cannot start when it is entered, and the error of `answer` at its end.
-    If the body of the context has failed too, its error is the `__context__` of that error.
 
     Args:
         url: The Redis URL.

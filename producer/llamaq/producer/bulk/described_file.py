@@ -33,10 +33,7 @@ class Fingerprint(BaseModel):
 
 
 class _DescribedBytes(io.RawIOBase):
-    """The bytes of a file that its fingerprint describes, without bytes that were appended later.
-
-    The last read raises `InputChanged` if the bytes read so far are others.
-    """
+    """The bytes of a file that its fingerprint describes, without bytes that were appended later."""
 
     def __init__(self, file: io.FileIO, fingerprint: Fingerprint) -> None:
         self._file = file
