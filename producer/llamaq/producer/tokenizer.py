@@ -94,7 +94,7 @@ class Tokenizer:
 
 
 def _validated(messages: Sequence[Message | Mapping[str, Any]]) -> Sequence[Message]:
-    """Return the messages of a job. Raises `InvalidRequest`."""
+    """Return valid messages. Raises `InvalidRequest`."""
     return codec.build_request(translate({"messages": messages})).messages or ()
 
 
