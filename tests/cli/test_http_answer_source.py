@@ -90,10 +90,12 @@ CHAT = {"role": "user", "content": "hi"}
 def answers_with(*lines: str, status: int = 200, **options: Any) -> ServerAnswers:
     """Return the answers of a server that gives every request the same answer."""
     answers = ServerAnswers("http://test", None, None, options.get("timeout_s", 60))
-    body = "".join(f"{line}\n\n" for line in lines)
-    answers._http = httpx.Client(
-        base_url="http://test/v1/", transport=httpx.MockTransport(lambda _: httpx.Response(status, text=body))
-    )
+    body = "".join(f"{line}\n\n" for line in lines).encode()
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, stream=httpx.ByteStream(body))  # the body is not read yet
+
+    answers._http = httpx.Client(base_url="http://test/v1/", transport=httpx.MockTransport(answer))
     return answers
 
 
@@ -123,8 +125,9 @@ def test_an_answer_that_is_no_json_names_the_option(
 ) -> None:
     with pytest.raises(Exception, match="--server needs the URL"):
         answers_with("<html>").whole_text("a", {})
-    with pytest.raises(Exception, match="status 502"):
-        answers_with("<html>", status=502).stream_text("a", {})
+    for status in (307, 502):
+        with pytest.raises(Exception, match=f"status {status}"):
+            answers_with("<html>", status=status).stream_text("a", {})
 
 
 def test_without_httpx_the_option_names_the_extra(

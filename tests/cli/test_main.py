@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -93,6 +94,13 @@ def end_of(*args: str, stdout: int) -> tuple[int, str]:
 def test_a_full_disk_behind_standard_output_is_an_error_in_one_line(option: str) -> None:
     with Path("/dev/full").open("wb") as full:
         assert end_of(option, stdout=full.fileno()) == (1, "llamaq: [Errno 28] No space left on device\n")
+
+
+def test_a_character_that_standard_output_cannot_encode_is_an_error_in_one_line(
+    served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    assert "'latin-1' codec can't encode" in failing(monkeypatch, capsys, "generate", "\N{GRINNING FACE}")
 
 
 @pytest.mark.starts_processes

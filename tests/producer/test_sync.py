@@ -114,7 +114,7 @@ def test_a_job_can_be_followed_by_its_id(served: Client) -> None:
 def test_queue_depth_workers_and_stats_are_returned(served: Client) -> None:
     served.generate("one")
     assert served.queue_depth() == QueueDepth(waiting=0, running=0)
-    assert [worker.card.worker for worker in served.workers()] == ["fake"]
+    assert [worker.card.worker for worker in served.workers()] == [f"fake-{served.queue}"]
     assert served.stats().queue == served.queue
 
 

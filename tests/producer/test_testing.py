@@ -48,6 +48,16 @@ def test_the_error_of_an_answer_is_raised_also_if_the_body_has_failed(redis_url:
     assert isinstance(caught.value.__context__, JobFailed)
 
 
+def test_each_queue_lists_its_fake_worker_until_the_context_ends(redis_url: str, queue: str) -> None:
+    other = f"{queue}-other"
+    with Client(redis_url, queue) as client, Client(redis_url, other) as other_client:
+        with serving(redis_url, queue, lambda _: ["a"]):
+            with serving(redis_url, other, lambda _: ["b"]):
+                assert [worker.card.queue for worker in other_client.workers()] == [other]
+            assert [worker.card.queue for worker in client.workers()] == [queue]
+        assert client.workers() == other_client.workers() == ()
+
+
 def test_a_fake_worker_embeds_texts_in_several_jobs(redis_url: str, queue: str) -> None:
     texts = [f"text {number}" for number in range(70)]
     with serving(redis_url, queue, lambda _: ["text"]), Client(redis_url, queue, timeout_s=60) as client:

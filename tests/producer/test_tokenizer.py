@@ -13,7 +13,7 @@ import pytest
 from llamaq.common.errors import LlamaqError, ModelError, ProtocolError
 from llamaq.common.protocol.chat import Message
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.producer import AsyncClient, Client, MissingExtra, NoWorker, Tokenizer
+from llamaq.producer import AsyncClient, Client, InvalidRequest, MissingExtra, NoWorker, Tokenizer
 from llamaq.producer import tokenizer as tokenizer_module
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.engine.gguf_vocab import extract_vocab
@@ -49,6 +49,11 @@ def test_the_tokenizer_returns_the_tokens_of_the_model(redis_url: str, queue: st
         assert "Once upon a time" in tokenizer.decode(tokens)
         chat = [{"role": "user", "content": "hi"}]
         assert tokenizer.encode_chat(chat) == vocab.encode_chat([Message(role="user", content="hi")])
+        parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        assert tokenizer.encode_chat(parts) == tokenizer.encode_chat(chat)
+        assert tokenizer.apply_template(parts) == tokenizer.apply_template(chat)
+        with pytest.raises(InvalidRequest, match="the message has no text"):
+            tokenizer.encode_chat([{"role": "user"}])
         assert repr(tokenizer) == "<Tokenizer of 'fake'>"
         assert client.tokenizer() is tokenizer
 

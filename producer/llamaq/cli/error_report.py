@@ -42,7 +42,7 @@ _CODES: dict[type[LlamaqError], int] = {
 }
 
 
-def exit_code_of(error: LlamaqError | RedisError | OSError) -> int:
+def exit_code_of(error: LlamaqError | RedisError | OSError | UnicodeError) -> int:
     """Return the exit code of a command that this error ended."""
     if isinstance(error, RedisError):
         return EXIT_NO_REDIS
@@ -51,7 +51,7 @@ def exit_code_of(error: LlamaqError | RedisError | OSError) -> int:
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), EXIT_FAILED)
 
 
-def explain(error: LlamaqError | RedisError | OSError) -> str:
+def explain(error: LlamaqError | RedisError | OSError | UnicodeError) -> str:
     """Return an error as one line."""
     line = " ".join(str(error).split()) or type(error).__name__
     if not isinstance(error, RedisError):

@@ -119,7 +119,7 @@ class ServerStream:
             self._answer = self._open.enter_context(
                 http.stream("POST", endpoint, json={**body, "stream": True}, headers=headers)
             )
-            if self._answer.is_error:
+            if not self._answer.is_success:
                 self._answer.read()
         except httpx.HTTPError as exc:
             self._open.close()

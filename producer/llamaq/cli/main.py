@@ -135,12 +135,12 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
 
 
 def main() -> None:
-    """Run the `llamaq` command."""
+    """Run the command."""
     # The commands print a notice themselves if no worker serves the queue.
     logging.getLogger("llamaq.producer.worker_watch").setLevel(logging.ERROR)
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
-    except (LlamaqError, RedisError, OSError) as exc:  # an OSError: standard output cannot be written, for example
+    except (LlamaqError, RedisError, OSError, UnicodeEncodeError) as exc:  # the last two: unwritable output
         with suppress(OSError):
             typer.echo(f"llamaq: {explain(exc)}", err=True)
         sys.exit(exit_code_of(exc))

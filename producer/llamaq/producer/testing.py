@@ -374,10 +374,9 @@ def fake_embedding(given: str | Sequence[int]) -> Embedding:
 
 @contextmanager
 def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq") -> Iterator[None]:
-    """Answer the jobs of a queue in a thread, within this context. The worker is listed when the context is entered.
+    """Answer the jobs of a queue in a thread, within this context. `Client.workers` lists the worker meanwhile.
 
     The context raises the error of a worker that cannot start when it is entered, and the error of `answer` at its end.
-    If the body of the context has failed too, its error is the `__context__` of that error.
 
     Args:
         url: The Redis URL.
@@ -390,7 +389,7 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
     stopping = asyncio.Event()
 
     async def serve() -> None:
-        async with FakeWorker(url, queue, key_prefix=key_prefix) as worker:
+        async with FakeWorker(url, queue, key_prefix=key_prefix, name=f"fake-{queue}") as worker:
             await worker.announce()
             answering = asyncio.create_task(worker.serve(answer))
             stopped = asyncio.create_task(stopping.wait())
@@ -398,6 +397,7 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
             await asyncio.wait([answering, stopped], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             await cancel_tasks(answering)
+            await worker.redis.unlink(worker.keys.worker(worker.name))
             if not answering.cancelled():
                 answering.result()
 

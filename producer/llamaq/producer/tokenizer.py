@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from redis.asyncio import Redis
 
 from llamaq.common.errors import MissingExtra, NoWorker, ProtocolError
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
+from llamaq.producer.option_synonyms import translate
 
 if TYPE_CHECKING:
     from llamaq.common.vocab.llama_vocab import Vocab
@@ -65,7 +67,7 @@ class Tokenizer:
         """
         return self._vocab.decode(tokens)
 
-    def encode_chat(self, messages: Sequence[Message | Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a chat, rendered with the model's chat template.
 
         Args:
@@ -75,20 +77,25 @@ class Tokenizer:
             The token ids of the whole prompt.
 
         Raises:
-            LlamaqError: The model has no chat template, or the template rejects the messages.
+            LlamaqError: The messages are not valid, or the model has no chat template, or rejects them.
         """
-        return self._vocab.encode_chat([Message.model_validate(message) for message in messages])
+        return self._vocab.encode_chat(_validated(messages))
 
-    def apply_template(self, messages: Sequence[Message | Mapping[str, str]]) -> str:
+    def apply_template(self, messages: Sequence[Message | Mapping[str, Any]]) -> str:
         """Return a chat as text, rendered with the model's chat template.
 
         Args:
             messages: The messages, oldest first.
 
         Raises:
-            LlamaqError: The model has no chat template, or the template rejects the messages.
+            LlamaqError: The messages are not valid, or the model has no chat template, or rejects them.
         """
-        return self._vocab.render_chat([Message.model_validate(message) for message in messages])
+        return self._vocab.render_chat(_validated(messages))
+
+
+def _validated(messages: Sequence[Message | Mapping[str, Any]]) -> Sequence[Message]:
+    """Return valid messages. Raises `InvalidRequest`."""
+    return codec.build_request(translate({"messages": messages})).messages or ()
 
 
 async def load_tokenizer(redis: Redis, keys: Keys, card: WorkerCard) -> Tokenizer:

@@ -177,6 +177,7 @@ def test_a_keyword_that_no_grammar_holds_is_refused_with_its_place(schema: dict[
     [
         {"properties": 5, "required": 3, "oneOf": 1, "$ref": "#", "allOf": {}, "type": 3},
         {"oneOf": [], "dependentRequired": 3, "propertyNames": 7, "minProperties": "x", "format": 3},
+        {"propertyNames": {"type": 3}},
         {"oneOf": [3, None], "anyOf": [True, False], "enum": 7, "items": "x", "maxItems": "y"},
     ],
 )

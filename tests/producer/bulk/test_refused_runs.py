@@ -70,11 +70,12 @@ async def test_a_run_of_another_input_or_with_other_parameters_is_refused(
             await execute(rows.run, client)
         with pytest.raises(BulkRunRefused, match="no such file"):
             await execute(rows.with_fields(input=tmp_path / "missing.jsonl"), client)
-        foreign = tmp_path / "foreign.jsonl"
-        foreign.write_text("{}\n")
-        with pytest.raises(BulkRunRefused, match="is not of a bulk run"):
-            await execute(rows.with_fields(output=foreign), client)
-    assert foreign.read_text() == "{}\n"
+        for name in ("foreign.jsonl", "foreign.csv"):
+            foreign = tmp_path / name
+            foreign.write_text("{}\n")
+            with pytest.raises(BulkRunRefused, match="is not of a bulk run"):
+                await execute(rows.with_fields(output=foreign), client)
+            assert foreign.read_text() == "{}\n"
 
 
 def replace_prompts(lines: list[str]) -> list[str]:

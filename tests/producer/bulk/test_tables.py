@@ -133,6 +133,34 @@ def test_a_parquet_file_that_is_rewritten_while_it_is_read_is_noticed(tmp_path: 
             list(records)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_file_that_is_replaced_or_deleted_while_it_is_read_is_read_to_its_end(
+    tmp_path: Path, suffix: str, is_replaced: bool
+) -> None:
+    path, other = tmp_path / f"in.{suffix}", tmp_path / f"other.{suffix}"
+    write_prompts(path, "old")
+    write_prompts(other, "new")
+    records = read_records(path, take_fingerprint(path), FinishedRows(), 1000)
+    next(records)
+    if is_replaced:
+        other.replace(path)
+    else:
+        path.unlink()
+    assert list(records) == [(2, {"prompt": "old"}), (3, {"prompt": "old"})]
+
+
+def write_prompts(path: Path, prompt: str) -> None:
+    """Write a file with three rows of this prompt."""
+    if path.suffix == ".parquet":
+        parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        parquet.write_table(pyarrow.table({"prompt": [prompt] * 3}), path)
+    elif path.suffix == ".csv":
+        path.write_text("prompt\n" + f"{prompt}\n" * 3)
+    else:
+        path.write_text(f'{{"prompt": "{prompt}"}}\n' * 3)
+
+
 @pytest.mark.parametrize(
     ("files", "refused"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.errors import WorkerEnded
+from llamaq.common.errors import InvalidRequest, WorkerEnded
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.redis.connect import MAX_CONNECTIONS
@@ -92,6 +92,13 @@ async def test_without_another_worker_the_error_is_a_503_and_not_a_bad_request(r
         with pytest.raises(WorkerEnded, match="before it replied") as ended:
             await asking
     assert (status_of(ended.value), code_of(ended.value)) == (503, "worker_ended")
+
+
+async def test_a_text_that_is_not_unicode_is_refused(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        for call in (client.tokenize, lambda text: client.apply_template([{"role": "user", "content": text}])):
+            with pytest.raises(InvalidRequest, match="a text of the input is not valid Unicode"):
+                await call("half a pair: \ud83d")
 
 
 async def test_commands_that_wait_for_a_silent_worker_leave_connections_for_other_calls(

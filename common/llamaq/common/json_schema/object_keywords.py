@@ -55,10 +55,7 @@ def _with_property(name: str, value: Any) -> dict[str, Any]:
 
 
 def rewrite_property_names(schema: dict[str, Any], references: References) -> dict[str, Any]:
-    """Return a schema that names its properties, or has a pattern for them, in place of `propertyNames`.
-
-    The schema is returned unchanged if that is not possible.
-    """
+    """Return a schema that names its properties or has a pattern for them, in place of `propertyNames` if possible."""
     if "propertyNames" not in schema or schema.get("patternProperties"):
         return schema
     names = schema["propertyNames"]
@@ -67,7 +64,10 @@ def rewrite_property_names(schema: dict[str, Any], references: References) -> di
     rest = {key: value for key, value in schema.items() if key != "propertyNames"}
     if names is True:
         return rest
-    if not isinstance(names, dict) or "string" not in names.get("type", "string"):
+    if not isinstance(names, dict):
+        return schema
+    types = names.get("type", "string")
+    if not isinstance(types, str | list) or "string" not in types:
         return schema
     limits = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
     if not limits:

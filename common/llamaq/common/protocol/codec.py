@@ -122,14 +122,23 @@ def build_request(values: dict[str, Any]) -> JobRequest:
 def encode_request(request: JobRequest, max_bytes: int) -> bytes:
     """Return an encoded request. Raises `InvalidRequest` if it is larger than `max_bytes` or contains invalid text."""
     values = request.model_dump(mode="python", exclude_defaults=True, exclude={"tokens"})
+    return _encode_within(max_bytes, "request", values, request.tokens)
+
+
+def check_input(command: TextCommand, max_bytes: int) -> None:
+    """Raise `InvalidRequest` if the encoded command is larger than `max_bytes` or contains invalid text."""
+    _encode_within(max_bytes, "input", command.model_dump(mode="python", exclude_none=True))
+
+
+def _encode_within(max_bytes: int, what: str, values: dict[str, Any], tokens: tuple[int, ...] | None = None) -> bytes:
     try:
-        data = _pack_with_tokens(values, request.tokens)
+        data = _pack_with_tokens(values, tokens)
     except UnicodeEncodeError as exc:
-        raise InvalidRequest(f"a text of the request is not valid Unicode: {exc.reason}") from exc
+        raise InvalidRequest(f"a text of the {what} is not valid Unicode: {exc.reason}") from exc
     except (ValueError, OverflowError, TypeError) as exc:
         raise InvalidRequest(f"{_shorten('.'.join(_path_to_unencodable(values)))}: {exc}") from exc
     if len(data) > max_bytes:
-        raise InvalidRequest(f"the request has {len(data)} bytes, more than max_request_bytes={max_bytes}")
+        raise InvalidRequest(f"the {what} has {len(data)} bytes, more than max_request_bytes={max_bytes}")
     return data
 
 

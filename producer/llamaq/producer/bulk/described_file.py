@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -26,17 +27,13 @@ class Fingerprint(BaseModel):
     sha256: str
     n_rows: int
 
-    def describes(self, path: Path) -> bool:
+    def describes(self, status: os.stat_result) -> bool:
         """Return whether the file has not been written since then, judged by its size and time."""
-        status = path.stat()
         return (status.st_size, status.st_mtime_ns) == (self.n_bytes, self.mtime_ns)
 
 
 class _DescribedBytes(io.RawIOBase):
-    """The bytes of a file that its fingerprint describes, without bytes that were appended later.
-
-    The last read raises `InputChanged` if the bytes read so far are others.
-    """
+    """The bytes of a file that its fingerprint describes, without bytes that were appended later."""
 
     def __init__(self, file: io.FileIO, fingerprint: Fingerprint) -> None:
         self._file = file

@@ -31,9 +31,8 @@ async def execute(
         The progress at the end. `state` tells whether the run is complete, and otherwise why it ended.
 
     Raises:
-        BulkRunRefused: The run cannot begin: there is no input, the output is of another run, the input or the
-            parameters have changed since the run began, or another process executes it. Or the input was changed while
-            the run read it.
+        BulkRunRefused: There is no input, the output is of another run, the input or the parameters have changed since
+            the run began, or another process executes it. Or the input was changed while the run read it.
         InvalidSettings: The workers of the queue have another number of partitions.
         RedisError: Redis cannot be reached at the start, or refuses the commands.
     """

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import importlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -99,9 +100,10 @@ def read_records(path: Path, fingerprint: Fingerprint, finished: FinishedRows, m
         InputChanged: The records were read from another content than that of the fingerprint.
     """
     if file_format(path) == "parquet":
-        yield from _read_parquet(path, finished)
-        if not fingerprint.describes(path):
-            with path.open("rb") as opened:
+        with path.open("rb") as opened:
+            yield from _read_parquet(opened, finished)
+            if not fingerprint.describes(os.fstat(opened.fileno())):
+                opened.seek(0)
                 if hashlib.file_digest(opened, "sha256").hexdigest() != fingerprint.sha256:
                     raise InputChanged
         return
@@ -214,8 +216,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _read_parquet(path: Path, finished: FinishedRows) -> Iterator[Record]:
-    file = _parquet_file(path)
+def _read_parquet(opened: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
+    file = _parquet_file(opened)
     columns = [name for name in file.schema_arrow.names if name in TABLE_COLUMNS]
     number = 0
     for batch in file.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=columns):
@@ -225,8 +227,8 @@ def _read_parquet(path: Path, finished: FinishedRows) -> Iterator[Record]:
                 yield number, record
 
 
-def _parquet_file(path: Path) -> Any:
-    return pyarrow_module("pyarrow.parquet").ParquetFile(path)
+def _parquet_file(source: Path | BinaryIO) -> Any:
+    return pyarrow_module("pyarrow.parquet").ParquetFile(source)
 
 
 def pyarrow_module(name: str) -> Any:

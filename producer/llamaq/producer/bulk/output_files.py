@@ -91,15 +91,14 @@ def prepare_description(run: BulkRun) -> StoredRun:
     """
     stored = read_stored_run(run.output)
     try:
-        if stored is not None and stored.input.describes(run.input):
+        if stored is not None and stored.input.describes(run.input.stat()):
             fingerprint = stored.input
         else:
             fingerprint = take_fingerprint(run.input)
     except READ_ERRORS as exc:
         raise BulkRunRefused(f"{run.input} cannot be read: {exc}") from exc
     if stored is None:
-        files = (rows_file(run.output), run.error_file)
-        full = [path for path in files if path.exists() and path.stat().st_size]
+        full = [path for path in (run.output, rows_file(run.output), run.error_file) if _has_content(path)]
         if full:
             raise BulkRunRefused(
                 f"{full[0]} exists and is not of a bulk run into {run.output}: name another file (-o, --errors), or "

@@ -78,12 +78,10 @@ async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) ->
     """Estimate how many seconds a job waits behind `n_ahead` others: `n_ahead` divided by the recent finish rate.
 
     The window contains the last `RECENT_JOBS` jobs that finished at most `RATE_WINDOW_S` ago. The rate is the number of
-    these jobs minus one, divided by the time since the oldest of them finished. The ids of the stats stream are the
-    finish times, by the clock of Redis.
+    these jobs minus one, divided by the time since the oldest of them finished.
 
     While a queue finishes no job, the estimate grows, until fewer than two jobs are in the window. The estimate is too
-    low if the waiting jobs are longer than the finished ones, or if workers have ended
-    since then.
+    low if the waiting jobs are longer than the finished ones, or if workers have ended since then.
 
     Returns:
         Seconds, or None if fewer than two jobs finished within the window.

@@ -32,9 +32,7 @@ async def ask(connection: QueueConnection, action: TextAction, timeout: float | 
     if "messages" in values:
         values = translate(values)
     command = codec.build_model(TextCommand, {"id": new_command_id(), "action": action, "deadline_ms": 0, **values})
-    limit, n_bytes = connection.settings.max_request_bytes, len(codec.encode_model(command))
-    if n_bytes > limit:
-        raise InvalidRequest(f"the input has {n_bytes} bytes, more than max_request_bytes={limit}")
+    codec.check_input(command, connection.settings.max_request_bytes)
     reply = await _exchange_with_any(connection, command, connection.timeout_s(timeout))
     if reply.error is not None:
         raise InvalidRequest(reply.error)

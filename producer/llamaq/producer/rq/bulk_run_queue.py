@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Self
@@ -169,12 +170,7 @@ class BulkQueue:
             InvalidRequest: There is no such run.
             TimeoutError: The run has not ended in time.
         """
-        status = None
-        for status in self.watch(run_id, timeout=timeout):  # noqa: B007 - the last one is returned
-            pass
-        if status is None:
-            raise RuntimeError("watch yields at least once")
-        return status
+        return deque(self.watch(run_id, timeout=timeout), maxlen=1).pop()
 
     def cancel(self, run_id: str) -> RunStatus:
         """Stop a run. The rows that are done stay in the output. A later `submit` of the same run continues it.

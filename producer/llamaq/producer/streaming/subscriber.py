@@ -58,8 +58,7 @@ class Subscriber:
 
         Args:
             redis: Connections to Redis.
-            expire: Ends a job at its deadline, or adds a delayed job to its job stream when the job is due. Returns
-                which of the two it did: `ended` or `given`, otherwise `none`.
+            expire: Ends a job at its deadline, or lets a delayed job wait for a slot, see `DeadlineWatch`.
         """
         self._redis = redis
         self._listeners: dict[bytes, list[JobListener]] = {}
