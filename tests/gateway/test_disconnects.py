@@ -102,6 +102,25 @@ async def test_a_running_job_without_a_stream_is_cancelled_also_when_its_client_
         await attempt.finish(FinishReason.CANCELLED)
 
 
+async def test_a_client_that_has_sent_more_than_its_request_is_noticed_when_it_leaves(
+    redis_url: str, queue: str
+) -> None:
+    async with (
+        gateway(redis_url, queue) as (url, _, client),
+        sending(url, post_of(CHAT, {"messages": MESSAGES})) as (_, writer),
+    ):
+
+        async def is_submitted() -> bool:
+            return (await client.queue_depth()).waiting == 1
+
+        await until(is_submitted)
+        (job,) = await client.jobs()
+        writer.write(b"\r\n")  # the beginning of a next request
+        await asyncio.sleep(0.1)  # longer than the server takes to read it
+        writer.transport.abort()
+        assert (await client.job(job.job_id).result(timeout=5)).finish_reason is FinishReason.CANCELLED
+
+
 @pytest.mark.parametrize("kept", [{"store": True}, {"Idempotency_Key": "k"}])
 async def test_a_kept_job_outlives_its_client(redis_url: str, queue: str, kept: dict[str, object]) -> None:
     body = {**STREAMED, **kept}

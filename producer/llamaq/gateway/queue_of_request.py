@@ -34,6 +34,12 @@ def api_key_of(request: Request) -> KeyRecord | None:
     return record
 
 
+def owner_of(request: Request) -> str | None:
+    """Return the name of the API key of a request. None: the server requires none."""
+    key = api_key_of(request)
+    return None if key is None else key.name
+
+
 async def queue_for(request: Request, model: str | None, *, is_stored: bool = False) -> AsyncClient:
     """Return the client of the queue that a request means by its `model`.
 

@@ -28,7 +28,11 @@ first."""
 
 
 class BoundedHeaders(H11Protocol):
-    """uvicorn's protocol, which also closes a connection if its headers do not arrive in time."""
+    """uvicorn's protocol, which also closes a connection if its headers do not arrive in time.
+
+    It reads on while a request is answered. Otherwise it would not notice that a client which has sent a part of its
+    next request disconnects.
+    """
 
     header_timeout_s = 20.0
     _header_timer: asyncio.TimerHandle | None = None
@@ -42,6 +46,8 @@ class BoundedHeaders(H11Protocol):
         """Begin to wait for the headers of a next request, or end the wait."""
         super().data_received(data)
         self._watch_headers()
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_HEADER_BYTES:
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the wait."""
@@ -49,7 +55,8 @@ class BoundedHeaders(H11Protocol):
         self._stop_timer()
 
     def _watch_headers(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
+        is_answered = self.conn.our_state is h11.DONE  # before the end of its body: a refusal
+        if self.conn.their_state is not h11.IDLE and not is_answered:
             self._stop_timer()
         elif self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_timeout_s, self._refuse)

@@ -88,9 +88,8 @@ class EventStream(Response):
         comment: Comment,
         ping_s: float,
         format_error: Callable[[Exception], bytes],
-        headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._first = first
@@ -108,7 +107,6 @@ class EventStream(Response):
         comment: Comment,
         ping_s: float,
         format_error: Callable[[Exception], bytes] = error_event,
-        headers: dict[str, str] | None = None,
     ) -> Self:
         """Return the response when the first event has arrived, or when the first comment is due.
 
@@ -117,7 +115,6 @@ class EventStream(Response):
             comment: Returns what a comment says.
             ping_s: Seconds of silence after which a comment is sent.
             format_error: Returns the event for an error of `events` after the first event.
-            headers: More headers of the response.
 
         Raises:
             Exception: The error of the first event. The generator is closed.
@@ -130,7 +127,7 @@ class EventStream(Response):
         except BaseException:
             await _close(events, first)
             raise
-        return cls(events, first, comment=comment, ping_s=ping_s, format_error=format_error, headers=headers)
+        return cls(events, first, comment=comment, ping_s=ping_s, format_error=format_error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # the form of ASGI
         """Send the response."""

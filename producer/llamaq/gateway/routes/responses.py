@@ -22,7 +22,7 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.query_parameters import page_of, read_page, read_query_flag
 from llamaq.gateway.prepared.response import PreparedResponse, conversation_of, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
-from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
+from llamaq.gateway.queue_of_request import generation_for, owner_of, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
 from llamaq.gateway.responses.input_items import input_items
@@ -43,7 +43,7 @@ async def create(request: Request) -> Response:
     """Answer a request, or begin to."""
     fields = await read_object(request)
     body, progress = await _read_body(request, fields), ProgressOptions.read(fields)
-    models, owner = context_of(request).models, _owner_of(request)
+    models, owner = context_of(request).models, owner_of(request)
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
     client = await queue_for(request, body.model, is_stored=body.is_stored)
     asked = await PreparedResponse.read(models, client, body, history, owner)
@@ -108,7 +108,7 @@ async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = await _read_body(request, await read_object(request))
     queues = context_of(request).queues
-    history = await read_history(_store_of(request), queues, body.previous_id, _owner_of(request))
+    history = await read_history(_store_of(request), queues, body.previous_id, owner_of(request))
     client = await queue_for(request, body.model)
     n_tokens = await count_tokens(client, body, conversation_of(body, history))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
@@ -116,7 +116,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 async def _read_body(request: Request, fields: Mapping[str, Any]) -> ResponseBody:
     """Return what the body of a request asks for, with the stored items that it refers to."""
-    models, owner = context_of(request).models, _owner_of(request)
+    models, owner = context_of(request).models, owner_of(request)
     return read_response_body(await with_referenced_items(fields, models, _store_of(request), owner))
 
 
@@ -126,15 +126,10 @@ def _store_of(request: Request) -> ResponseStore:
     return ResponseStore(client.redis, client.keys, context.settings.response_ttl_s)
 
 
-def _owner_of(request: Request) -> str | None:
-    key = api_key_of(request)
-    return None if key is None else key.name
-
-
 async def _find(request: Request) -> tuple[str, ResponseRecord, AsyncJob]:
     """Return the job id, the record and the job of the response that the path names."""
     response_id = request.path_params["response"]
-    job_id, record = await _store_of(request).read(response_id, _owner_of(request))
+    job_id, record = await _store_of(request).read(response_id, owner_of(request))
     return job_id, record, context_of(request).queues.default.job(job_id)
 
 
