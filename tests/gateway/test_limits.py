@@ -38,6 +38,23 @@ async def test_a_full_queue_is_429_and_tells_when_to_try_again(redis_url: str, q
         assert (await client.queue_depth()).waiting == 1
 
 
+async def test_a_request_whose_answers_do_not_all_fit_into_the_queue_leaves_no_job_there(
+    redis_url: str, queue: str
+) -> None:
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        await worker.announce()
+        await client.redis.hset(client.keys.config(queue, 0), mapping={"max_queue": "2", "partitions": "1"})
+        for stream in (True, False):
+            full = await http.post(CHAT, json={**HELLO, "stream": stream, "n": 4})
+            assert full.json()["error"]["code"] == "queue_full"
+            assert (await client.queue_depth()).waiting == 0
+
+
 async def test_a_queue_without_a_worker_is_503_if_requests_do_not_wait(redis_url: str, queue: str) -> None:
     async with serving_http(redis_url, queue, wait_for_worker=False) as url, httpx.AsyncClient(base_url=url) as http:
         refused = await http.post(CHAT, json=HELLO)
