@@ -22,6 +22,7 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.query_parameters import page_of, read_page, read_query_flag
 from llamaq.gateway.prepared.response import PreparedResponse, conversation_of, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
+from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
 from llamaq.gateway.queue_of_request import generation_for, owner_of, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
@@ -49,6 +50,14 @@ async def create(request: Request) -> Response:
     asked = await PreparedResponse.read(models, client, body, history, owner)
     is_kept = body.is_stored and (body.is_streamed or body.is_background)
     generation = generation_for(request, client, asked.jobs, is_kept=is_kept, is_background=body.is_background)
+    async with explaining_long_prompts(context_of(request), generation):
+        return await _answer(request, body, progress, asked, generation)
+
+
+async def _answer(
+    request: Request, body: ResponseBody, progress: ProgressOptions, asked: PreparedResponse, generation: Generation
+) -> Response:
+    """Submit the job of a request, and return the response, or its beginning."""
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
