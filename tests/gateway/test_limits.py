@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.http_server import sending, serving_http
+from tests.support.http_server import post_of, sending, serving_http
 
 from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.producer import AsyncClient
@@ -160,6 +160,20 @@ async def test_a_refused_request_has_a_longest_time_for_the_rest_of_its_body(red
         writer.write(b"{")
         async with asyncio.timeout(5):
             await reader.read()  # to the end of the connection
+
+
+async def test_data_after_the_last_request_of_a_connection_are_ignored(redis_url: str, queue: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        sending(url, post_of(CHAT, HELLO, Connection="close")) as (reader, writer),
+    ):
+        await worker.announce()
+        attempt = await worker.start_next()
+        writer.write(b"\r\n")
+        await asyncio.sleep(0.1)  # longer than the server takes to read it
+        await attempt.finish(text="the answer", tokens=[1])
+        assert b"the answer" in await reader.read()
 
 
 async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(redis_url: str, queue: str) -> None:

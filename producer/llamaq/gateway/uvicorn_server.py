@@ -44,6 +44,8 @@ class BoundedHeaders(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Begin to wait for the headers of a next request, or end the wait."""
+        if self.conn.their_state is h11.MUST_CLOSE:  # there is no next request; uvicorn would end this one with an error
+            return
         super().data_received(data)
         self._watch_headers()
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_HEADER_BYTES:
