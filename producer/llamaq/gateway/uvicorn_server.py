@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import signal
 import socket
 import ssl
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -44,7 +46,7 @@ class BoundedHeaders(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Begin to wait for the headers of a next request, or end the wait."""
-        if self.conn.their_state is h11.MUST_CLOSE:  # there is no next request; uvicorn would end this one with an error
+        if self.conn.their_state is h11.MUST_CLOSE:  # uvicorn would answer that this data is no request
             return
         super().data_received(data)
         self._watch_headers()
@@ -81,6 +83,13 @@ class AnsweringServer(uvicorn.Server):
         super().__init__(config)
         self._open_requests = open_requests
         self._shutdown_s = shutdown_s
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Run the server, with as many connections as the system allows this process. The soft limit is often 1024."""
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(ValueError):  # macOS refuses its own hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop. After SIGTERM the exit code is 0: uvicorn would at last end the process by the signal."""
