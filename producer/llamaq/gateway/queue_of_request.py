@@ -74,14 +74,14 @@ async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> A
         RequestRefused: As in `queue_for`.
         NoWorker: As in `queue_for`.
     """
-    client = await queue_for(request, model)
-    served = await context_of(request).queues.served()
-    if model is not None and queue_of(model, "", served):
-        return client  # if the queue is of another kind, the submit says so
-    key = api_key_of(request)
-    allowed = [queue for queue in served if key is None or key.allows(queue)]
-    fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in served[queue])]
-    return client if not fitting or client.queue in fitting else await queue_for(request, fitting[0])
+    queues, key = context_of(request).queues, api_key_of(request)
+    client, served = await queues.find(model), await queues.served()
+    if model is None or not queue_of(model, "", served):  # if a named queue is of another kind, the submit says so
+        allowed = [queue for queue in served if key is None or key.allows(queue)]
+        fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in served[queue])]
+        if fitting and client.queue not in fitting:
+            model = fitting[0]
+    return await queue_for(request, model)
 
 
 def generation_for(
