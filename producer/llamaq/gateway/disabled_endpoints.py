@@ -11,13 +11,13 @@ from starlette.routing import Route
 
 from llamaq.gateway.http.errors import RequestRefused
 
-PATHS = {"page": ("/",), "metrics": ("/metrics",), "props": ("/props",), "slots": ("/slots",)}
-"""Maps a name in the setting to the paths of its endpoints."""
+PATHS = {"page": "/", "metrics": "/metrics", "props": "/props", "slots": "/slots"}
+"""Maps a name in the setting to the path of its endpoint."""
 
 
 def enabled_routes(routes: Sequence[Route], disabled: Sequence[str]) -> list[Route]:
     """Return the routes of a server. Its disabled endpoints answer 501, as with llama-server, and the page 404."""
-    paths = {path for name in disabled for path in PATHS[name]}
+    paths = {PATHS[name] for name in disabled}
     kept = [route for route in routes if route.path not in paths]
     return kept + [Route(path, _refuse, methods=["GET", "POST"]) for path in sorted(paths - {"/"})]
 

@@ -56,7 +56,7 @@ class Generation:
         self.streams: list[AsyncStream] = []
         """The streams of the jobs, after `start`."""
         self._begun: list[AsyncStream] = []
-        """The same streams while `start` submits the other jobs."""
+        """The same streams, also before `start` has submitted all jobs."""
 
     async def results(self) -> list[Result]:
         """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled.

@@ -67,8 +67,8 @@ async def queue_for(request: Request, model: str | None, *, is_stored: bool = Fa
 async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> AsyncClient:
     """Return the client of the queue that a request means by its `model`, for jobs of a kind.
 
-    A request without a queue uses the default queue. If that queue runs jobs of another kind, the first other queue
-    that runs jobs of this kind is used.
+    A request that names no queue uses the default queue, or if that queue is of another kind, the first queue of this
+    kind that its API key allows.
 
     Raises:
         RequestRefused: As in `queue_for`.

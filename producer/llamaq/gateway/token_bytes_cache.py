@@ -33,7 +33,7 @@ class TokenPieces:
         vocabulary = workers[0].card.vocab_hash if workers else ""
         if vocabulary not in self._known and len(self._known) >= MAX_VOCABULARIES:
             self._known.clear()
-        # A worker that is not listed yet may reply, but its vocabulary is not known.
+        # The vocabulary of a worker that is not listed yet is not known.
         known = self._known.setdefault(vocabulary, {}) if workers else {}
         missing = sorted(tokens - known.keys())
         if missing:

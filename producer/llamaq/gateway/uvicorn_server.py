@@ -32,8 +32,7 @@ first."""
 class BoundedHeaders(H11Protocol):
     """uvicorn's protocol, which also closes a connection if its headers do not arrive in time.
 
-    It reads on while a request is answered. Otherwise it would not notice that a client which has sent a part of its
-    next request disconnects.
+    It reads on during an answer, so that it notices when a client that has sent more than its request disconnects.
     """
 
     header_timeout_s = 20.0

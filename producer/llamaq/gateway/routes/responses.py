@@ -70,7 +70,7 @@ async def _answer(
             return await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
         if body.is_background:
             await generation.aclose()
-            return json_response(await _current(request, job.id, asked.record, job))
+            return json_response(await _current(request, asked.record, job))
         async for _, piece in generation.pieces():
             if isinstance(piece, Result):
                 return json_response(await asked.answer([piece]))
@@ -82,35 +82,35 @@ async def _answer(
 
 async def retrieve(request: Request) -> Response:
     """Return a response as it is now, or with `stream=true` its events from `starting_after` on."""
-    job_id, record, job = await _find(request)
+    record, job = await _find(request)
     if read_query_flag(request, "stream"):
         return await _stream(request, job, record, _pieces_from(job), _starting_after(request))
-    return json_response(await _current(request, job_id, record, job))
+    return json_response(await _current(request, record, job))
 
 
 async def cancel(request: Request) -> Response:
     """Cancel a response."""
-    job_id, record, job = await _find(request)
+    record, job = await _find(request)
     await job.cancel()
-    response = await _current(request, job_id, record, job)
+    response = await _current(request, record, job)
     # A running job ends within a few ticks.
     return json_response(response if response["usage"] or response["error"] else response | {"status": "cancelled"})
 
 
 async def delete(request: Request) -> Response:
     """Remove a response. If its job has not ended, it is cancelled."""
-    job_id, _, job = await _find(request)
+    _, job = await _find(request)
     with suppress(JobNotFound):
         await job.cancel()
-    await _store_of(request).delete(job_id)
-    return json_response({"id": ID_PREFIX + job_id, "object": "response", "deleted": True})
+    await _store_of(request).delete(job.id)
+    return json_response({"id": ID_PREFIX + job.id, "object": "response", "deleted": True})
 
 
 async def list_input_items(request: Request) -> Response:
     """Return a page of the messages that came with the request of a response."""
     page = read_page(request, most=MAX_LISTED, default=LISTED)
-    job_id, record, _ = await _find(request)
-    return json_response(page_of(input_items(job_id, record.new_messages), page))
+    record, job = await _find(request)
+    return json_response(page_of(input_items(job.id, record.new_messages), page))
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -135,22 +135,21 @@ def _store_of(request: Request) -> ResponseStore:
     return ResponseStore(client.redis, client.keys, context.settings.response_ttl_s)
 
 
-async def _find(request: Request) -> tuple[str, ResponseRecord, AsyncJob]:
-    """Return the job id, the record and the job of the response that the path names."""
-    response_id = request.path_params["response"]
-    job_id, record = await _store_of(request).read(response_id, owner_of(request))
-    return job_id, record, context_of(request).queues.default.job(job_id)
+async def _find(request: Request) -> tuple[ResponseRecord, AsyncJob]:
+    """Return the record and the job of the response that the path names."""
+    job_id, record = await _store_of(request).read(request.path_params["response"], owner_of(request))
+    return record, context_of(request).queues.default.job(job_id)
 
 
-async def _current(request: Request, job_id: str, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
+async def _current(request: Request, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
     """Return the response as it is now."""
     status = await job.status()
     if status.state in (JobState.QUEUED, JobState.RUNNING):
-        return open_response(job_id, record, status.state)
+        return open_response(job.id, record, status.state)
     try:
-        return await read_response(context_of(request).models, job_id, record, await job.result())
+        return await read_response(context_of(request).models, job.id, record, await job.result())
     except JobFailed as exc:
-        return failed_response(job_id, record, exc)
+        return failed_response(job.id, record, exc)
 
 
 def _starting_after(request: Request) -> int:
