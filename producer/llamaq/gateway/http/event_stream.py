@@ -27,14 +27,25 @@ Comment = Callable[[], Awaitable[str]]
 DONE = b"data: [DONE]\n\n"
 
 
+UNICODE_LINE_BREAKS = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029"]
+"""Characters at which some clients divide lines, such as `httpx.Response.iter_lines`, and their escapes in JSON."""
+
+
+def _encode(value: Any) -> bytes:
+    encoded = to_json(value)
+    for char, escape in UNICODE_LINE_BREAKS:
+        encoded = encoded.replace(char, escape)
+    return encoded
+
+
 def data(value: Any) -> bytes:
     """Return an event without a name, whose data are a value as JSON."""
-    return b"data: " + to_json(value) + b"\n\n"
+    return b"data: " + _encode(value) + b"\n\n"
 
 
 def named(name: str, value: Any) -> bytes:
     """Return an event with a name, whose data are a value as JSON."""
-    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + _encode(value) + b"\n\n"
 
 
 PLACEHOLDER = "\x00"
@@ -59,7 +70,7 @@ class TextEvent:
 
     def encode(self, text: str) -> bytes:
         """Return the event with a text."""
-        return b"".join((self._before, to_json(text), self._after))
+        return b"".join((self._before, _encode(text), self._after))
 
 
 def comment_line(text: str) -> bytes:
