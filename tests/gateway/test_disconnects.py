@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
@@ -12,6 +13,8 @@ import pytest
 from tests.support.http_server import post_of, sending, serving_http
 
 from llamaq.gateway.responses.record import ID_PREFIX
+from llamaq.gateway.settings import serve_settings
+from llamaq.gateway.uvicorn_server import bind
 from llamaq.producer import AsyncClient, FinishReason
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 
@@ -170,3 +173,17 @@ async def test_a_response_whose_client_was_gone_before_it_was_stored_is_stored_b
         assert (await http.get(f"/v1/responses/{response_id}")).status_code == HTTPStatus.NOT_FOUND
         assert await create() == response_id
         assert (await http.get(f"/v1/responses/{response_id}")).status_code == HTTPStatus.OK
+
+
+def test_the_system_looks_for_clients_that_have_gone_without_a_word() -> None:
+    with (
+        bind(serve_settings(http_port=0)) as bound,
+        socket.create_connection(bound.getsockname()),
+        bound.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle_s, interval_s, n_probes = (
+            accepted.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle_s + n_probes * interval_s == 60

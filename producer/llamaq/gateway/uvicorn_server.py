@@ -24,6 +24,8 @@ from llamaq.gateway.settings import ServeSettings
 MAX_HEADER_BYTES = 64 * 1024
 ANSWER_TIME_S = 2
 """Seconds that the server has to end the requests that are still open after `shutdown_s`. Then uvicorn cancels them."""
+DEAD_CLIENT = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""After 30 s of silence, a client that answers no probe within 30 s is gone."""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. Load balancers have shorter times, so that they close connections
 first."""
@@ -84,10 +86,10 @@ class AnsweringServer(uvicorn.Server):
         self._shutdown_s = shutdown_s
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Run the server, with as many connections as the system allows this process. The soft limit is often 1024."""
-        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        """Run the server with the hard limit of open files. The soft limit is often 1024."""
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         with suppress(ValueError):  # macOS refuses its own hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -160,6 +162,10 @@ def bind(settings: ServeSettings) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections too
+        for name, value in DEAD_CLIENT.items():
+            if hasattr(socket, name):
+                bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         bound.bind(address)
         bound.listen(2048)
     except BaseException:
