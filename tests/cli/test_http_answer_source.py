@@ -109,6 +109,12 @@ def test_the_end_of_a_stream_tells_why_it_ended() -> None:
     assert stream.finish_reason() is FinishReason.LENGTH
 
 
+def test_only_line_feeds_end_the_lines_of_a_stream() -> None:
+    text = "a\u2028b\x85c"
+    event = json.dumps({"choices": [{"delta": {"content": text}, "finish_reason": "stop"}]}, ensure_ascii=False)
+    assert list(answers_with(f"data: {event}\r", "data: [DONE]").stream_chat([CHAT], {})) == [text]
+
+
 def test_a_cut_stream_an_error_in_it_and_a_long_silence_are_errors() -> None:
     with pytest.raises(Exception, match="closed the connection before the end"):
         list(answers_with(chunk({"content": "a"})).stream_chat([CHAT], {}))

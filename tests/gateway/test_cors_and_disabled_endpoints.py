@@ -7,8 +7,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from llamaq.gateway.app import ROUTES
-from llamaq.gateway.disabled_endpoints import enabled_routes
+from llamaq.gateway.app import ROUTES, enabled_routes
 from llamaq.gateway.http.cors import Cors, cors_options
 from llamaq.gateway.http.errors import RequestRefused, respond_to_error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
@@ -12,6 +13,8 @@ import pytest
 from tests.support.http_server import post_of, sending, serving_http
 
 from llamaq.gateway.responses.record import ID_PREFIX
+from llamaq.gateway.settings import serve_settings
+from llamaq.gateway.uvicorn_server import bind
 from llamaq.producer import AsyncClient, FinishReason
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 
@@ -102,6 +105,25 @@ async def test_a_running_job_without_a_stream_is_cancelled_also_when_its_client_
         await attempt.finish(FinishReason.CANCELLED)
 
 
+async def test_a_client_that_has_sent_more_than_its_request_is_noticed_when_it_leaves(
+    redis_url: str, queue: str
+) -> None:
+    async with (
+        gateway(redis_url, queue) as (url, _, client),
+        sending(url, post_of(CHAT, {"messages": MESSAGES})) as (_, writer),
+    ):
+
+        async def is_submitted() -> bool:
+            return (await client.queue_depth()).waiting == 1
+
+        await until(is_submitted)
+        (job,) = await client.jobs()
+        writer.write(b"\r\n")  # the beginning of a next request
+        await asyncio.sleep(0.1)  # longer than the server takes to read it
+        writer.transport.abort()
+        assert (await client.job(job.job_id).result(timeout=5)).finish_reason is FinishReason.CANCELLED
+
+
 @pytest.mark.parametrize("kept", [{"store": True}, {"Idempotency_Key": "k"}])
 async def test_a_kept_job_outlives_its_client(redis_url: str, queue: str, kept: dict[str, object]) -> None:
     body = {**STREAMED, **kept}
@@ -151,3 +173,17 @@ async def test_a_response_whose_client_was_gone_before_it_was_stored_is_stored_b
         assert (await http.get(f"/v1/responses/{response_id}")).status_code == HTTPStatus.NOT_FOUND
         assert await create() == response_id
         assert (await http.get(f"/v1/responses/{response_id}")).status_code == HTTPStatus.OK
+
+
+def test_the_system_looks_for_clients_that_have_gone_without_a_word() -> None:
+    with (
+        bind(serve_settings(http_port=0)) as bound,
+        socket.create_connection(bound.getsockname()),
+        bound.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle_s, interval_s, n_probes = (
+            accepted.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle_s + n_probes * interval_s == 60

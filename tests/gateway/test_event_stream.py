@@ -14,7 +14,7 @@ from tests.support.http_server import post_of, sending
 
 from llamaq.gateway.choice_chunks import ChoiceStream
 from llamaq.gateway.http import event_stream
-from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data, error_event
+from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data, error_event, named
 from llamaq.gateway.progress_fields import ProgressOptions
 from llamaq.producer import Chunk
 from llamaq.producer.openai_format.endpoints import Endpoint
@@ -27,6 +27,14 @@ def test_a_text_event_is_encoded_like_the_whole_event(text: str) -> None:
         return {"model": PLACEHOLDER, "choices": [{"delta": {"content": text}, "finish_reason": None}]}
 
     assert TextEvent(event(PLACEHOLDER)).encode(text) == data(event(text))
+
+
+@pytest.mark.parametrize("separator", ["\x85", "\u2028", "\u2029"])
+def test_no_event_has_a_line_break_of_unicode_in_its_line(separator: str) -> None:
+    encoded = [data(f"a{separator}b"), named("name", f"a{separator}b"), TextEvent(PLACEHOLDER).encode(f"a{separator}b")]
+    for event in encoded:
+        line = event.decode().splitlines()[-2]  # as some clients divide lines
+        assert json.loads(line.removeprefix("data: ")) == f"a{separator}b"
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)

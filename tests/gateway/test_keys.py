@@ -16,12 +16,15 @@ from tests.support.command_line import failing, llamaq
 from tests.support.http_server import post_of, sending, serving_http
 
 from llamaq.common.errors import InvalidSettings
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, Worker
 from llamaq.gateway.app import build_app
 from llamaq.gateway.keys import key_store as key_store_module
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of
 from llamaq.gateway.settings import serve_settings
-from llamaq.producer.testing import FakeWorker
+from llamaq.producer.testing import FakeWorker, fake_embedding
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -169,3 +172,23 @@ def test_the_stored_hash_does_not_contain_the_key() -> None:
     record = KeyRecord(name="a", created_ms=0)
     assert len(hash_of("secret")) == 64
     assert "secret" not in record.model_dump_json()
+
+
+async def test_embeddings_without_a_model_use_a_queue_that_the_key_allows(redis_url: str, queue: str) -> None:
+    texts = f"{queue}-texts"
+    async with (
+        key_store(redis_url, queue) as store,
+        answering(redis_url, queue) as (url, _),
+        FakeWorker(redis_url, texts, key_prefix=queue) as worker,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        card = (await worker.announce()).model_copy(update={"kind": JobKind.EMBEDDING})
+        cache = CacheSnapshot(n_cells=512, reserved_cells=0)
+        heartbeat = Worker(card=card, cache=cache, heartbeat_ms=1, tick_age_ms=0)
+        await worker.redis.hset(worker.keys.worker(worker.name), "worker", codec.encode_model(heartbeat))
+        http.headers.update(bearer(await store.add(name="bob", queues=[texts])))
+        asking = asyncio.create_task(http.post("/v1/embeddings", json={"input": "hi"}))
+        attempt = await asyncio.wait_for(worker.start_next(), 3)
+        await attempt.finish(embeddings=[fake_embedding("hi")])
+        assert (await asking).status_code == 200
+        assert (await http.post(CHAT, json=HELLO)).status_code == 403

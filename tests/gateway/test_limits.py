@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.http_server import sending, serving_http
+from tests.support.http_server import post_of, sending, serving_http
 
 from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.producer import AsyncClient
@@ -36,6 +36,23 @@ async def test_a_full_queue_is_429_and_tells_when_to_try_again(redis_url: str, q
         several = await http.post(CHAT, json={**HELLO, "n": 2})
         assert several.status_code == 429
         assert (await client.queue_depth()).waiting == 1
+
+
+async def test_a_request_whose_answers_do_not_all_fit_into_the_queue_leaves_no_job_there(
+    redis_url: str, queue: str
+) -> None:
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        await worker.announce()
+        await client.redis.hset(client.keys.config(queue, 0), mapping={"max_queue": "2", "partitions": "1"})
+        for stream in (True, False):
+            full = await http.post(CHAT, json={**HELLO, "stream": stream, "n": 4})
+            assert full.json()["error"]["code"] == "queue_full"
+            assert (await client.queue_depth()).waiting == 0
 
 
 async def test_a_queue_without_a_worker_is_503_if_requests_do_not_wait(redis_url: str, queue: str) -> None:
@@ -131,6 +148,32 @@ async def test_a_body_has_a_largest_size_and_a_longest_time(redis_url: str, queu
     assert announced.json()["error"]["code"] == "body_too_large"
     assert b" 408 " in slow_body
     assert slow_headers == b""
+
+
+async def test_a_refused_request_has_a_longest_time_for_the_rest_of_its_body(redis_url: str, queue: str) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    async with (
+        serving_http(redis_url, queue, require_key=True, header_timeout_s=0.2) as url,
+        sending(url, head) as (reader, writer),
+    ):
+        await reader.readuntil(b"invalid_api_key")
+        writer.write(b"{")
+        async with asyncio.timeout(5):
+            await reader.read()  # to the end of the connection
+
+
+async def test_data_after_the_last_request_of_a_connection_are_ignored(redis_url: str, queue: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        sending(url, post_of(CHAT, HELLO, Connection="close")) as (reader, writer),
+    ):
+        await worker.announce()
+        attempt = await worker.start_next()
+        writer.write(b"\r\n")
+        await asyncio.sleep(0.1)  # longer than the server takes to read it
+        await attempt.finish(text="the answer", tokens=[1])
+        assert b"the answer" in await reader.read()
 
 
 async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(redis_url: str, queue: str) -> None:

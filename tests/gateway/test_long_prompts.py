@@ -71,12 +71,20 @@ async def test_the_error_of_a_prompt_that_is_too_long_is_that_of_the_api(
         assert '"n_prompt_tokens":4000' in text
 
 
-async def test_a_response_has_the_code_of_openai(redis_url: str, queue: str) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_response_has_the_code_of_openai_and_the_lengths(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, *, is_streamed: bool
+) -> None:
+    async def ask(*_: object, **__: object) -> TextReply:
+        return TextReply(tokens=TOKENS)
+
+    monkeypatch.setattr(text_commands, "ask", ask)
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
         httpx.AsyncClient(base_url=url, timeout=30) as http,
     ):
         await worker.announce()
-        text = await too_long(worker, http, "/v1/responses", {"input": "hi"}, 0)
+        text = await too_long(worker, http, "/v1/responses", {"input": "hi", "stream": is_streamed}, 0)
     assert '"code":"context_length_exceeded"' in text
+    assert '"n_prompt_tokens":4000,"n_ctx":512' in text

@@ -12,6 +12,7 @@ from tests.support.http_server import post_of, sending
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_request import MAX_MESSAGES
+from llamaq.gateway import prompt_too_long_error
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.event_stream import FIRST_PING_S
 from llamaq.gateway.responses.item_references import with_referenced_items
@@ -29,8 +30,9 @@ RESPONSES = "/v1/responses"
     ],
 )
 async def test_an_error_before_the_first_text_of_a_stream_sets_the_status(
-    redis_url: str, queue: str, code: ErrorCode, answered: str
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, code: ErrorCode, answered: str
 ) -> None:
+    monkeypatch.setattr(prompt_too_long_error, "ASK_TIMEOUT_S", 0.1)  # the worker does not count the prompt
     async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi", "stream": True}))
         attempt = await worker.start_next()

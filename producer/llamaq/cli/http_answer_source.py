@@ -140,7 +140,7 @@ class ServerStream:
         """Yield the pieces of the text. Comments of the server do not extend the wait for a piece."""
         waiting_since_s, is_told = time.monotonic(), False
         try:
-            for line in self._answer.iter_lines():
+            for line in _lines_of(self._answer):
                 if line.startswith("data:") and line.removeprefix("data:").strip() != "[DONE]":
                     yield from self._read(_decode(line.removeprefix("data:")))
                     waiting_since_s = time.monotonic()
@@ -165,6 +165,14 @@ class ServerStream:
         if text := _text_of(event):
             yield text
         self._reason = _reason_of(event) or self._reason
+
+
+def _lines_of(answer: httpx.Response) -> Iterator[str]:
+    """Yield the lines of a stream. `iter_lines` would also end a line at U+2028, which a text may have."""
+    rest = ""
+    for part in answer.iter_text():
+        *lines, rest = (rest + part).split("\n")
+        yield from lines
 
 
 def _check(answer: httpx.Response) -> None:

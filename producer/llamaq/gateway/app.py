@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 from redis.exceptions import RedisError
 from starlette.applications import Starlette
@@ -17,10 +18,9 @@ from llamaq.common.errors import LlamaqError
 from llamaq.gateway.batches.runner import BatchRunner
 from llamaq.gateway.chat_page import chat_page
 from llamaq.gateway.context import Context
-from llamaq.gateway.disabled_endpoints import enabled_routes
 from llamaq.gateway.http.cors import Cors, cors_options
 from llamaq.gateway.http.defects import Defects
-from llamaq.gateway.http.errors import respond_to_error
+from llamaq.gateway.http.errors import RequestRefused, respond_to_error
 from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.open_requests import OpenRequests
 from llamaq.gateway.http.request_ids import RequestIds
@@ -103,6 +103,22 @@ async def openapi(_: Request) -> Response:
 
 
 ROUTES += [Route("/openapi.json", openapi), Route("/", chat_page)]
+DISABLED_PATHS = {"page": "/", "metrics": "/metrics", "props": "/props", "slots": "/slots"}
+"""Maps a name in the setting `disabled_endpoints` to the path of its endpoint."""
+
+
+def enabled_routes(routes: Sequence[Route], disabled: Sequence[str]) -> list[Route]:
+    """Return the routes of a server. Its disabled endpoints answer 501, as with llama-server, and the page 404."""
+    paths = {DISABLED_PATHS[name] for name in disabled}
+    kept = [route for route in routes if route.path not in paths]
+    return kept + [Route(path, _refuse, methods=["GET", "POST"]) for path in sorted(paths - {"/"})]
+
+
+async def _refuse(request: Request) -> Response:
+    path = request.url.path
+    raise RequestRefused(
+        HTTPStatus.NOT_IMPLEMENTED, f"this server runs without {path} (its setting disabled_endpoints)", code="disabled"
+    )
 
 
 def build_app(settings: ServeSettings) -> Starlette:

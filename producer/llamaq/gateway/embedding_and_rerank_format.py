@@ -163,15 +163,14 @@ def ranking_object(
     ranking: Sequence[RankedDocument], body: RankingBody, model: str, n_tokens: int
 ) -> dict[str, Any] | list[dict[str, Any]]:
     """Return the answer to a request for a ranking, the best document first."""
+    results = [_ranked(one, body) for one in ranking]
     if body.is_tei:
-        return [
-            {"index": one.index, "score": one.score}
-            | ({"text": body.documents[one.index]} if body.returns_text else {})
-            for one in ranking
-        ]
-    results = [
-        {"index": one.index, "relevance_score": one.score}
-        | ({"document": {"text": body.documents[one.index]}} if body.returns_text else {})
-        for one in ranking
-    ]
+        return results
     return {"object": "list", "model": model, "results": results, "usage": _usage([n_tokens])}
+
+
+def _ranked(one: RankedDocument, body: RankingBody) -> dict[str, Any]:
+    text = {"text": body.documents[one.index]} if body.returns_text else {}
+    if body.is_tei:
+        return {"index": one.index, "score": one.score, **text}
+    return {"index": one.index, "relevance_score": one.score} | ({"document": text} if text else {})

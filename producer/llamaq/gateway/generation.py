@@ -55,6 +55,8 @@ class Generation:
         """The requests of the jobs, after `results` or `start`."""
         self.streams: list[AsyncStream] = []
         """The streams of the jobs, after `start`."""
+        self._begun: list[AsyncStream] = []
+        """The same streams, also before `start` has submitted all jobs."""
 
     async def results(self) -> list[Result]:
         """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled.
@@ -87,7 +89,9 @@ class Generation:
             raise
 
     async def _stream(self, request: JobRequest) -> AsyncStream:
-        return await self._submit(lambda client: client.auto_cancelled.stream(request, None))
+        stream = await self._submit(lambda client: client.auto_cancelled.stream(request, None))
+        self._begun.append(stream)
+        return stream
 
     async def _submit(self, call: Callable[[AsyncClient], Awaitable[T]]) -> T:
         """Make a call that submits a job. If the number of partitions is wrong, make it again with a new client."""
@@ -155,7 +159,7 @@ class Generation:
 
     async def aclose(self) -> None:
         """End the streams, and cancel their jobs unless these have ended or do not belong to the request alone."""
-        await asyncio.gather(*(stream.aclose() for stream in self.streams))
+        await asyncio.gather(*(stream.aclose() for stream in self._begun))
 
     async def describe_wait(self) -> str:
         """Return a text with the state of the first job."""

@@ -34,6 +34,12 @@ def api_key_of(request: Request) -> KeyRecord | None:
     return record
 
 
+def owner_of(request: Request) -> str | None:
+    """Return the name of the API key of a request. None: the server requires none."""
+    key = api_key_of(request)
+    return None if key is None else key.name
+
+
 async def queue_for(request: Request, model: str | None, *, is_stored: bool = False) -> AsyncClient:
     """Return the client of the queue that a request means by its `model`.
 
@@ -61,21 +67,21 @@ async def queue_for(request: Request, model: str | None, *, is_stored: bool = Fa
 async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> AsyncClient:
     """Return the client of the queue that a request means by its `model`, for jobs of a kind.
 
-    A request without a queue uses the default queue. If that queue runs jobs of another kind, the first other queue
-    that runs jobs of this kind is used.
+    A request that names no queue uses the default queue, or if that queue is of another kind, the first queue of this
+    kind that its API key allows.
 
     Raises:
         RequestRefused: As in `queue_for`.
         NoWorker: As in `queue_for`.
     """
-    client = await queue_for(request, model)
-    served = await context_of(request).queues.served()
-    if model is not None and queue_of(model, "", served):
-        return client  # if the queue is of another kind, the submit says so
-    key = api_key_of(request)
-    allowed = [queue for queue in served if key is None or key.allows(queue)]
-    fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in served[queue])]
-    return client if not fitting or client.queue in fitting else await queue_for(request, fitting[0])
+    queues, key = context_of(request).queues, api_key_of(request)
+    client, served = await queues.find(model), await queues.served()
+    if model is None or not queue_of(model, "", served):  # if a named queue is of another kind, the submit says so
+        allowed = [queue for queue in served if key is None or key.allows(queue)]
+        fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in served[queue])]
+        if fitting and client.queue not in fitting:
+            model = fitting[0]
+    return await queue_for(request, model)
 
 
 def generation_for(

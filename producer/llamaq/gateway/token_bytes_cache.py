@@ -33,7 +33,8 @@ class TokenPieces:
         vocabulary = workers[0].card.vocab_hash if workers else ""
         if vocabulary not in self._known and len(self._known) >= MAX_VOCABULARIES:
             self._known.clear()
-        known = self._known.setdefault(vocabulary, {})
+        # The vocabulary of a worker that is not listed yet is not known.
+        known = self._known.setdefault(vocabulary, {}) if workers else {}
         missing = sorted(tokens - known.keys())
         if missing:
             reply = await text_commands.ask(

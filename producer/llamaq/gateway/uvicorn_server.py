@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import signal
 import socket
 import ssl
@@ -22,13 +23,18 @@ from llamaq.gateway.settings import ServeSettings
 MAX_HEADER_BYTES = 64 * 1024
 ANSWER_TIME_S = 2
 """Seconds that the server has to end the requests that are still open after `shutdown_s`. Then uvicorn cancels them."""
+DEAD_CLIENT = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""After 30 s of silence, a client that answers no probe within 30 s is gone."""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. Load balancers have shorter times, so that they close connections
 first."""
 
 
 class BoundedHeaders(H11Protocol):
-    """uvicorn's protocol, which also closes a connection if its headers do not arrive in time."""
+    """uvicorn's protocol, which also closes a connection if its headers do not arrive in time.
+
+    It reads on during an answer, so that it notices when a client that has sent more than its request disconnects.
+    """
 
     header_timeout_s = 20.0
     _header_timer: asyncio.TimerHandle | None = None
@@ -40,8 +46,12 @@ class BoundedHeaders(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Begin to wait for the headers of a next request, or end the wait."""
+        if self.conn.their_state is h11.MUST_CLOSE:  # uvicorn would answer that this data is no request
+            return
         super().data_received(data)
         self._watch_headers()
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_HEADER_BYTES:
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the wait."""
@@ -49,7 +59,8 @@ class BoundedHeaders(H11Protocol):
         self._stop_timer()
 
     def _watch_headers(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
+        is_answered = self.conn.our_state is h11.DONE  # before the end of its body: a refusal
+        if self.conn.their_state is not h11.IDLE and not is_answered:
             self._stop_timer()
         elif self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_timeout_s, self._refuse)
@@ -72,6 +83,12 @@ class AnsweringServer(uvicorn.Server):
         super().__init__(config)
         self._open_requests = open_requests
         self._shutdown_s = shutdown_s
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Run the server with the hard limit of open files. The soft limit is often 1024."""
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop. After SIGTERM the exit code is 0: uvicorn would at last end the process by the signal."""
@@ -143,6 +160,9 @@ def bind(settings: ServeSettings) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections too
+        for option, value in DEAD_CLIENT.items():
+            bound.setsockopt(socket.IPPROTO_TCP, option, value)
         bound.bind(address)
         bound.listen(2048)
     except BaseException:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.batches.record import BatchEndpoint
@@ -12,15 +12,36 @@ from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.gateway.prepared.embedding import PreparedEmbedding
-from llamaq.gateway.prepared.prepared_request import PreparedRequest
 from llamaq.gateway.prepared.response import PreparedResponse, read_history
 from llamaq.gateway.responses.item_references import with_referenced_items
 from llamaq.gateway.responses.record import ResponseStore
 from llamaq.gateway.responses.request_body import read_response_body
-from llamaq.producer import AsyncClient
+from llamaq.producer import AsyncClient, Result
 from llamaq.producer.bulk.input_row import Row, unread_row
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.openai_format.endpoints import Endpoint
+
+
+class PreparedRequest(Protocol):
+    """A request whose jobs can be submitted."""
+
+    @property
+    def jobs(self) -> Sequence[dict[str, Any]]:
+        """The arguments of `submit` for each job."""
+
+    @property
+    def n_choices(self) -> int:
+        """Number of jobs for each prompt. The jobs of one prompt follow each other."""
+
+    async def answer(self, results: Sequence[Result]) -> Any:
+        """Return the body of the answer.
+
+        Args:
+            results: The result of each job.
+
+        Raises:
+            LlamaqError: The answer needs a worker, and none has replied; or the results do not fit the request.
+        """
 
 
 class LineRequests:

@@ -27,14 +27,25 @@ Comment = Callable[[], Awaitable[str]]
 DONE = b"data: [DONE]\n\n"
 
 
+UNICODE_LINE_BREAKS = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029"]
+"""Characters at which some clients divide lines, such as `httpx.Response.iter_lines`, and their escapes in JSON."""
+
+
+def _encode(value: Any) -> bytes:
+    encoded = to_json(value)
+    for char, escape in UNICODE_LINE_BREAKS:
+        encoded = encoded.replace(char, escape)
+    return encoded
+
+
 def data(value: Any) -> bytes:
     """Return an event without a name, whose data are a value as JSON."""
-    return b"data: " + to_json(value) + b"\n\n"
+    return b"data: " + _encode(value) + b"\n\n"
 
 
 def named(name: str, value: Any) -> bytes:
     """Return an event with a name, whose data are a value as JSON."""
-    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + _encode(value) + b"\n\n"
 
 
 PLACEHOLDER = "\x00"
@@ -59,7 +70,7 @@ class TextEvent:
 
     def encode(self, text: str) -> bytes:
         """Return the event with a text."""
-        return b"".join((self._before, to_json(text), self._after))
+        return b"".join((self._before, _encode(text), self._after))
 
 
 def comment_line(text: str) -> bytes:
@@ -88,9 +99,8 @@ class EventStream(Response):
         comment: Comment,
         ping_s: float,
         format_error: Callable[[Exception], bytes],
-        headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._first = first
@@ -108,7 +118,6 @@ class EventStream(Response):
         comment: Comment,
         ping_s: float,
         format_error: Callable[[Exception], bytes] = error_event,
-        headers: dict[str, str] | None = None,
     ) -> Self:
         """Return the response when the first event has arrived, or when the first comment is due.
 
@@ -117,7 +126,6 @@ class EventStream(Response):
             comment: Returns what a comment says.
             ping_s: Seconds of silence after which a comment is sent.
             format_error: Returns the event for an error of `events` after the first event.
-            headers: More headers of the response.
 
         Raises:
             Exception: The error of the first event. The generator is closed.
@@ -130,7 +138,7 @@ class EventStream(Response):
         except BaseException:
             await _close(events, first)
             raise
-        return cls(events, first, comment=comment, ping_s=ping_s, format_error=format_error, headers=headers)
+        return cls(events, first, comment=comment, ping_s=ping_s, format_error=format_error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # the form of ASGI
         """Send the response."""

@@ -71,6 +71,10 @@ def page_of(objects: Sequence[dict[str, Any]], page: Page) -> dict[str, Any]:
         if not places:
             raise invalid("after: the list has no object with this id", "after")
         ordered = ordered[places[0] + 1 :]
-    shown = ordered[: page.limit]
+    return {"object": "list", **page_fields(ordered[: page.limit], has_more=len(ordered) > page.limit)}
+
+
+def page_fields(shown: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return the fields of a page with these objects."""
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
-    return {"object": "list", "data": shown, **ends, "has_more": len(ordered) > len(shown)}
+    return {"data": shown, **ends, "has_more": has_more}

@@ -13,8 +13,8 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.files.record import UPLOAD_PURPOSE
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.http.query_parameters import read_page
-from llamaq.gateway.queue_of_request import IDEMPOTENCY_HEADER, api_key_of, idempotency_key_of
+from llamaq.gateway.http.query_parameters import page_fields, read_page
+from llamaq.gateway.queue_of_request import IDEMPOTENCY_HEADER, api_key_of, idempotency_key_of, owner_of
 from llamaq.gateway.routes.files import files_of
 
 MAX_LISTED, LISTED = 100, 20
@@ -67,10 +67,9 @@ async def list_batches(request: Request) -> Response:
     """Return the batches of the API key, the newest first unless `order=asc`."""
     page = read_page(request, most=MAX_LISTED, default=LISTED)
     store = context_of(request).batches.store
-    batches, has_more = await store.listed(_owner_of(request), page)
+    batches, has_more = await store.listed(owner_of(request), page)
     shown = [batch_object(batch) for batch in batches]
-    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
-    return json_response({"object": "list", "data": shown, **ends, "has_more": has_more})
+    return json_response({"object": "list", **page_fields(shown, has_more=has_more)})
 
 
 async def cancel(request: Request) -> Response:
@@ -83,9 +82,4 @@ async def cancel(request: Request) -> Response:
 
 
 async def _find(request: Request) -> Batch:
-    return await context_of(request).batches.store.find(request.path_params["batch"], _owner_of(request))
-
-
-def _owner_of(request: Request) -> str | None:
-    key = api_key_of(request)
-    return None if key is None else key.name
+    return await context_of(request).batches.store.find(request.path_params["batch"], owner_of(request))

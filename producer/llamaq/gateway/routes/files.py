@@ -25,7 +25,7 @@ from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.query_parameters import page_of, read_page
 from llamaq.gateway.http.request_lifetime import ClientGone, RestMissing
-from llamaq.gateway.queue_of_request import api_key_of
+from llamaq.gateway.queue_of_request import owner_of
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +127,7 @@ async def delete(request: Request) -> Response:
 
 def files_of(request: Request) -> FileStore:
     """Return the files of the API key of a request."""
-    context, key = context_of(request), api_key_of(request)
+    context = context_of(request)
     client = context.queues.default
-    return FileStore(
-        client.redis,
-        client.keys,
-        None if key is None else key.name,
-        max_files_bytes=context.settings.max_files_bytes,
-    )
+    most_bytes = context.settings.max_files_bytes
+    return FileStore(client.redis, client.keys, owner_of(request), max_files_bytes=most_bytes)

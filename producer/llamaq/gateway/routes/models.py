@@ -15,6 +15,7 @@ from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused, is_for_anthropic
 from llamaq.gateway.http.json_body import json_response
+from llamaq.gateway.http.query_parameters import page_fields
 from llamaq.gateway.queue_directory import queue_of
 from llamaq.gateway.queue_of_request import api_key_of
 
@@ -30,8 +31,7 @@ async def list_models(request: Request) -> Response:
         if workers and (key is None or key.allows(queue))
     ]
     if is_anthropic:
-        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return json_response({"data": data, **ends, "has_more": False})
+        return json_response(page_fields(data, has_more=False))
     # llama-server's own clients read `models`, in the form of Ollama.
     models = [
         {"name": each["id"], "model": each["id"], "type": "model", "capabilities": each["capabilities"]}

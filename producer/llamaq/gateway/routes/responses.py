@@ -22,7 +22,8 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.query_parameters import page_of, read_page, read_query_flag
 from llamaq.gateway.prepared.response import PreparedResponse, conversation_of, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
-from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
+from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
+from llamaq.gateway.queue_of_request import generation_for, owner_of, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
 from llamaq.gateway.responses.input_items import input_items
@@ -43,12 +44,20 @@ async def create(request: Request) -> Response:
     """Answer a request, or begin to."""
     fields = await read_object(request)
     body, progress = await _read_body(request, fields), ProgressOptions.read(fields)
-    models, owner = context_of(request).models, _owner_of(request)
+    models, owner = context_of(request).models, owner_of(request)
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
     client = await queue_for(request, body.model, is_stored=body.is_stored)
     asked = await PreparedResponse.read(models, client, body, history, owner)
     is_kept = body.is_stored and (body.is_streamed or body.is_background)
     generation = generation_for(request, client, asked.jobs, is_kept=is_kept, is_background=body.is_background)
+    async with explaining_long_prompts(context_of(request), generation):
+        return await _answer(request, body, progress, asked, generation)
+
+
+async def _answer(
+    request: Request, body: ResponseBody, progress: ProgressOptions, asked: PreparedResponse, generation: Generation
+) -> Response:
+    """Submit the job of a request, and return the response, or its beginning."""
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
@@ -61,7 +70,7 @@ async def create(request: Request) -> Response:
             return await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
         if body.is_background:
             await generation.aclose()
-            return json_response(await _current(request, job.id, asked.record, job))
+            return json_response(await _current(request, asked.record, job))
         async for _, piece in generation.pieces():
             if isinstance(piece, Result):
                 return json_response(await asked.answer([piece]))
@@ -73,42 +82,42 @@ async def create(request: Request) -> Response:
 
 async def retrieve(request: Request) -> Response:
     """Return a response as it is now, or with `stream=true` its events from `starting_after` on."""
-    job_id, record, job = await _find(request)
+    record, job = await _find(request)
     if read_query_flag(request, "stream"):
         return await _stream(request, job, record, _pieces_from(job), _starting_after(request))
-    return json_response(await _current(request, job_id, record, job))
+    return json_response(await _current(request, record, job))
 
 
 async def cancel(request: Request) -> Response:
     """Cancel a response."""
-    job_id, record, job = await _find(request)
+    record, job = await _find(request)
     await job.cancel()
-    response = await _current(request, job_id, record, job)
+    response = await _current(request, record, job)
     # A running job ends within a few ticks.
     return json_response(response if response["usage"] or response["error"] else response | {"status": "cancelled"})
 
 
 async def delete(request: Request) -> Response:
     """Remove a response. If its job has not ended, it is cancelled."""
-    job_id, _, job = await _find(request)
+    _, job = await _find(request)
     with suppress(JobNotFound):
         await job.cancel()
-    await _store_of(request).delete(job_id)
-    return json_response({"id": ID_PREFIX + job_id, "object": "response", "deleted": True})
+    await _store_of(request).delete(job.id)
+    return json_response({"id": ID_PREFIX + job.id, "object": "response", "deleted": True})
 
 
 async def list_input_items(request: Request) -> Response:
     """Return a page of the messages that came with the request of a response."""
     page = read_page(request, most=MAX_LISTED, default=LISTED)
-    job_id, record, _ = await _find(request)
-    return json_response(page_of(input_items(job_id, record.new_messages), page))
+    record, job = await _find(request)
+    return json_response(page_of(input_items(job.id, record.new_messages), page))
 
 
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = await _read_body(request, await read_object(request))
     queues = context_of(request).queues
-    history = await read_history(_store_of(request), queues, body.previous_id, _owner_of(request))
+    history = await read_history(_store_of(request), queues, body.previous_id, owner_of(request))
     client = await queue_for(request, body.model)
     n_tokens = await count_tokens(client, body, conversation_of(body, history))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
@@ -116,7 +125,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 async def _read_body(request: Request, fields: Mapping[str, Any]) -> ResponseBody:
     """Return what the body of a request asks for, with the stored items that it refers to."""
-    models, owner = context_of(request).models, _owner_of(request)
+    models, owner = context_of(request).models, owner_of(request)
     return read_response_body(await with_referenced_items(fields, models, _store_of(request), owner))
 
 
@@ -126,27 +135,21 @@ def _store_of(request: Request) -> ResponseStore:
     return ResponseStore(client.redis, client.keys, context.settings.response_ttl_s)
 
 
-def _owner_of(request: Request) -> str | None:
-    key = api_key_of(request)
-    return None if key is None else key.name
+async def _find(request: Request) -> tuple[ResponseRecord, AsyncJob]:
+    """Return the record and the job of the response that the path names."""
+    job_id, record = await _store_of(request).read(request.path_params["response"], owner_of(request))
+    return record, context_of(request).queues.default.job(job_id)
 
 
-async def _find(request: Request) -> tuple[str, ResponseRecord, AsyncJob]:
-    """Return the job id, the record and the job of the response that the path names."""
-    response_id = request.path_params["response"]
-    job_id, record = await _store_of(request).read(response_id, _owner_of(request))
-    return job_id, record, context_of(request).queues.default.job(job_id)
-
-
-async def _current(request: Request, job_id: str, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
+async def _current(request: Request, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
     """Return the response as it is now."""
     status = await job.status()
     if status.state in (JobState.QUEUED, JobState.RUNNING):
-        return open_response(job_id, record, status.state)
+        return open_response(job.id, record, status.state)
     try:
-        return await read_response(context_of(request).models, job_id, record, await job.result())
+        return await read_response(context_of(request).models, job.id, record, await job.result())
     except JobFailed as exc:
-        return failed_response(job_id, record, exc)
+        return failed_response(job.id, record, exc)
 
 
 def _starting_after(request: Request) -> int:
