@@ -82,8 +82,7 @@ async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) ->
     finish times, by the clock of Redis.
 
     While a queue finishes no job, the estimate grows, until fewer than two jobs are in the window. The estimate is too
-    low if the waiting jobs are longer than the finished ones, or if workers have ended
-    since then.
+    low if the waiting jobs are longer than the finished ones, or if workers have ended since then.
 
     Returns:
         Seconds, or None if fewer than two jobs finished within the window.
