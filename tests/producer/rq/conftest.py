@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from redis import Redis
@@ -12,10 +13,28 @@ from rq.serializers import JSONSerializer
 from rq.timeouts import TimerDeathPenalty
 
 
-class InProcessWorker(SimpleWorker):
-    """Executes jobs in this process. It leaves the signals to pytest, whose timeout needs SIGALRM."""
+class SignalDeathPenalty(TimerDeathPenalty):
+    """Raises the timeout of a job in a handler of SIGUSR1, because the timeout of pytest needs SIGALRM.
 
-    death_penalty_class = TimerDeathPenalty
+    While coverage traces Python 3.11, the asynchronous exception of `TimerDeathPenalty` arrives only after minutes: until
+    then, all other threads use the processor.
+    """
+
+    def setup_death_penalty(self) -> None:
+        signal.signal(signal.SIGUSR1, self.raise_timeout)
+        super().setup_death_penalty()
+
+    def handle_death_penalty(self) -> None:
+        signal.pthread_kill(self._target_thread_id, signal.SIGUSR1)
+
+    def raise_timeout(self, *_: object) -> NoReturn:
+        raise self._exception
+
+
+class InProcessWorker(SimpleWorker):
+    """Executes jobs in this process, in its main thread. It leaves the signals of RQ to pytest."""
+
+    death_penalty_class = SignalDeathPenalty
 
     def _install_signal_handlers(self) -> None:
         pass
