@@ -16,8 +16,8 @@ from rq.timeouts import TimerDeathPenalty
 class SignalDeathPenalty(TimerDeathPenalty):
     """Raises the timeout of a job in a handler of SIGUSR1, because the timeout of pytest needs SIGALRM.
 
-    While coverage traces Python 3.11, the asynchronous exception of `TimerDeathPenalty` arrives only after minutes: until
-    then, all other threads use the processor.
+    While coverage traces Python 3.11, the asynchronous exception of `TimerDeathPenalty` arrives only after minutes:
+    until then, all other threads use the processor.
     """
 
     def setup_death_penalty(self) -> None:
