@@ -32,19 +32,23 @@ class SignalDeathPenalty(TimerDeathPenalty):
 
 
 class InProcessWorker(SimpleWorker):
-    """Executes jobs in this process, in its main thread. It leaves the signals of RQ to pytest."""
+    """Executes jobs in this process. It leaves the signals to pytest, whose timeout needs SIGALRM."""
 
-    death_penalty_class = SignalDeathPenalty
+    death_penalty_class = TimerDeathPenalty
 
     def _install_signal_handlers(self) -> None:
         pass
 
 
-def work(queue: Queue) -> None:
+class MainThreadWorker(InProcessWorker):
+    """Executes jobs in the main thread, and lets them reach their timeouts."""
+
+    death_penalty_class = SignalDeathPenalty
+
+
+def work(queue: Queue, worker: type[InProcessWorker] = InProcessWorker) -> None:
     """Execute the jobs of a queue until it is empty."""
-    InProcessWorker([queue], connection=queue.connection, serializer=JSONSerializer).work(
-        burst=True, logging_level="WARNING"
-    )
+    worker([queue], connection=queue.connection, serializer=JSONSerializer).work(burst=True, logging_level="WARNING")
 
 
 @pytest.fixture
