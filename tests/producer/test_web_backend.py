@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+from tests.support.readme import block
 
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import AsyncClient, Client, FinishReason
 from llamaq.producer.testing import FakeAttempt, FakeWorker, serving
 
-README = Path(__file__).parents[2] / "README.md"
 N_READERS = 50
 N_LEAVING = 32
 
@@ -26,13 +24,13 @@ Reader = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture
 def backend(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names that the README's example defines: its `app` and its `client`."""
+    """The names that the README's examples define: `app` and `client`."""
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
     monkeypatch.setenv("LLAMAQ_QUEUE", queue)
     monkeypatch.setenv("LLAMAQ_MAX_REQUEST_BYTES", "1024")
-    (code,) = re.findall(r"<!-- test: backend -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
     namespace: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), namespace)
+    for name in ("backend", "errors"):
+        exec(compile(block(name), f"README.md, {name}", "exec"), namespace)
     return namespace
 
 

@@ -85,7 +85,7 @@ def await_worker(url: str, queue: str) -> None:
 
 def test_every_python_block_has_a_test() -> None:
     named = re.findall(r"<!-- test: (\w+) -->\n```python", README)
-    assert named == ["openai", "langchain", "backend", "sync", "attach", "background", "strategy", "cache"]
+    assert named == ["backend", "openai", "langchain", "background", "errors", "sync", "attach", "strategy", "cache"]
     assert README.count("```python") == len(named)
 
 

@@ -14,6 +14,7 @@ import msgpack
 import pytest
 
 from llamaq.common.redis import connect as connect_module
+from llamaq.producer.streaming import poll_schedule
 
 URL = "redis://fakeredis:6379/0"
 """The URL of the fake server. Its host name is never resolved, because the connection class is replaced."""
@@ -39,6 +40,8 @@ def replace_redis(monkeypatch: pytest.MonkeyPatch) -> str:
 
     add_cmsgpack(server)
     monkeypatch.setattr(connect_module, "Connection", InProcess)
+    # The subscriber cannot read messages of fakeredis, so readers see the end of a job only when they poll it.
+    monkeypatch.setattr(poll_schedule, "WAITING_SILENCE_S", 0.05)
     return URL
 
 

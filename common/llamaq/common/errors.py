@@ -72,7 +72,7 @@ class LlamaqError(Exception):
     """Base class of every error that llamaq raises on purpose. Errors can be pickled and copied."""
 
     http_status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
-    """The HTTP status with which a web backend answers: 400, 404 or 409 if the caller can correct the request, 503 or
+    """The HTTP status of a web backend's answer: 400, 404 or 409 if the caller can correct the request, 503 or
     504 if a later request may succeed, 410 if the job was cancelled, otherwise 500 or 502."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ ApiKey = Annotated[
 ]
 OfPriority = Annotated[Priority | None, typer.Option("--priority", help="Only jobs of this priority.")]
 OlderThan = Annotated[
-    float | None, typer.Option("--older-than-s", min=0, help="Only jobs that were submitted longer ago, in seconds.")
+    float | None, typer.Option("--older-than-s", min=0, help="Only jobs submitted more than this many seconds ago.")
 ]
 WithMetadata = Annotated[
     list[str] | None,

@@ -1,4 +1,4 @@
-"""The line and the exit code with which the `llamaq` command reports an error."""
+"""Reports an error of the `llamaq` command: its line and its exit code."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def add(
     max_open: Annotated[int | None, typer.Option(help=_FIELDS["max_open"].description)] = None,
     cache_salt: Annotated[str | None, typer.Option(help=_FIELDS["cache_salt"].description)] = None,
     file: Annotated[
-        Path | None, typer.Option(help="File to write the key to instead of Redis, for `llamaq serve --keys-file`.")
+        Path | None, typer.Option(help="Write the hash of the key to this file, for `llamaq serve --keys-file`.")
     ] = None,
     redis_url: RedisUrl = None,
 ) -> None:

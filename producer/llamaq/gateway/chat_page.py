@@ -47,5 +47,5 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the hash by which a policy allows an inline style or script."""
+    """Return the hash of an inline style or script, for the policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

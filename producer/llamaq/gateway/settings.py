@@ -91,7 +91,9 @@ class ServeSettings(ClientSettings):
         description="Seconds after the death of a server until another server continues its batches.",
     )
     require_key: bool = Field(
-        False, description="Whether requests need an API key of `llamaq keys add`. `/` and `/health` need none."
+        False,
+        description="Whether requests need an API key of `llamaq keys add`. `/`, `/health` and `/openapi.json` need "
+        "none.",
     )
     keys_file: Path | None = Field(
         None,

@@ -63,9 +63,9 @@ class QueueConnection:
         return repr(self._connections.subscriber)
 
     async def n_partitions(self) -> int:
-        """Return in how many partitions the queue can have jobs: as its workers have stored, at least the setting.
+        """Return the number of partitions that may have jobs: the stored number of the workers, at least the setting.
 
-        Who only watches or clears a queue need not know the number.
+        So a caller that only reads or purges a queue may leave the setting out.
         """
         config = await QueueConfig.read(self.redis, self.keys, self.settings.queue, 0)
         return max(self.settings.partitions, 0 if config is None else config.partitions)

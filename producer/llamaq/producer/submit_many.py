@@ -89,7 +89,7 @@ async def submit_each(
     """Submit jobs, each separately. A repeated call with the same submissions submits no job twice.
 
     Returns:
-        For each job its handle or None, and for each job the error with which Redis refused it or None.
+        For each job its handle or None, and for each job its error or None.
 
     Raises:
         RedisError: Redis has not answered. It may have some of the jobs.
@@ -114,7 +114,7 @@ async def _send(connection: QueueConnection, submissions: Sequence[Submission]) 
 async def _read_outcomes(
     connection: QueueConnection, submissions: Sequence[Submission], outcomes: Sequence[SubmitReply | RedisError]
 ) -> tuple[list[AsyncJob | None], list[Exception | None]]:
-    """Return for each job its handle or None, and the error with which it was refused or None."""
+    """Return for each job its handle or None, and its error or None."""
     depths = [outcome.depth for outcome in outcomes if isinstance(outcome, SubmitQueueFull)]
     wait_s = await estimate_queue_wait_s(connection, connection.settings.queue, max(depths)) if depths else None
     handles: list[AsyncJob | None] = []

@@ -415,7 +415,7 @@ class Client(BlockingClient):
         Args:
             state: `QUEUED` or `RUNNING`. None: both.
             priority: Only jobs of this priority. None: all.
-            older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
+            older_than_s: Only jobs that were submitted more than this many seconds ago. None: all.
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean with
                 this JSON text.
             tenant: Only jobs of this tenant. None: all.
@@ -445,7 +445,7 @@ class Client(BlockingClient):
 
         Args:
             priority: Only jobs of this priority. None: all.
-            older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
+            older_than_s: Only jobs that were submitted more than this many seconds ago. None: all.
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean with
                 this JSON text.
             tenant: Only jobs of this tenant. None: all.

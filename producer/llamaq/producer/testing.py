@@ -234,7 +234,7 @@ class FakeAttempt:
         """Text of the job, that of earlier attempts included."""
 
     def increment(self, tokens: Sequence[int] = (), text: str = "", *, offset: int | None = None) -> JobFlush:
-        """Return the arguments with which a worker calls the flush script for these tokens.
+        """Return the arguments of a worker's call of the flush script for these tokens.
 
         Args:
             tokens: New token ids.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -29,7 +29,8 @@ def test_jobs_with_one_idempotency_key_are_in_one_partition(key: str) -> None:
     assert JobId.new("q", 64, key).token != JobId.new("q", 64, key).token
 
 
-@given(st.text() | st.from_regex(r"[a-z]{1,3}\.[0-9]{1,5}\.[0-9a-f]{31,33}\n?"))
+@given(st.text() | st.from_regex(r"[a-z]{1,3}\.[0-9]{1,5}\.[0-9a-f]{31,33}\n?", fullmatch=True))
+@example(f"a.1023.{'0f' * 16}")
 def test_any_text_is_a_job_id_or_raises_invalid_request(text: str) -> None:
     try:
         parsed = JobId.parse(text)

@@ -222,7 +222,10 @@ async def test_a_cancelled_wait_for_a_connection_wakes_the_next_command(redis_ur
             await asyncio.sleep(0)
         for task in waiting[::2]:
             task.cancel()
-        await asyncio.wait_for(asyncio.gather(*waiting, *blocking, return_exceptions=True), 30)
+        async with asyncio.timeout(30):
+            await asyncio.wait(waiting[::2])
+            assert await asyncio.gather(*waiting[1::2]) == [True] * 20
+            assert await asyncio.gather(*blocking) == [None] * 32
     await redis.aclose()
 
 

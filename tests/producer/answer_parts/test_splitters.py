@@ -151,6 +151,11 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         "<|channel|>analysis<|message|>a <|message|><|channel|>b<|end|><|start|>assistant<|channel|>final<|message|>Y",
         [("reasoning", "a <|message|><|channel|>b"), ("content", "Y")],
     ),
+    "harmony, reasoning in two messages": (
+        HARMONY,
+        "<|channel|>analysis<|message|>1<|end|><|start|>assistant<|channel|>analysis<|message|>2<|end|>",
+        [("reasoning", "12")],
+    ),
     "harmony, call": (
         HARMONY,
         f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ULM}<|call|>",

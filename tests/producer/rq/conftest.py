@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from redis import Redis
 from rq import Queue, SimpleWorker
 from rq.serializers import JSONSerializer
 from rq.timeouts import TimerDeathPenalty
+
+
+class SignalDeathPenalty(TimerDeathPenalty):
+    """Raises the timeout of a job in a handler of SIGUSR1, because the timeout of pytest needs SIGALRM.
+
+    While coverage traces Python 3.11, the asynchronous exception of `TimerDeathPenalty` arrives only after minutes:
+    until then, all other threads use the processor.
+    """
+
+    def setup_death_penalty(self) -> None:
+        signal.signal(signal.SIGUSR1, self.raise_timeout)
+        super().setup_death_penalty()
+
+    def handle_death_penalty(self) -> None:
+        signal.pthread_kill(self._target_thread_id, signal.SIGUSR1)
+
+    def raise_timeout(self, *_: object) -> NoReturn:
+        raise self._exception
 
 
 class InProcessWorker(SimpleWorker):
@@ -21,11 +40,15 @@ class InProcessWorker(SimpleWorker):
         pass
 
 
-def work(queue: Queue) -> None:
+class MainThreadWorker(InProcessWorker):
+    """Executes jobs in the main thread, and lets them reach their timeouts."""
+
+    death_penalty_class = SignalDeathPenalty
+
+
+def work(queue: Queue, worker: type[InProcessWorker] = InProcessWorker) -> None:
     """Execute the jobs of a queue until it is empty."""
-    InProcessWorker([queue], connection=queue.connection, serializer=JSONSerializer).work(
-        burst=True, logging_level="WARNING"
-    )
+    worker([queue], connection=queue.connection, serializer=JSONSerializer).work(burst=True, logging_level="WARNING")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from redis import Redis
 from rq import Callback, Queue, Retry, get_current_job
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
-from tests.producer.rq.conftest import work
+from tests.producer.rq.conftest import MainThreadWorker, work
 
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client, FinishReason
@@ -101,7 +101,7 @@ def test_the_timeout_of_rq_cancels_the_llamaq_job_and_the_next_attempt_submits_a
 ) -> None:
     monkeypatch.setattr(generation, "PROGRESS_S", 0.1)
     job = rq_queue.enqueue(generate, "p", job_timeout=2)
-    work(rq_queue)  # no llamaq worker serves the queue
+    work(rq_queue, MainThreadWorker)  # no llamaq worker serves the queue
     assert fetch(job).get_status() == JobStatus.FAILED
     assert "JobTimeoutException" in str(fetch(job).latest_result().exc_string)
     cancelled = client.job(fetch(job).get_meta()["llamaq"]["job_id"])

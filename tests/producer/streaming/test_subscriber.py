@@ -144,15 +144,18 @@ async def test_tokens_lost_right_before_the_end_are_yielded_before_the_stream_en
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
-        reader = asyncio.create_task(read_all(job))
+        stream = job.stream()
+        first = asyncio.create_task(anext(stream))
         await until_confirmed(client)
-        await emit(attempt, 3)
+        await emit(attempt, 1)
+        chunks = [await first]
         with monkeypatch.context() as without_messages:
-            without_messages.setattr(PubSubConnection, "_dispatch", lambda *_: None)
-            await emit(attempt, 3)
-            await asyncio.sleep(0.05)  # the terminal event is published after the lost messages
+            is_lost = asyncio.Event()
+            without_messages.setattr(PubSubConnection, "_dispatch", lambda *_: is_lost.set())
+            await emit(attempt, 1)
+            await is_lost.wait()  # the terminal event is published after the lost message
         await attempt.finish()
-        check_output(await reader, 6)
+        check_output(chunks + [chunk async for chunk in stream], 2)
 
 
 async def test_a_stream_without_any_message_is_still_complete(

@@ -96,6 +96,7 @@ async def test_another_worker_does_not_count_a_crash_because_a_reply_was_lost(
         assert list(worker.admitted) == [jobs[0].id], "the job of the lost reply"
         async with working(redis_url, queue, "w2", capacity=1) as other:
             await until(lambda: jobs[1].id in other.admitted)
+        assert lost_replies.n_left == 0
         assert [(await job.status()).crashes for job in jobs] == [0, 0]
 
 

@@ -153,7 +153,7 @@ async def test_a_client_that_waits_gives_a_retried_job_its_entry_without_a_worke
     monkeypatch.setattr(LookSchedule, "pop_due", lambda *_: [])  # no look after a silence
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("x", retries=1, stream=streams)
-        waiting = asyncio.create_task(read_all(job) if streams else job.result(timeout=60))
+        waiting = asyncio.create_task(read_all(job) if streams else read_result(job))
         attempt = await worker.start_next()
         await until(lambda: client.connection.subscriber.n_confirmed == 1)
         error = Failed(code=ErrorCode.INTERNAL, message="broken")
@@ -161,11 +161,15 @@ async def test_a_client_that_waits_gives_a_retried_job_its_entry_without_a_worke
         await worker.scripts.retry(worker.name, attempt.increment(), error, **delay)
         again = await worker.start_next()  # no worker runs `due.lua`
         await again.answer(["a"])
-        await waiting
+        assert await waiting == "a"
 
 
 async def read_all(job: AsyncJob) -> str:
     return "".join([chunk.text async for chunk in job.stream(timeout=60)])
+
+
+async def read_result(job: AsyncJob) -> str:
+    return (await job.result(timeout=60)).text
 
 
 async def test_a_cancelled_job_is_not_retried(redis_url: str, queue: str) -> None:

@@ -1,4 +1,4 @@
-"""Rewrites the keywords of JSON schemas for object properties that llguidance lacks with those that it has."""
+"""Rewrites keywords for object properties that llguidance lacks into keywords that it has."""
 
 from __future__ import annotations
 

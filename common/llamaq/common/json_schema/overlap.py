@@ -79,7 +79,7 @@ class Overlaps:
                 yield name
 
     def _have_disjoint_alternatives(self, schemas: Sequence[Schema], other: Sequence[Schema], depth: int) -> bool:
-        """Return whether `schemas` have an `anyOf` of which each schema is disjoint from `other`."""
+        """Return whether `schemas` have an `anyOf` whose schemas are all disjoint from `other`."""
         rest = [
             {name: value for name, value in schema.items() if name not in ALTERNATIVES}
             if isinstance(schema, dict)

@@ -24,7 +24,7 @@ SCHEMA_OPTIONS: dict[str, Any] = {
     "whitespace_pattern": r" |\n[ \t]{0,20}",  # without a bound, some models write white space without end
     "json_allowed_escapes": 'nrbtf\\"',  # with `u`, an additional key may be an escaped name of `properties`
 }
-"""The options with which llguidance compiles a schema. In a schema inside a grammar they are the value of
+"""The options of llguidance for a schema. In a schema inside a grammar they are the value of
 `x-guidance`."""
 MAX_NESTING = 128
 """Upper bound on the levels of objects and arrays in a schema."""

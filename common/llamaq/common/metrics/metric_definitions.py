@@ -80,7 +80,7 @@ CRASHES = Family(
     "llamaq_job_crashes_total",
     "counter",
     _QUEUE,
-    "Deaths of workers, counted once for each of their jobs of which they had stored no token.",
+    "Deaths of workers, counted once for each of their jobs without a stored token.",
 )
 PROMPT_TOKENS = Family(
     "llamaq_prompt_tokens_total", "counter", _PRIORITY, "Tokens in the prompts of jobs that a worker ended."
@@ -244,7 +244,7 @@ REDIS_MAXMEMORY = Family(
     "llamaq_redis_maxmemory_bytes",
     "gauge",
     _NODE,
-    "`maxmemory` of Redis, at which it refuses new jobs; 0 if it has no limit. Absent as the used memory.",
+    "`maxmemory` of Redis, at which it refuses new jobs; 0 if it has no limit. Absent if INFO is not permitted.",
 )
 READ_SECONDS = Family(
     "llamaq_metrics_read_seconds", "gauge", (), "Time that this scrape took to read all metrics from Redis."

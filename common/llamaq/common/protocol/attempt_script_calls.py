@@ -1,4 +1,4 @@
-"""The calls of scripts with which a worker stores the output of its jobs, and ends or returns them."""
+"""The script calls of a worker that store the output of its jobs, and end or return them."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class AttemptScripts:
 
         Returns:
             For each job, in the same order, whether it has ended, or which tokens must be sent again (`FinishReply`),
-            or the error with which Redis refused to end it.
+            or the error of Redis.
         """
         job_id = JobId.parse(ends[0][0].job_id)
         keys = [self._keys.dead(job_id.queue, job_id.partition)]

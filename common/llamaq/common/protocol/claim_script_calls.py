@@ -1,4 +1,4 @@
-"""The calls of scripts with which a worker takes entries of job streams, and claims their jobs."""
+"""The script calls of a worker that take entries of job streams and claim their jobs."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class ClaimScripts:
 
         Returns:
             For each of the first entries, in the same order, the attempt, or a code if the job was not claimed, or the
-            error with which Redis refused to claim it. There are fewer outcomes than entries if there are many entries,
+            error of Redis. There are fewer outcomes than entries if there are many entries,
             or if their requests are large. The other jobs are unchanged: call again for them.
         """
         some = entries[:MAX_JOBS_IN_CALL]

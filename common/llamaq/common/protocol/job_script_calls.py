@@ -1,4 +1,4 @@
-"""The calls of scripts with which clients submit and change jobs, and with which jobs reach their deadlines."""
+"""The script calls that submit and change jobs, and end jobs at their deadlines."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class JobScripts:
         """Put several jobs into their queues, in one round trip. The arguments are those of `submit`.
 
         Returns:
-            The reply to each job, in order, or the error with which Redis refused it.
+            The reply to each job, in order, or the error of Redis.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
             for one in submissions:

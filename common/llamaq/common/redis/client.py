@@ -140,7 +140,7 @@ class RetryingRedis(Redis):
         return ("EVAL", self.known_scripts[args[1]], *args[2:])
 
     def _with_texts(self, commands: Sequence[Command]) -> list[Command]:
-        """Return calls of scripts of which the first one of each script has its text."""
+        """Return calls of scripts. The first call of each script has its text."""
         first = {args[1]: place for place, (args, _) in reversed([*enumerate(commands)])}
         return [
             (self._with_text(args) if first[args[1]] == place else args, options)

@@ -128,7 +128,7 @@ class Cluster(RetryingRedis):
             raise self._note_failure(address, exc) from exc
 
     def _note_failure(self, address: Address, error: RedisError) -> RedisError:
-        """Read the map again, and return the error as one that is retried."""
+        """Read the map again, and return an error that is retried."""
         self._failed[address] = asyncio.get_running_loop().time()
         self._reload_soon()
         return error if isinstance(error, RedisTimeoutError) else RedisConnectionError(f"{_name(address)}: {error}")

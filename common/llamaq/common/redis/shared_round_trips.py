@@ -117,7 +117,7 @@ class SharedRoundTrips:
         """Start a round trip for the waiting calls, unless too many are in progress.
 
         Args:
-            may_connect: Whether a connection may be opened although one that is in use may soon be free.
+            may_connect: Whether a connection may be opened although another one may soon be free.
         """
         while self._waiting and self._waiting[0].replies.done():  # it was cancelled
             self._waiting.popleft()

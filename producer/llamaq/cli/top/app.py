@@ -255,7 +255,7 @@ class TopApp(App[None]):
         self._carry_out(retry_letter(self._rows.selected), "There is no job to retry.")
 
     def _carry_out(self, command: Command | None, missing: str) -> None:
-        """Run a command, after its question is answered with yes. Without a command, show what is missing."""
+        """Run a command, after its question is answered with yes. Without a command, show `missing`."""
         if command is None:
             self.notify(missing, severity="warning")
         elif command.question is None:

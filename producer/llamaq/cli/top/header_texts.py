@@ -10,7 +10,7 @@ from llamaq.cli.top.table import Order, Table
 from llamaq.cli.top.table_columns import PAGES
 
 ALMOST_FULL = 0.9
-"""Used share of the memory of Redis from which the first line shows it."""
+"""Used share of the memory of Redis. From this share on, the first line shows it."""
 
 
 def status_text(server: str, overview: Overview | None, error: str) -> str:

@@ -96,7 +96,7 @@ class BatchRun:
         self._runner = runner
         self._run_id = batch.request.id.removeprefix("batch_")
         self.stop = asyncio.Event()
-        """Set when the batch is to be cancelled."""
+        """Set when the batch must be cancelled."""
 
     def __repr__(self) -> str:
         return f"<BatchRun {self._request.id} {self._batch.status}>"

@@ -39,7 +39,7 @@ async def read_lines(blocks: AsyncIterator[bytes], max_line_bytes: int) -> Async
 
 
 def decode_record(line: bytes) -> dict[str, Any] | InvalidRequest:
-    """Return the decoded JSON object of a line, or the error with which an endpoint refuses it as a body."""
+    """Return the decoded JSON object of a line, or the error of an endpoint for this body."""
     try:
         return decode_object(line.removeprefix(BOM), "the line")
     except RequestRefused as exc:

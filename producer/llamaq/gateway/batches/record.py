@@ -90,7 +90,7 @@ class BatchRequest(WireModel):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as it was read."""
+    """A batch that was read from Redis."""
 
     request: BatchRequest
     fields: Mapping[str, str]

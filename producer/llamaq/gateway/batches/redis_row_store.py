@@ -1,4 +1,4 @@
-"""The rows of a batch in Redis: the lines of its input file, and what was written to its output files."""
+"""The rows of a batch in Redis: the lines of its input file and of its output files."""
 
 from __future__ import annotations
 

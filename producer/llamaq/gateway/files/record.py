@@ -74,7 +74,7 @@ def missing_file(file_id: str, param: str | None = None) -> RequestRefused:
 
 
 def too_large_file(max_bytes: int) -> RequestRefused:
-    """Return the error for a file that is larger than it may be."""
+    """Return the error for a file that is too large."""
     return RequestRefused(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"file: it has more than {max_bytes} bytes (--max-file-bytes)",

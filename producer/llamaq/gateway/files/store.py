@@ -146,7 +146,7 @@ class Upload:
         """Append bytes to the content.
 
         Raises:
-            RequestRefused: The file is larger than it may be.
+            RequestRefused: The file is too large.
         """
         self._n_bytes += len(data)
         if self._n_bytes > self._record.n_bytes:
@@ -179,5 +179,5 @@ class Upload:
         return record
 
     async def abandon(self) -> None:
-        """Remove what was stored."""
+        """Delete the incomplete file."""
         await self._store.delete(self._record.id)

@@ -90,7 +90,7 @@ async def list_files(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """Return what is known about a file."""
+    """Return the record of a file."""
     return json_response(file_object(await files_of(request).find(request.path_params["file"])))
 
 

@@ -1,4 +1,4 @@
-"""Reads an input file, and notices that its bytes are not those that the run began with."""
+"""Reads an input file, and detects that it has changed since the run began."""
 
 from __future__ import annotations
 

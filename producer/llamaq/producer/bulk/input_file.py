@@ -37,7 +37,7 @@ MAX_SHOWN_CHARS = 300
 """Longest list of columns in an error."""
 
 Record = tuple[int, object]
-"""A row number, and the record: a decoded JSON value, or the error with which it cannot be decoded."""
+"""A row number, and the record: a decoded JSON value, or the decoding error."""
 
 
 class UnreadRow(InvalidRequest):
@@ -132,7 +132,7 @@ def _skip_line(file: BinaryIO) -> None:
 
 
 def decode_line(line: bytes) -> object:
-    """Return the decoded JSON of a line, or the error with which it cannot be decoded."""
+    """Return the decoded JSON of a line, or the decoding error."""
     try:
         return _decode_json(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as exc:
@@ -187,7 +187,7 @@ def _csv_rows(file: TextIO) -> Iterator[list[str]]:
 
 
 def _decode_row(header: Sequence[str], cells: Sequence[str]) -> object:
-    """Return the record of a row, or the error with which it cannot be decoded. Missing cells at its end are empty."""
+    """Return the record of a row, or the decoding error. Missing cells at its end are empty."""
     if len(cells) > len(header):  # its id may be in a wrong column
         return InvalidRequest("the row has more cells than the header: quote cells that contain a comma")
     texts = dict(zip(header, cells, strict=False))

@@ -1,4 +1,4 @@
-"""The files that a run writes: answers, errors, and the description by which a later process continues the run."""
+"""The files that a run writes: answers, errors, and the description that a later process reads to continue the run."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def prepare_description(run: BulkRun) -> StoredRun:
 
 
 def _check_same(run: BulkRun, stored: StoredRun, fingerprint: Fingerprint) -> None:
-    """Check that a stored run is the one that is continued."""
+    """Check that the stored run is the run to continue."""
     way_out = f"name another output file, or delete {_list_files(run.output, run.error_file)}"
     if (fingerprint.sha256, fingerprint.n_rows) != (stored.input.sha256, stored.input.n_rows):
         raise BulkRunRefused(f"{run.output} was begun with another input than {run.input} is now: {way_out}")

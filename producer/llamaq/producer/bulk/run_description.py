@@ -116,7 +116,7 @@ def _identity(path: Path) -> object:
 
 
 class BulkRun(RunParameters):
-    """What a bulk run computes, from which file into which file. It can be stored and sent as JSON.
+    """A bulk run: its files and its parameters. It can be stored and sent as JSON.
 
     Executing the same description again continues the run.
     """

@@ -70,7 +70,7 @@ class QueueCalls(ClientCalls):
         Args:
             state: `QUEUED` or `RUNNING`. None: both.
             priority: Only jobs of this priority. None: all.
-            older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
+            older_than_s: Only jobs that were submitted more than this many seconds ago. None: all.
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean with
                 this JSON text.
             tenant: Only jobs of this tenant. None: all.
@@ -97,7 +97,7 @@ class QueueCalls(ClientCalls):
 
         Args:
             priority: Only jobs of this priority. None: all.
-            older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
+            older_than_s: Only jobs that were submitted more than this many seconds ago. None: all.
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean with
                 this JSON text.
             tenant: Only jobs of this tenant. None: all.

@@ -75,7 +75,7 @@ class EndListener(JobListener):
             self.reread()
 
     def fail(self, error: Exception) -> None:
-        """Report the error with which the job cannot be read."""
+        """Report why the job cannot be read."""
         self._report(self.job_id, error)
 
     async def _read(self) -> None:

@@ -184,7 +184,7 @@ def check_length(body: Mapping[str, Any], name: str) -> None:
 
 
 def _translate_values(options: dict[str, Any]) -> None:
-    """Replace values that other servers accept by those that mean the same here."""
+    """Replace values that other servers accept by values with the same meaning here."""
     if options.get("top_p") == 0:  # OpenAI's API allows it. Ours keeps the smallest set that reaches the probability.
         options["top_p"] = 1e-9
     if _is_below(options.get("top_k"), 0):  # vLLM and llama-server: all tokens

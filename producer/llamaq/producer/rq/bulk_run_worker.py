@@ -31,7 +31,7 @@ MAINTENANCE_S = 1
 CLEAN_EVERY_S = 15
 """Seconds between two searches for abandoned runs."""
 RESTART_S, MAX_RESTART_S = 1.0, 15.0
-"""Bounds of the time until another worker takes the place of one that has ended without a signal."""
+"""Bounds of the time until a worker that ended without a signal is replaced."""
 
 
 class BulkWorker(Worker):

@@ -121,7 +121,8 @@ def test_the_slot_admitted_first_is_served_first_even_with_a_higher_index() -> N
     assert [(chunk.slot.index, chunk.n_tokens) for chunk in prefill_chunks(slots, 1, 8)] == [(1, 1)]
 
 
-work = st.lists(st.integers(0, 300), min_size=1, max_size=8)
+work = st.lists(st.just(0) | st.integers(1, 300), min_size=1, max_size=8)
+"""Numbers of prompt tokens that are left to compute. A slot with 0 decodes."""
 
 
 @given(work=work, chunk_size=st.integers(1, 256), spare=st.integers(0, 600), name=st.sampled_from(sorted(BUILT_IN)))

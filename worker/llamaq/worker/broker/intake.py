@@ -21,13 +21,13 @@ from llamaq.worker.scheduling.bulk_share import BulkShare
 log = logging.getLogger(__name__)
 
 SEARCH_EVERY_S = 0.5
-"""Interval of the searches for jobs of other workers: expired and requeued ones, and those that wait for a slot. The
+"""Interval of the searches for jobs of other workers: expired jobs, requeued jobs and jobs that wait for a slot. The
 output of a job that moves to another worker therefore pauses for up to this time, plus the time of its prefill. A wait
 for new entries ends when the next search is due."""
 SHORTEST_WAIT_S = 0.01
 """The shortest wait for new entries. A wait of 0 blocks without a limit in Redis."""
 LONGEST_WAIT_S = 0.5
-"""Longest wait for room in seconds. Then it is tested again whether the engine hangs."""
+"""Longest wait for room in seconds. After it, the worker checks again whether the engine hangs."""
 RETRY_S = 0.5
 
 
@@ -198,7 +198,7 @@ class Intake:
         return False
 
     def _rooms(self) -> list[tuple[Priority, int]]:
-        """Return the priorities of which jobs may be claimed now, and how many.
+        """Return each priority whose jobs may be claimed now, and how many of them.
 
         A worker that is full of bulk jobs claims interactive jobs, which do not wait for its bulk jobs. A worker that
         is full of interactive jobs claims the bulk jobs of their share.

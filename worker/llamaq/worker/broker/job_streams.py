@@ -90,8 +90,8 @@ class JobStreams:
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that has ended a wait."""
         self._peeks: dict[tuple[int, tuple[Priority, ...]], asyncio.Task[Any]] = {}
-        """Maps a partition and the priorities that are peeked at to the running peek, or to one that has ended after
-        its wait. On one server, the peek of partition 0 is for all partitions."""
+        """Maps a partition and its peeked priorities to the running peek, or to a peek that has ended after its
+        wait. On one server, the peek of partition 0 is for all partitions."""
 
     def __repr__(self) -> str:
         return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"

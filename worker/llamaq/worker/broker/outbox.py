@@ -369,8 +369,8 @@ class Outbox:
         A full Redis refuses tokens. Then the jobs are requeued without them.
 
         Args:
-            crashed: Whether the engine thread has crashed. If so, the crash counts against each job of which this
-                attempt has stored no token.
+            crashed: Whether the engine thread has crashed. If so, the crash counts against each job without a stored
+                token of this attempt.
 
         Raises:
             RedisError: Redis is unreachable, or refused a write.
@@ -396,5 +396,5 @@ class Outbox:
 
 
 def _output_bytes(job: JobProgress) -> int:
-    """Return the size of a job's output, of which most of its terminal write consists."""
+    """Return the size of a job's output, which is most of its terminal write."""
     return 0 if job.terminal_write is None else len(job.terminal_write.fields.get("output", b""))

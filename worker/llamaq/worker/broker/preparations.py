@@ -62,7 +62,7 @@ class Preparation:
     may_have_grammar: bool = True
     """Whether the preparation may take seconds, because it compiles a grammar."""
     outcome: PreparedJob | Exception | None = None
-    """The prepared job, or the error with which its preparation ended. None: it has not ended."""
+    """The prepared job, or the error of its preparation. None: the preparation has not ended."""
 
 
 class Preparations:
@@ -206,7 +206,7 @@ class Preparations:
     # ---- the I/O thread
 
     def _deliver(self) -> None:
-        self._is_announced = False  # before the read: what is added from now on is announced again
+        self._is_announced = False  # before the read, so that later additions are announced again
         ready = [self._ready.popleft() for _ in range(len(self._ready))]
         if not self._is_closed:
             self._on_ready(ready)

@@ -1,4 +1,4 @@
-"""What the admission of a job found in the prefix cache, and what was evicted for it."""
+"""The record of a job's admission: the cells found in the prefix cache, and the evictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the draft model computes before a tick, and what it reports."""
+"""The work of the draft model before a tick: the plan, and the report."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Job(BaseJob):
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A job that can be admitted, and what is known of the tokens that earlier attempts published."""
+    """A job that can be admitted, with the tokens that earlier attempts published."""
 
     job: BaseJob
     texts: list[str]

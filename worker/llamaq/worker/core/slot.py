@@ -75,7 +75,7 @@ class Run:
     tier: CacheTier | None = None
     """The tier that the cached tokens came from. With several tiers: the one farthest from the device."""
     admission: Admission = field(default_factory=Admission)
-    """What the admission found in the prefix cache, and what it evicted."""
+    """The cells that the admission found in the prefix cache, and its evictions."""
     n_adjacent_copied: int = sys.maxsize
     """The cells after the first `n_adjacent_copied` tokens are scattered in the sequence that they were copied from."""
     is_released: bool = False

@@ -102,7 +102,7 @@ class Publisher:
         return any(not isinstance(one, NewToken) or one.is_first for one in self._next.messages)
 
     def publish(self) -> None:
-        """Publish what was added. The thread begins as soon as the engine thread releases the GIL.
+        """Publish the added measurements and messages. The thread begins as soon as the engine thread releases the GIL.
 
         Raises:
             BaseException: An earlier report could not be published.
@@ -114,7 +114,7 @@ class Publisher:
             self._next = _Report()
 
     def publish_here(self) -> None:
-        """Publish what was added, on the calling thread. The work of `start` calls this method."""
+        """Publish the added measurements and messages on the calling thread. The work of `start` calls this method."""
         report, self._next = self._next, _Report()
         self._deliver(report)
 

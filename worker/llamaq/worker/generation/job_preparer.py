@@ -30,8 +30,8 @@ SYSTEM_PREFIX_CACHE_SIZE = 32
 """Number of system messages whose tokens are cached."""
 GRAMMAR_FIELDS = tuple(name.encode() for name in CONSTRAINTS)
 SLOW_FIELDS = (*GRAMMAR_FIELDS, b"dry_multiplier", b"chat_template_kwargs")
-"""Fields with which a job is not quick to prepare: a grammar is compiled, the vocabulary is searched for sequence
-breakers, or the work of the chat template depends on its variables."""
+"""A job with one of these fields is not quick to prepare: a grammar is compiled, the vocabulary is searched for
+sequence breakers, or the work of the chat template depends on its variables."""
 TAG_MARK = b"\xff"
 """A byte that no text in UTF-8 contains."""
 

@@ -1,4 +1,4 @@
-"""Which blocks a worker on a GPU saves: those whose tokens take clearly longer to compute again.
+"""Decides which blocks a worker on a GPU saves: blocks that take clearly longer to compute than to save.
 
 llama.cpp copies each range of adjacent cells, in each layer, by itself, and waits for the device each time. The cells
 of a prompt are adjacent, because chunks of it are computed at once. If several jobs generate, the cells of their tokens
@@ -17,14 +17,15 @@ from collections.abc import Callable
 from statistics import median
 
 LEAST_GAIN, LEAST_GAIN_IDLE = 2, 1
-"""A block is saved if its tokens take at least this many times as long to compute, while jobs run and while none runs.
-Then it pays if the block is used once, because loading it takes as long as saving it. Idle, a worker saves for free."""
+"""A block is saved if computing it takes at least this many times as long as saving it, while jobs run and while no job
+runs. Loading a block takes as long as saving it, so with 2 a save pays if the block is loaded once. In an idle worker,
+a save delays no job."""
 N_SAMPLES = 3
 """Number of newest measurements whose median counts. Until there are as many, blocks are saved."""
 MIN_SAMPLE_TOKENS = 16
 """A block with fewer tokens is not a measurement."""
 TRIAL_EVERY_S = 60.0
-"""After this time without a measurement, a block that is not worth saving is saved all the same."""
+"""After this time without a measurement, a block is saved in any case, as a measurement."""
 
 
 class _CellTime:
@@ -40,7 +41,7 @@ class _CellTime:
         self._measured_s = self._clock()
 
     def read(self) -> float:
-        """Return the seconds; 0 if they are to be measured."""
+        """Return the seconds. 0: they must be measured."""
         is_known = len(self._seconds) == N_SAMPLES and self._clock() - self._measured_s < TRIAL_EVERY_S
         return median(self._seconds) if is_known else 0.0
 
@@ -60,14 +61,14 @@ class SaveCosts:
         self._adjacent, self._scattered = _CellTime(clock), _CellTime(clock)
 
     def record(self, n_tokens: int, n_scattered: int, seconds: float) -> None:
-        """Record how long it took to save a block of `n_tokens` tokens, of which `n_scattered` have scattered cells."""
+        """Record how long it took to save a block of `n_tokens` tokens, `n_scattered` of them with scattered cells."""
         if n_scattered >= MIN_SAMPLE_TOKENS:
             self._scattered.record(seconds / n_scattered)
         elif not n_scattered and n_tokens >= MIN_SAMPLE_TOKENS:
             self._adjacent.record(seconds / n_tokens)
 
     def is_worth_saving(self, n_tokens: int, n_scattered: int, *, is_idle: bool = False) -> bool:
-        """Return whether a block is to be saved.
+        """Return whether to save a block.
 
         Args:
             n_tokens: Number of its tokens.

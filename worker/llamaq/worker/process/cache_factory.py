@@ -69,8 +69,8 @@ def _choose_n_cached(settings: WorkerSettings, model: Model) -> int:
 def choose_held_cells(settings: WorkerSettings, engine: Engine) -> int:
     """Return how many cells cached sequences may hold while jobs run.
 
-    On a CPU, to load them again takes less time than they cost while they are idle: attention also scans the free cells
-    between used ones, and the cells that were computed last are far behind the first free ones.
+    On a CPU, loading cells again takes less time than keeping them on the device: attention also scans the free cells
+    between used ones, so idle cells lengthen its range.
     """
     return _held_cells(settings, engine, 0 if engine.sequences.can_save_parts else MAX_HELD_CELLS)
 

@@ -7,9 +7,9 @@ the tokens and the masks of grammars are made later, by another thread, while th
 A tick is not repeated if a job ends, or if something else may have to be done before the next batch: a prompt to
 compute, a waiting job that may preempt another one, cells to evict or to move, forced tokens, a deadline.
 
-Forced tokens end the repetition only if those of all streams together pay (`ForcedTokenGain`). On a GPU, most do not: a
-batch with more tokens than the last one, and the next one with fewer, take longer than the ticks that they save. Then
-each forced token is drawn in a repeated tick, as the only token that its mask allows.
+Forced tokens end the repetition only if the forced tokens of all streams together gain time (`ForcedTokenGain`). On a
+GPU, most do not: a change of the batch size, and the change back, take longer than the saved ticks. Then each forced
+token is drawn in a repeated tick, as the only token that its mask allows.
 
 The texts are searched for drafts, and these are added to the batch. The longer no draft was found, the less often the
 texts are searched. A draft model needs a plan for each search.

@@ -45,7 +45,7 @@ local function is_too_late(now, started_ms, queue_deadline_ms, deadline_ms, time
   return (deadline and now >= deadline) or (timeout > 0 and slot_time >= timeout)
 end
 
--- Fails a job of which another model has stored `generated` tokens. Clients may have read these tokens.
+-- Fails a job whose `generated` tokens are from another model. Clients may have read these tokens.
 local function fail_other_model(job, events, channel, stream, group, entry, generated)
   local failed = cmsgpack.pack({type = 'failed', code = 'other_model',
     message = 'another model generated the first ' .. generated .. ' tokens, and its workers are gone'})

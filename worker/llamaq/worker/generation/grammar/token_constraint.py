@@ -27,7 +27,7 @@ LIMITS = llguidance.LLParserLimits(step_max_items=5000, verbose_errors=False)
 """Bounds of one step. 5,000 items of the parser take 0.3 ms, or up to 45 ms in the most ambiguous grammars. If a
 grammar needs more items, its job fails."""
 IN_STRING = r'[^"\\\x00-\x1F\x7F]'
-"""A character that is allowed as it is in a string of JSON."""
+"""A character that a string of JSON may contain without an escape."""
 SLICES = (IN_STRING + "{1,10}", IN_STRING + "+")
 """Kinds of tokens that llguidance allows or forbids as a whole, so that inside a string it need not try each token.
 Each kind takes 8 MB with a vocabulary of 151,936 tokens. The other kinds that llguidance has by default are white space
@@ -38,7 +38,7 @@ DEAD_END = "NoExtension"
 """Begins the error of llguidance where no token can continue the output."""
 MAX_ERROR_CHARS = 300
 MAX_COMPILED = 4
-"""Number of grammars of which a compiled form is kept. A usual JSON schema takes 0.25 MB and 2 ms to compile, so that
+"""Number of grammars whose compiled form is kept. A usual JSON schema takes 0.25 MB and 2 ms to compile, so that
 the last of 32 jobs with the same schema would wait for 60 ms. Few are kept, because the largest take 500 MB."""
 
 

@@ -23,7 +23,7 @@ MAX_BEST = 256
 MAX_FORCED = 16
 """Largest number of forced tokens in one tick, so that the streams of other jobs do not pause."""
 MARGIN = 1.5
-"""The factor by which more tokens are searched than are needed, because some of them may not be allowed."""
+"""Ratio of searched tokens to needed tokens. Some searched tokens may not be allowed."""
 NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
 
 

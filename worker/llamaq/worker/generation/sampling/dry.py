@@ -43,7 +43,7 @@ class Dry:
         self._lengths = np.zeros(0, np.int32)
         """For each position, the length of the repetition at it, in tokens."""
         self._n_seen = 0
-        """Number of tokens of the history up to which these arrays are right."""
+        """Number of tokens of the history that these arrays cover."""
         self._break_at, self._break_tail = -1, 0
         """Position of the last breaker in the history, and the number of its tokens after the first."""
 

@@ -22,7 +22,7 @@ class RecentTokens:
     def __init__(self, n_last: int) -> None:
         self._n_last = n_last
         self._n_seen = 0
-        """Number of tokens of the history up to which the counts are right."""
+        """Number of tokens of the history that the counts include."""
         self._places: dict[int, int] = {}
         """For each token that occurs: its index in the arrays."""
         self._tokens = np.zeros(FIRST_CAPACITY, np.intp)

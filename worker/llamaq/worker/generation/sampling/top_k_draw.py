@@ -1,8 +1,8 @@
 """Draws a token with the most common samplers: top-k, top-p, min-p and the temperature, in this order.
 
 The drawn token is that of the general chain (`sampler_chain`), because every number is the same to the last bit. The
-draw takes less than half of the time: a numpy call takes about a microsecond for 40 candidates, so there are few of
-them, and Python adds up and searches lists.
+draw takes less than half of the time. A numpy call takes about a microsecond for 40 candidates, so this module makes
+few such calls, and Python adds up and searches lists.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class TickTimeReader(Protocol):
     def record_tick(self, tick: TickTime) -> None:
         """Receive the measured time of a tick. Each tick that computed something is reported once, in order.
 
-        The ticks are those that were computed. They may have fewer prompt tokens than the strategy planned.
+        A tick may have computed fewer prompt tokens than the strategy planned.
         """
 
 

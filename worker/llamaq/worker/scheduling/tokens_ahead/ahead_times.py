@@ -47,12 +47,12 @@ class AheadTimes(NamedTuple):
 
     @property
     def least_token_s(self) -> float:
-        """The seconds of a token ahead in the ticks in which it takes the shortest time."""
+        """The shortest time of a token ahead over all classes, in seconds."""
         return min(self.token_s)
 
     @property
     def largest_token_s(self) -> float:
-        """The seconds of a token ahead in the ticks in which it takes the longest time."""
+        """The longest time of a token ahead over all classes, in seconds."""
         return max(self.token_s)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens the sequences of the draft model hold, and what it computes for the drafts of a tick."""
+"""Records the tokens in the sequences of the draft model, and plans its work for the drafts of a tick."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DraftSequences:
         """Number of cells that the slots of this plan will need for the rest of their histories and for drafts."""
 
     def n_missing(self, slot: Slot) -> int | None:
-        """Return how many tokens of the slot's history are to be computed before its next token can be drafted.
+        """Return how many tokens of the slot's history must be computed before its next token can be drafted.
 
         None: the draft model cannot compute the history, because it has no such token.
         """

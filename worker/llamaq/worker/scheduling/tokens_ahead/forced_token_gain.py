@@ -18,13 +18,13 @@ N_KEPT, N_LEAST = 7, 3
 """Number of newest measurements of each time that are kept, and the least number that tells the time."""
 TYPICAL, LOW = 0.5, 0.25
 """Ranks among the measurements. The costs of forced tokens are of rank `LOW`, because a disturbance only makes ticks
-longer, and forced tokens that seem too expensive are not measured for a long time."""
+longer. Forced tokens that seem too expensive would not be measured again for a long time."""
 N_SETTLING = 2
-"""Number of ticks of equal shape, from the first one on, whose time is not that of a tick whose graph is reused. In the
-second one, the device may still record its graph."""
+"""Number of first ticks of a new shape that are not measured as ticks with a reused graph. In the second one,
+the device may still record its graph."""
 PLAIN_PERIOD, N_PLAIN = 64, 8
 """While the time of ticks with a reused graph is not known, the last `N_PLAIN` of `PLAIN_PERIOD` ticks have no forced
-tokens, so that it is measured. With many streams, nearly each tick could have some."""
+tokens, so that this time is measured. With many streams, nearly every tick could have forced tokens."""
 SIMILAR = 8
 """Numbers of decode tokens are similar if they differ by at most one for each `SIMILAR` of them. The time of a tick is
 about the same then."""
