@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import ssl
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -23,8 +24,8 @@ from llamaq.gateway.settings import ServeSettings
 MAX_HEADER_BYTES = 64 * 1024
 ANSWER_TIME_S = 2
 """Seconds that the server has to end the requests that are still open after `shutdown_s`. Then uvicorn cancels them."""
-DEAD_CLIENT = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""After 30 s of silence, a client that answers no probe within 30 s is gone."""
+DEAD_CLIENT = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""After 30 s of silence, a client that answers no probe within 30 s is gone. macOS does not have the first option."""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. Load balancers have shorter times, so that they close connections
 first."""
@@ -87,7 +88,8 @@ class AnsweringServer(uvicorn.Server):
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Run the server with the hard limit of open files. The soft limit is often 1024."""
         _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        with suppress(ValueError):  # macOS has a hard limit that it does not allow
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -161,8 +163,9 @@ def bind(settings: ServeSettings) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections too
-        for option, value in DEAD_CLIENT.items():
-            bound.setsockopt(socket.IPPROTO_TCP, option, value)
+        for name, value in DEAD_CLIENT.items():
+            if hasattr(socket, name):
+                bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         bound.bind(address)
         bound.listen(2048)
     except BaseException:
