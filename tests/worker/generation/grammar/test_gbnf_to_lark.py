@@ -38,6 +38,7 @@ BAD_GRAMMARS = {
     "bad escape": (r'root ::= "\q"', "unknown escape sequence at line 1, column 10"),
     "nested": (f"root ::= {NESTED}", "nest deeper"),
     "nested 20,000 deep": ("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "nest deeper"),
+    "repetitions of repetitions": ('root ::= "a"' + "*" * 5000, "repetitions nest too deep"),
     "no character": ("root ::= [^\\x00-\\U0010FFFF]", "no character matches"),
     "not Unicode": ('root ::= "\\U00FFFFFF"', "not a character of Unicode"),
     "unknown token": ('root ::= "a" <nothing>', "<nothing>, which is not one token of this model's vocabulary"),
@@ -72,6 +73,9 @@ GOOD_GRAMMARS = {
     "any character": 'root ::= . [^"] [^\\x00-\\x1f]',
     "thousands of rules": "\n".join(f"{'root' if not n else f'r{n}'} ::= r{n + 1}" for n in range(4000))
     + '\nr4000 ::= "x"',
+    "thousands of rules in a recursive one": 'root ::= r0 root | "y"\n'
+    + "\n".join(f"r{n} ::= r{n + 1}" for n in range(3000))
+    + '\nr3000 ::= "x"',
     "two parses of each text": 'root ::= [a-z ] root "b" | [a-z ] root "c" | "d"',
 }
 

@@ -39,13 +39,20 @@ def gbnf_to_lark(
         token_of: Returns the token with a text such as `<think>`. None: no single token has this text.
 
     Raises:
-        JobRejected: The grammar has a syntax error, or refers to a rule or a token that does not exist.
+        JobRejected: The grammar has a syntax error, refers to a rule or a token that does not exist, or nests too deep.
     """
     rules = read_gbnf(text, end_tokens, token_of)
     if not rules:
         raise rejected("it has no rules")
     if root not in rules:
         raise rejected(f"it has no rule {root!r}; `grammar_root` names the rule that it starts with")
+    try:
+        return _translate(rules, root)
+    except RecursionError as exc:
+        raise rejected("its repetitions nest too deep") from exc
+
+
+def _translate(rules: dict[str, Alternatives], root: str) -> str:
     regular = _regular(rules)
     conflicts = LexemeConflicts(rules, root, regular)
     # In Lark, the names of terminals have capital letters.

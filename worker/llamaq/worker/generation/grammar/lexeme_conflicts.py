@@ -160,10 +160,10 @@ class LexemeConflicts:
         return automaton is not None and automaton.has_empty
 
     def _make_automaton(self, lexeme: Lexeme) -> Automaton | None:
-        """Return the automaton of a lexeme. None: it is a token, or too large."""
+        """Return the automaton of a lexeme. None: it is a token, or too large or deep."""
         try:
             return None if isinstance(lexeme, TokenSet) else Automaton(lexeme, self._rules)
-        except TooManyStates:
+        except (TooManyStates, RecursionError):
             return None
 
     def _count_steps(self, n_steps: int) -> None:
