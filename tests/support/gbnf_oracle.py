@@ -35,11 +35,13 @@ class TextsOf:
     def __contains__(self, text: str) -> bool:
         self._text = text
         self._parts = {name: set() for name in self._rules}
-        n_before = -1
-        while n_before < (n_before := sum(map(len, self._parts.values()))):
+        has_grown = True
+        while has_grown:
+            n_before = sum(map(len, self._parts.values()))
             for name, body in self._rules.items():
                 for start in range(len(text) + 1):
                     self._parts[name] |= {(start, end) for end in self._ends(body, start)}
+            has_grown = sum(map(len, self._parts.values())) > n_before
         return (0, len(text)) in self._parts["root"]
 
     def _ends(self, alternatives: Alternatives, start: int) -> set[int]:

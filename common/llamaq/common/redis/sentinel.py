@@ -56,7 +56,10 @@ class MasterFinder:
             return master
 
     async def _ask(self) -> tuple[str, int]:
-        """Ask one Sentinel after another. The next call begins with the one that has named the master."""
+        """Ask one Sentinel after another. The next call begins with the one that has named the master.
+
+        redis-py's `discover_master` does not tell the errors, such as one of TLS.
+        """
         sentinels, error = self._sentinel.sentinels, None
         for place, sentinel in enumerate(sentinels):
             try:

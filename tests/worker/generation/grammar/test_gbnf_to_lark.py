@@ -104,7 +104,7 @@ def accepts_tokens(constraint: TokenConstraint, tokens: list[int], end_token: in
 
 @contextmanager
 def too_complex_or_empty() -> Iterator[None]:
-    """Ignore the error of a grammar that has no text, or so many parses of a text that llguidance refuses it."""
+    """Ignore two errors: the grammar has no text, or a text has too many parses for llguidance."""
     try:
         yield
     except JobRejected as exc:

@@ -64,7 +64,7 @@ class Drafting:
     n_accepted: int = 0
     """Number of draft tokens that became tokens of the output."""
     longest: int = 1
-    """Largest number of tokens of the next draft. It grows while drafts are accepted as a whole, because a few accepted
-    tokens tell little about a long draft."""
+    """Largest number of tokens of the next draft of `drafter`. It grows while drafts are accepted as a whole, because a
+    few accepted tokens tell little about a long draft."""
     acceptance: dict[int, Acceptance] = field(default_factory=dict)
     """Maps the grades of the drafts so far to how many of their tokens are accepted."""

@@ -70,20 +70,22 @@ class LexemeNeighbours:
         self._first = {name: _NOTHING for name in rules if name not in terminals}
         self._after = dict.fromkeys(self._first, 0)
         """For each rule, the lexemes that may follow it."""
-        has_changed = True
-        while has_changed:
-            has_changed = False
+        is_stable = False
+        while not is_stable:
+            before = dict(self._first)
             for name in reversed(self._first):  # rules are mostly defined after the rules that refer to them
                 count_steps(N_STEPS)
-                before, self._first[name] = self._first[name], self._first_of(rules[name])
-                has_changed |= before != self._first[name]
+                self._first[name] = self._first_of(rules[name])
+            is_stable = before == self._first
         self.first = list(self._read(self._first[root].lexemes))
         """The lexemes with which outputs begin."""
-        before_all: tuple[object, ...] = ()
-        while before_all != (before_all := (*self._after.values(), *self._following)):
+        is_stable = False
+        while not is_stable:
+            before_pass = (*self._after.values(), *self._following)
             for name, after in self._after.items():
                 count_steps(N_STEPS)
                 self._add_following(rules[name], after)
+            is_stable = before_pass == (*self._after.values(), *self._following)
 
     def following(self, lexeme: Lexeme) -> list[Lexeme]:
         """Return the lexemes that may follow a lexeme."""
