@@ -134,7 +134,11 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartWorker]:
-    """A function that starts a worker process on a new queue, and waits until the queue lists the worker."""
+    """A function that starts a worker process on a new queue, and waits until the queue lists the worker.
+
+    The worker runs until the end of the session, so fixtures that start workers have the scope of the session too. A
+    fixture of a module would start another worker each time that xdist comes back to the module.
+    """
     started: list[ServedQueue] = []
 
     def start(queue: str, model: Path, *, patch: str = "", **settings: Any) -> ServedQueue:
