@@ -15,7 +15,7 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
 from llamaq.worker.core.job_parts import N_LARGEST
 from llamaq.worker.core.slot import Run, Slot, SlotState
-from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits, Logits
+from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
@@ -133,13 +133,14 @@ def record_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     rows: list[Any] = []
     original = engine._rows
 
-    def rows_of(*parts: Any) -> Iterator[Logits | LargestLogits]:
-        for row in original(*parts):
+    def rows_of(*parts: Any) -> Any:
+        found = original(*parts)
+        for row in found:
             if isinstance(row, LargestLogits):
                 rows.append(LargestLogits(row.tokens.copy(), row.logits.copy()))
             else:
                 rows.append(row.copy())
-            yield row
+        return found
 
     monkeypatch.setattr(engine, "_rows", rows_of)
     return rows

@@ -15,7 +15,7 @@ If a micro-batch has a row of a sequence without a chain, llama.cpp copies all l
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import llama_cpp
@@ -71,7 +71,7 @@ class BackendSamplers:
         fast_calls.get_logits(self._context.pointer)  # waits
         return int(fast_calls.get_sampled_logits_count(self._context.pointer, -1)) == self._n_largest
 
-    def rows(self, seq_ids: Sequence[int]) -> Iterator[Logits | LargestLogits]:
+    def rows(self, seq_ids: Sequence[int]) -> list[Logits | LargestLogits]:
         """Return what the last decode computed for each row.
 
         Args:
@@ -79,8 +79,10 @@ class BackendSamplers:
         """
         # This call also brings all rows into the order of the batch. llama.cpp does so only here.
         all_logits = self._context.logits(len(seq_ids))
-        for row, seq_id in enumerate(seq_ids):
-            yield self._largest(row - len(seq_ids)) if seq_id in self._chains else all_logits[row]
+        return [
+            self._largest(row - len(seq_ids)) if seq_id in self._chains else all_logits[row]
+            for row, seq_id in enumerate(seq_ids)
+        ]
 
     def remove_all(self) -> None:
         """Remove all chains. Call it before the context is closed."""

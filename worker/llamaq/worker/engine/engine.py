@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 Part = DecodeToken | PrefillChunk
 Row: TypeAlias = Logits | LargestLogits
 """All logits of a token, or the largest ones."""
+LogitRows: TypeAlias = npt.NDArray[np.float32]
+"""The logits of several tokens, shape (n_rows, n_vocab)."""
 
 
 class Engine:
@@ -195,16 +200,18 @@ class Engine:
         single = [part for part in parts if _is_single_token(part)]
         others = [part for part in parts if not _is_single_token(part)] if len(single) < len(parts) else []
         rows = self._rows(single, others)
-        results = [_sample_one(part, next(rows)) for part in single]
-        return results + [self._sample(part, [*islice(rows, _n_rows(part))]) for part in others]
+        first, rest = rows[: len(single)], iter(rows[len(single) :])
+        best = _best_tokens(single, first)
+        results = [_sample_one(part, row, token) for part, row, token in zip(single, first, best, strict=True)]
+        return results + [self._sample(part, [*islice(rest, _n_rows(part))]) for part in others]
 
-    def _rows(self, single: Sequence[Part], others: Sequence[Part]) -> Iterator[Row]:
+    def _rows(self, single: Sequence[Part], others: Sequence[Part]) -> LogitRows | Sequence[Row]:
         """Return what the last decode computed for the rows of these parts, in the order of the batch."""
         n_rows = len(single) + sum(map(_n_rows, others))
         if not n_rows:
-            return iter(())
+            return []
         if self._backend_samplers is None:
-            return iter(self.context.logits(n_rows))
+            return self.context.logits(n_rows)
         return self._backend_samplers.rows([_seq_id(part) for part in (*single, *others) for _ in range(_n_rows(part))])
 
     def _sample(self, part: Part, rows: Sequence[Row]) -> SlotResult:
@@ -242,24 +249,35 @@ class Engine:
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
 
 
-def _sample_one(part: Part, row: Row) -> SlotResult:
-    """Sample the next token of a part without a draft."""
+def _best_tokens(single: Sequence[Part], rows: LogitRows | Sequence[Row]) -> Sequence[int | None]:
+    """Return the token with the largest logit of each part's row, found in one call for all of them.
+
+    None: the draw looks for this token, or does not need it.
+    """
+    if not isinstance(rows, np.ndarray) or any(part.slot.active.job.sampler.checks_logits for part in single):
+        return [None] * len(single)
+    best: list[int | None] = rows.argmax(axis=1).tolist()
+    return best
+
+
+def _sample_one(part: Part, row: Row, best: int | None) -> SlotResult:
+    """Sample the next token of a part without a draft. `best` is the token with the largest logit, if it is known."""
     run = part.slot.active
     try:
-        return SlotResult(part.slot, run.n_past + 1, (_sample_row(run, row),))
+        return SlotResult(part.slot, run.n_past + 1, (_sample_row(run, row, best),))
     except JobRejected as exc:
         return SlotResult(part.slot, run.n_past + 1, error=exc)
 
 
-def _sample_row(run: Run, row: Row) -> SampledToken:
-    """Sample the token that follows the history.
+def _sample_row(run: Run, row: Row, best: int | None = None) -> SampledToken:
+    """Sample the token that follows the history. `best` is the token with the largest logit, if it is known.
 
     Raises:
         JobRejected: No token can be sampled.
     """
     sampler = run.job.sampler
     try:
-        token = _draw(run, row)
+        token = _draw(run, row, best)
     except JobRejected as exc:
         if exc.code is ErrorCode.DECODE_FAILED:
             logger.error("engine.logits_not_numbers id=%s n_tokens=%d", run.job.id, len(run.tokens))
@@ -270,8 +288,8 @@ def _sample_row(run: Run, row: Row) -> SampledToken:
     return SampledToken(token, sampler.logprobs, sampler.draw_probability)
 
 
-def _draw(run: Run, row: Row) -> int:
-    """Draw the next token of a run.
+def _draw(run: Run, row: Row, best: int | None) -> int:
+    """Draw the next token of a run. `best` is the token with the largest logit, if it is known.
 
     Raises:
         JobRejected: No token can be drawn.
@@ -281,7 +299,8 @@ def _draw(run: Run, row: Row) -> int:
         return sampler.sample_largest(row.tokens, row.logits, run.tokens, run.n_prompt)
     if sampler.checks_logits:
         return sampler.sample(row, run.tokens, run.n_prompt)
-    best = int(row.argmax())
+    if best is None:
+        best = int(row.argmax())
     if not math.isfinite(row.item(best)):  # NaN if any logit is NaN
         raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)
     return sampler.sample(row, run.tokens, run.n_prompt, best)

@@ -168,6 +168,9 @@ class Context:
         self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
         self.has_scratch_sequence = options.has_scratch_sequence
         self.batch = TokenBatch(self.n_batch)
+        self._logits: npt.NDArray[np.float32] = np.empty((0, self.n_vocab), np.float32)
+        """A view of llama.cpp's logits. It is kept because making it takes longer than two draws."""
+        self._logits_address = 0
         self.pending_copies: list[tuple[int, int]] = []
         """Pairs (source, target) of sequence ids. The next decode copies these streams before it computes the batch."""
 
@@ -211,9 +214,11 @@ class Context:
         address = fast_calls.get_logits(self.pointer)
         if not address:
             raise EngineError("llama.cpp has no logits for the last batch")
-        row_type: Any = ctypes.c_float * (n_rows * self.n_vocab)
-        rows: npt.NDArray[np.float32] = np.frombuffer(row_type.from_address(address), np.float32)
-        return rows.reshape(n_rows, self.n_vocab)
+        if address != self._logits_address or n_rows > len(self._logits):
+            row_type: Any = ctypes.c_float * (n_rows * self.n_vocab)
+            self._logits = np.frombuffer(row_type.from_address(address), np.float32).reshape(n_rows, self.n_vocab)
+            self._logits_address = address
+        return self._logits[:n_rows]
 
     @property
     def pooling(self) -> Pooling:

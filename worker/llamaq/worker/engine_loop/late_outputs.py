@@ -61,7 +61,7 @@ class LateOutputs:
         """
         self.wait()
         ticks, self._ticks = self._ticks, []
-        preparation = self.repeater.preparation(batch)
+        preparation = self.repeater.preparation(batch) if self.repeater.can_prepare else None
         self._publisher.start(partial(self._make, ticks, preparation, is_due))
         self._is_making = True
 
