@@ -17,6 +17,7 @@ from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, DeviceMat
 from llamaq.worker.kv_cache.eviction import Eviction, Room
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit, PrefixLookup
+from llamaq.worker.kv_cache.remembered_hits import RememberedHits
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 
 
@@ -47,10 +48,7 @@ class KvMemory:
         self._offload = NoOffload() if offload is None else offload
         self._lookup = PrefixLookup(cache, self._offload, can_save_parts=sequences.can_save_parts)
         self._eviction = Eviction(pool, cache, self._lookup, self._offload, self._remove_entry, held_cells=held_cells)
-        self._hits: dict[Job, tuple[int, PrefixHit]] = {}
-        """Maps a waiting job to the tick of its last lookup, and to the hit. `_invalidate` removes all of them, and so
-        does a tick in which stored blocks may change."""
-        self._n_ticks = 0
+        self._hits_of_waiting = RememberedHits(self._lookup)
         self._n_hits = self._n_misses = self._n_hit_tokens = 0
 
     # ---- slots
@@ -118,15 +116,8 @@ class KvMemory:
     # ---- admission of a job
 
     def find_prefix(self, job: Job) -> PrefixHit:
-        """Return the reusable prefix of the job's prompt. The entry that holds this prefix counts as used now.
-
-        The lookup of a long prompt takes time, so its result is stored for the next ticks.
-        """
-        found_in, hit = self._hits.get(job, (self._n_ticks, None))
-        if hit is None or (hit.may_grow and found_in != self._n_ticks):
-            hit = self._lookup.find(job)
-            self._hits[job] = self._n_ticks, hit
-        return hit
+        """Return the reusable prefix of a waiting job's prompt; see `RememberedHits.find`."""
+        return self._hits_of_waiting.find(job)
 
     def make_room(self, candidate: Candidate) -> Room:
         """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle.
@@ -134,8 +125,7 @@ class KvMemory:
         If there is room but the hit is from an earlier tick, the lookup is repeated: a run may hold more by now.
         """
         room = self._eviction.make_room(candidate)
-        found_in, _ = self._hits.get(candidate.job, (self._n_ticks, None))
-        if room is not Room.AVAILABLE or found_in == self._n_ticks:
+        if room is not Room.AVAILABLE or not self._hits_of_waiting.is_from_earlier_tick(candidate.job):
             return room
         candidate.hit = self._lookup.find(candidate.job)
         return self._eviction.make_room(candidate)
@@ -339,9 +329,9 @@ class KvMemory:
 
         `prefill_token_s` is the time in which a token of a prompt is computed, in seconds. 0: not known.
         """
-        self._n_ticks += 1
+        self._hits_of_waiting.begin_tick()
         if self._offload.has_transfers:  # the step below may change the stored blocks that a hit names
-            self._hits.clear()
+            self._hits_of_waiting.forget_all()
         self._eviction.trim()
         step = self._offload.step(budget_s, prefill_token_s)
         for run, n_tokens, tier in step.loaded:
@@ -387,12 +377,12 @@ class KvMemory:
             self._pool.free_sequence(seq_id)
 
     def _invalidate(self) -> None:
-        """Forget the hits, and check the limits of the entries again.
+        """Forget the hits of the waiting jobs, and check the limits of the entries again.
 
         Called when a sequence is added, removed or loses cells. A hit may name this sequence, and an entry may now be
         the only holder of cells that it shared with it.
         """
-        self._hits.clear()
+        self._hits_of_waiting.forget_all()
         self._eviction.request_trim()
 
     # ---- views
