@@ -121,7 +121,7 @@ class SlotSaver:
 
     def _find_on_device(self, tokens: bytes, scope: Scope) -> tuple[CachedSequence | Run | None, int]:
         """Return the entry or run with the longest prefix of `tokens`, and the length of that prefix."""
-        match = self._memory.match(tokens, scope)
+        match = self._memory.entries.match(tokens, scope)
         if match.source and not self._sequences.can_save_parts:  # the sequence can only be saved as a whole
             is_foreign = _scope_of(match.source).key != scope.key  # it contains tokens of another namespace
             is_longer = _n_tokens_of(match.source) > match.n_held
