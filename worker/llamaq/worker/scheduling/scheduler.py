@@ -121,9 +121,7 @@ class Scheduler:
         """
         if (replaced := self._find(job.id)) is not None:
             self._remove(replaced)
-        job.received_s = self._clock()
-        if job.times.submitted_s is None:
-            job.times.submitted_s = job.received_s
+        job.record_receipt(self._clock())
         job.context_limit = min(job.context_limit, self._memory.n_cells)
         self._waiting.append(job)
         if finish := finish_on_submit(job, self._end_tokens, len(self._memory.slots)):
