@@ -83,7 +83,7 @@ class Loop:
 
     def __init__(
         self,
-        capacity: int | None = None,
+        capacity: int = 1000,
         engine: type[SlowEngine] = SlowEngine,
         mailbox: type[RecordingMailbox] = RecordingMailbox,
         stream_interval_s: float = 0.0,

@@ -35,8 +35,8 @@ class EmbeddingScheduler:
         n_slots: int,
         batch_tokens: int,
         max_texts: int,
-        worker: str | None = None,
-        bulk_share: float = 0.1,
+        worker: str,
+        bulk_share: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a scheduler without jobs.
