@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from llamaq.common.protocol.sampler_names import Sampler
+from llamaq.common.protocol.sampler_names import SamplerName
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.sampling.candidate_filters import (
     MAX_XTC_THRESHOLD,
@@ -31,7 +31,7 @@ GREEDY_BELOW = 1e-6
 """Temperatures below this value mean greedy decoding. Logits divided by such a temperature can exceed the range of
 float32."""
 
-PENALTIES: tuple[Sampler, ...] = ("penalties", "dry")
+PENALTIES: tuple[SamplerName, ...] = ("penalties", "dry")
 """The samplers that only lower logits."""
 
 Apply: TypeAlias = Callable[[Candidates, Sequence[int], int], Candidates]
@@ -41,7 +41,7 @@ Apply: TypeAlias = Callable[[Candidates, Sequence[int], int], Candidates]
 class Step(NamedTuple):
     """A sampler of a chain."""
 
-    name: Sampler
+    name: SamplerName
     apply: Apply
     accepts_masked: bool = False
     """Whether the step treats a logit of minus infinity as a probability of 0."""
@@ -127,10 +127,10 @@ def _build_steps(params: SamplingDefaults, uniform: UniformNumbers, breakers: Se
         uniform: The random numbers of the job.
         breakers: The sequence breakers of DRY.
     """
-    order: Sequence[Sampler] = ("temperature",) if params.mirostat else params.samplers
+    order: Sequence[SamplerName] = ("temperature",) if params.mirostat else params.samplers
     if is_greedy(params):
         order = [name for name in order if name in PENALTIES]
-    makers: dict[Sampler, Callable[[], Apply | None]] = {
+    makers: dict[SamplerName, Callable[[], Apply | None]] = {
         "penalties": lambda: _penalties(params),
         "dry": lambda: _dry(params, breakers),
         "xtc": lambda: _xtc(params, uniform),
@@ -167,7 +167,7 @@ def _n_largest_logits(chain: Sequence[Step], params: SamplingDefaults) -> int | 
     return params.top_k + sum(n_penalized) if first == "top_k" else None
 
 
-def _filter(name: Sampler, params: SamplingDefaults) -> Apply | None:
+def _filter(name: SamplerName, params: SamplingDefaults) -> Apply | None:
     """Return a sampler that depends on nothing but the candidates. None: it would change nothing."""
     min_keep = params.min_keep
     if name == "top_n_sigma" and params.top_n_sigma > 0:
