@@ -20,7 +20,8 @@ from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Run
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import (
     FakeEngine,

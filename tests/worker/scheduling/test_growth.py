@@ -14,7 +14,8 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import SlotAcquired
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler
 

@@ -19,7 +19,8 @@ from llamaq.worker.core.outputs import JobEnded, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal

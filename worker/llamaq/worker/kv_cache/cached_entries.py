@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.sequence_interface import SequenceOps
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, DeviceMatch, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, DeviceMatch, PrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 
 

@@ -12,9 +12,9 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.core.sequence_interface import SequenceOps
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.kv_cache.cached_entries import CachedEntries
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.eviction import Eviction, Room
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit, PrefixLookup
 from llamaq.worker.kv_cache.remembered_hits import RememberedHits
 from llamaq.worker.kv_cache.slot_pool import SlotPool

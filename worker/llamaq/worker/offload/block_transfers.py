@@ -23,8 +23,8 @@ from llamaq.worker.core.sequence_interface import StateOps
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, StoredPrefix, TokenSpan
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.offload.save_costs import SaveCosts
 
