@@ -12,11 +12,11 @@ import threading
 import time
 from typing import IO
 
-from llamaq.common.backoff import Backoff
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.hang_detection_pipe import LivenessReader
 from llamaq.worker.process.process_identity import make_worker_id
 from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S, release_in_background
+from llamaq.worker.process.restart_delay import RestartDelay
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -24,9 +24,8 @@ log = logging.getLogger(__name__)
 JOBLESS_CODES = (EXIT_OK, EXIT_FORCED, EXIT_CANNOT_START, -signal.SIGTERM)
 """Exit codes of a child that has no jobs: it has requeued them, could not start, or was still loading its model when
 SIGTERM ended it."""
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
-STEADY_S = 60.0
-"""If a child ran for longer than this before it died, its next restart is delayed by `FIRST_BACKOFF_S` only."""
+LONGEST_DELAY_S = 30.0
+"""Upper bound on the delay of a restart."""
 
 
 class SupervisedChild:
@@ -47,8 +46,7 @@ class SupervisedChild:
         self._releasing: threading.Thread | None = None
         """The thread that releases the jobs of the last process that died."""
         self._started_s = 0.0
-        self._restart_s = 0.0
-        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        self._restart_delay = RestartDelay(LONGEST_DELAY_S)
         self.is_done = False
         """Whether the worker has ended because its queue is empty (`exit_when_empty`). It is not restarted."""
         self.has_died_at_end = False
@@ -94,11 +92,10 @@ class SupervisedChild:
         Returns:
             The exit code of a process that cannot start, even after a restart. None otherwise.
         """
-        now_s = time.monotonic()
         if self.is_done:
             return None
         if self._process is None:
-            if now_s >= self._restart_s:
+            if self._restart_delay.is_over:
                 self._restart()
             return None
         code = self._process.poll()
@@ -112,10 +109,9 @@ class SupervisedChild:
             self.is_done = True
             return None
         self._releasing = release_in_background(self.settings, self._worker_id)
-        lived_s = now_s - self._started_s
-        if lived_s > STEADY_S:
-            self._backoff.reset()
-        log.warning("child.died code=%s lived_s=%.1f restart_in_s=%.1f", code, lived_s, self._delay_restart(now_s))
+        lived_s = time.monotonic() - self._started_s
+        delay_s = self._restart_delay.begin(lived_s)
+        log.warning("child.died code=%s lived_s=%.1f restart_in_s=%.1f", code, lived_s, delay_s)
         return None
 
     def _restart(self) -> None:
@@ -124,14 +120,7 @@ class SupervisedChild:
             self.start()
         except OSError as exc:
             self._close_liveness()
-            delay_s = self._delay_restart(time.monotonic())
-            log.error("child.not_started error=%s restart_in_s=%.1f", exc, delay_s)
-
-    def _delay_restart(self, now_s: float) -> float:
-        """Delay the next start of the process, and return the delay in seconds."""
-        delay_s = self._backoff.next_delay_s()
-        self._restart_s = now_s + delay_s
-        return delay_s
+            log.error("child.not_started error=%s restart_in_s=%.1f", exc, self._restart_delay.begin())
 
     def _kill_if_hung(self, process: subprocess.Popen[bytes]) -> None:
         """Kill a process whose engine hangs: it cannot handle other signals. Its jobs are released."""
