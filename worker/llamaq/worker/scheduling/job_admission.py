@@ -21,7 +21,7 @@ class JobAdmission:
         waiting: The jobs without a slot.
         bulk_share: The share of the slot time that bulk jobs get.
         preemption: Preempts running jobs for interactive jobs.
-        give_slot: Called with each admitted job, for which there is room.
+        give_slot: Gives a slot to a candidate for which there is room.
     """
 
     def __init__(
