@@ -38,6 +38,16 @@ class Service(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class QueueAccess:
+    """What a worker uses to join its queue, and then to claim jobs and to end them."""
+
+    redis: Redis
+    membership: QueueMembership
+    job_claims: JobClaims
+    stats: StatsWriter
+
+
+@dataclass(frozen=True, slots=True)
 class BrokerServices:
     """The Redis side of a worker that has joined its queue."""
 
@@ -92,40 +102,24 @@ class BrokerFactory:
 
         self._keys = Keys(settings.key_prefix)
 
-    def make_membership(self, redis: Redis) -> QueueMembership:
-        """Return what joins the queue."""
-        settings, card = self._settings, self._card
-        config = QueueConfig(
-            partitions=settings.partitions,
-            max_queue=settings.max_queue,
-            lease_ms=int(settings.lease_s * 1000),
-            model=card.model_hash,
-            model_name=card.model,
-            kind=card.kind,
-        )
-        return QueueMembership(redis, self._keys, settings.queue, card.worker, config)
+    def make_access(self, redis: Redis) -> QueueAccess:
+        """Return the access to the queue. `redis` is the client of all services, except the outbox."""
+        stats = StatsWriter(AttemptScripts(redis, self._keys), self._settings.queue, self._shared.telemetry)
+        return QueueAccess(redis, self._make_membership(redis), self._make_job_claims(redis, stats), stats)
 
     def make_services(
-        self,
-        redis: Redis,
-        flush_connection: Redis,
-        membership: QueueMembership,
-        executor: Executor,
-        on_empty: Callable[[], None],
+        self, access: QueueAccess, flush_connection: Redis, executor: Executor, on_empty: Callable[[], None]
     ) -> BrokerServices:
         """Return the services of a worker that has joined its queue, on the running event loop.
 
         Args:
-            redis: The client of all services, except the outbox.
+            access: The access to the queue.
             flush_connection: The client of the outbox.
-            membership: Has joined the queue.
             executor: Its threads prepare jobs that take long.
             on_empty: Called when the queue is empty, if the worker then exits by itself.
         """
-        settings, keys = self._settings, self._keys
-        stats = StatsWriter(AttemptScripts(redis, keys), settings.queue, self._shared.telemetry)
-        job_claims = self._make_job_claims(redis, stats)
-        outbox = self._make_outbox(AttemptScripts(flush_connection, keys), stats)
+        settings, keys, redis, job_claims = self._settings, self._keys, access.redis, access.job_claims
+        outbox = self._make_outbox(AttemptScripts(flush_connection, keys), access.stats)
         sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
         others: list[Service] = [sweep, *self._make_command_inboxes(redis)]
         if settings.exit_when_empty:
@@ -136,10 +130,22 @@ class BrokerFactory:
             self._make_intake(job_claims, outbox, executor),
             outbox,
             self._make_heartbeat(redis),
-            stats,
-            membership,
+            access.stats,
+            access.membership,
             others,
         )
+
+    def _make_membership(self, redis: Redis) -> QueueMembership:
+        settings, card = self._settings, self._card
+        config = QueueConfig(
+            partitions=settings.partitions,
+            max_queue=settings.max_queue,
+            lease_ms=int(settings.lease_s * 1000),
+            model=card.model_hash,
+            model_name=card.model,
+            kind=card.kind,
+        )
+        return QueueMembership(redis, self._keys, settings.queue, card.worker, config)
 
     def _make_job_claims(self, redis: Redis, stats: StatsWriter) -> JobClaims:
         settings = self._settings

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -23,10 +22,9 @@ from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.preparations import N_THREADS
-from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
-from llamaq.worker.process.broker_factory import BrokerFactory, BrokerServices
+from llamaq.worker.process.broker_factory import BrokerFactory, BrokerServices, QueueAccess
 from llamaq.worker.process.redis_server_check import log_dangers
 from llamaq.worker.settings import WorkerSettings
 
@@ -157,20 +155,19 @@ class IoThread:
         # delay other partitions.
         redis = connect(self._settings.redis_url, name=f"llamaq-worker-{self._worker}", failover_s=0)
         try:
-            membership = self._broker.make_membership(redis)
-            if not await self._wait_for_queue(redis, membership):
+            access = self._broker.make_access(redis)
+            if not await self._wait_for_queue(access):
                 return
             await log_dangers(redis)
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
-                on_empty = self._stop_by_itself
-                services = self._broker.make_services(redis, flush_connection, membership, self._executor, on_empty)
+                services = self._broker.make_services(access, flush_connection, self._executor, self._stop_by_itself)
                 await services.job_claims.open()
                 await self._run_services(services)
         finally:
             await redis.aclose()
 
-    async def _wait_for_queue(self, redis: Redis, membership: QueueMembership) -> bool:
+    async def _wait_for_queue(self, access: QueueAccess) -> bool:
         """Wait until Redis answers, and join the queue. Returns False if the worker was stopped before that.
 
         Raises:
@@ -179,8 +176,8 @@ class IoThread:
         outage = OutageLog(log, "worker")
         while not self._closing.is_set():
             try:
-                await redis.ping()
-                await membership.join()
+                await access.redis.ping()
+                await access.membership.join()
             except RedisError as exc:
                 outage.record_failure(exc)
                 await asyncio.sleep(CONNECT_EVERY_S)
