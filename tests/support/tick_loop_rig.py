@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from tests.support.outputs import first_tokens
+
 from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job
@@ -15,7 +17,7 @@ from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
 from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
-from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
+from llamaq.worker.testing.fake_engine import FakeEngine
 from llamaq.worker.testing.fake_job import make_job
 from llamaq.worker.testing.scheduler_harness import ManualClock, make_memory, make_scheduler
 
@@ -83,7 +85,7 @@ class Loop:
 
     def __init__(
         self,
-        capacity: int | None = None,
+        capacity: int = 1000,
         engine: type[SlowEngine] = SlowEngine,
         mailbox: type[RecordingMailbox] = RecordingMailbox,
         stream_interval_s: float = 0.0,
@@ -140,7 +142,4 @@ def idle_tick_loop(shared: SharedState) -> TickLoop:
 
 def first_letters(n_tokens: int) -> str:
     """Return the first letters that the fake model generates after the prompt of `make_job`."""
-    history = list(make_job().prompt)
-    for _ in range(n_tokens):
-        history.append(next_letter(history))
-    return bytes(history[-n_tokens:]).decode()
+    return bytes(first_tokens(make_job().prompt, n_tokens)).decode()

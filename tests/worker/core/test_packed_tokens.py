@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from tests.support.token_lists import TOKENS, n_common
 
 from llamaq.worker.core.packed_tokens import common_prefix, pack
-
-# Only a few different tokens, so that random strings share long prefixes. The encodings of some tokens have the same
-# bytes at different positions. So a comparison that begins inside a token finds matches that do not exist.
-TOKEN = st.sampled_from([0, 1, 256, 257, 65537, -1, 2**31 - 1, -(2**31)])
-TOKENS = st.lists(TOKEN, max_size=7)
-
-
-def n_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix, compared token by token."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 @given(TOKENS, TOKENS, TOKENS)

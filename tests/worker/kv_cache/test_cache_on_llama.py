@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from tests.support.recording_sampler import RecordingSampler
 
 from llamaq.common.protocol.job_outcome import CacheTier, JobStats
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
@@ -18,32 +18,19 @@ from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
-from llamaq.worker.testing import GreedySampler, make_job
+from llamaq.worker.testing import make_job
 
 NOISE = 0.02
 """Upper bound on how much the shape of a batch changes logits, as a share of their standard deviation."""
 KINDS = [(model, unified) for model in sorted(MEMORY_KINDS) for unified in (True, False)]
-
-
-class RecordingSampler(GreedySampler):
-    """Records the logits of each draw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws: list[tuple[tuple[int, ...], npt.NDArray[np.float32]]] = []
-
-    def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
-    ) -> int:
-        self.draws.append((tuple(history), logits.copy()))
-        return super().sample(logits, history, n_prompt, best)
 
 
 @dataclass

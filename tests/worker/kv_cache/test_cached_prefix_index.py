@@ -7,15 +7,17 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from tests.support.outputs import tokens_of
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, NewToken, Output
+from llamaq.worker.core.outputs import JobEnded, Output
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, NullPrefixCache, PrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, NullPrefixCache, PrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.scheduling.scheduler import Scheduler
@@ -66,10 +68,6 @@ def run_an_unrelated_job(scheduler: Scheduler, engine: FakeEngine) -> None:
 
 def ended(outputs: list[Output]) -> list[JobEnded]:
     return [output for output in outputs if isinstance(output, JobEnded)]
-
-
-def tokens_of(outputs: list[Output], job_id: str) -> list[int]:
-    return [output.token for output in outputs if isinstance(output, NewToken) and output.job.id == job_id]
 
 
 # ---- the cache alone
@@ -296,7 +294,7 @@ def test_a_prefix_that_the_engine_cannot_copy_is_computed_instead(monkeypatch: p
     monkeypatch.setattr(engine.sequences, "copy", lambda source, target, n_tokens: 0)
     scheduler.submit(make_job([1] * 30, job_id="second", max_tokens=4))
     second = run_to_end(scheduler, engine)
-    assert tokens_of(second, "second") == [output.token for output in first if isinstance(output, NewToken)]
+    assert tokens_of(second, "second") == tokens_of(first)
     assert (scheduler.cache_snapshot().hits, ended(second)[0].stats.prefix_cache_tokens) == (0, 0)
 
 

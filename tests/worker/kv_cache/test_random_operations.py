@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
+from tests.support.outputs import first_tokens
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.cache_scope import Scope
@@ -19,7 +20,8 @@ from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Run
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import (
     FakeEngine,
@@ -27,20 +29,12 @@ from llamaq.worker.testing import (
     make_job,
     make_memory,
     make_scheduler,
-    next_letter,
     run_tick,
 )
 
 N_OPERATIONS = int(os.environ.get("CACHE_OPERATIONS", "3000"))
 SALTS = ("", "a", "b")
 N_CTX = 600
-
-
-def first_tokens_alone(prompt: Sequence[int], n_tokens: int) -> list[int]:
-    history = list(prompt)
-    for _ in range(n_tokens):
-        history.append(next_letter(history))
-    return history[len(prompt) :]
 
 
 class CheckingCache(RadixPrefixCache):
@@ -66,7 +60,7 @@ class UnreliableDrafter:
         self._random = random_numbers
 
     def propose(self, history: Sequence[int], n_max: int) -> Draft:
-        following = first_tokens_alone(history, n_max)
+        following = first_tokens(history, n_max)
         return Draft(tuple([token if self._random.random() >= self._wrong else 0 for token in following]))
 
 
@@ -196,7 +190,7 @@ class RandomWorker:
         assert isinstance(end.job, Job)
         reasons = (FinishReason.LENGTH, FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE)
         assert end.reason in reasons
-        assert generated == first_tokens_alone(end.job.prompt, len(generated))
+        assert generated == first_tokens(end.job.prompt, len(generated))
         if end.reason is FinishReason.LENGTH:
             assert len(generated) == end.job.max_length - len(end.job.prompt)
         self.histories = [*self.histories[-30:], [*end.job.prompt, *generated]]

@@ -8,12 +8,8 @@ import pytest
 from llamaq.common.errors import InvalidSettings, ModelError
 from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model
-from llamaq.worker.process.generation_parts import (
-    MAX_DRAFT_TOKENS_OF_TICK,
-    load_engine,
-    make_speculation,
-    n_draft_tokens,
-)
+from llamaq.worker.process.generation_parts import load_engine
+from llamaq.worker.process.speculation_factory import MAX_DRAFT_TOKENS_OF_TICK, make_speculation, n_draft_tokens
 from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
 from llamaq.worker.settings import WorkerSettings, load_settings
 

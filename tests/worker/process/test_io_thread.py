@@ -23,6 +23,7 @@ from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.process import io_thread as io_thread_module
+from llamaq.worker.process.broker_factory import BrokerFactory
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.settings import load_settings
 
@@ -41,17 +42,11 @@ class RejectingPreparer:
 
 def io_thread_of(url: str, queue: str) -> IoThread:
     """Return the I/O thread of a worker that has the name of its queue."""
-    shared, commands = SharedState(), cast(Any, None)
-    return IoThread(
-        load_settings(redis_url=url, queue=queue),
-        make_card(queue, queue),
-        b"vocabulary",
-        cast(Any, RejectingPreparer()),
-        idle_tick_loop(shared),
-        shared,
-        commands,
-        commands,
-    )
+    settings = load_settings(redis_url=url, queue=queue)
+    shared, preparer, commands = SharedState(), cast(Any, RejectingPreparer()), cast(Any, None)
+    ticks, card = idle_tick_loop(shared), make_card(queue, queue)
+    broker = BrokerFactory(settings, card, b"vocabulary", preparer, ticks, shared, commands, commands)
+    return IoThread(settings, card.worker, broker, ticks, shared)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.support.recording_sampler import RecordingSampler
 
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
 from llamaq.worker.core.job import Job
@@ -22,25 +23,13 @@ from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.settings import WorkerSettings
-from llamaq.worker.testing import GreedySampler, make_job
+from llamaq.worker.testing import make_job
 
 pytestmark = pytest.mark.starts_processes
 
 WINDOW = 64
 CHUNK = 64
 N_SLOTS = 4
-
-
-class Recorder(GreedySampler):
-    """Keeps the logits of each draw, with the tokens before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws: list[tuple[list[int], NDArray[np.float32]]] = []
-
-    def sample(self, logits: Any, history: Sequence[int], n_prompt: int, best: int | None = None) -> Any:
-        self.draws.append((list(history), logits.copy()))
-        return super().sample(logits, history, n_prompt, best)
 
 
 def settings(**values: Any) -> WorkerSettings:
@@ -73,7 +62,7 @@ def expected_logits(model: Path, history: Sequence[int]) -> NDArray[np.float32]:
     return logits
 
 
-def run(engine: Engine, n_chunk: int) -> list[Recorder]:
+def run(engine: Engine, n_chunk: int) -> list[RecordingSampler]:
     """Prefill three prompts beside a stream in small parts, then, after the end of the stream, in large parts.
 
     The cells of the stream are free then, and llama.cpp takes them first.
@@ -87,7 +76,7 @@ def run(engine: Engine, n_chunk: int) -> list[Recorder]:
     def submit(n_tokens: int, **options: Any) -> Job:
         job = make_job(rng.integers(0, 500, n_tokens).tolist(), **options)
         job.context_limit = 2000
-        job.sampler = Recorder()
+        job.sampler = RecordingSampler()
         scheduler.submit(job)
         return job
 
@@ -102,7 +91,7 @@ def run(engine: Engine, n_chunk: int) -> list[Recorder]:
     jobs = [submit(5 * n_chunk // 2, max_tokens=3) for _ in range(3)]
     while scheduler.has_work:
         tick()
-    return [job.sampler for job in jobs if isinstance(job.sampler, Recorder)]
+    return [job.sampler for job in jobs if isinstance(job.sampler, RecordingSampler)]
 
 
 def test_prompts_in_small_and_large_parts_have_the_logits_of_whole_prompts(engine: Engine, sliding_model: Path) -> None:

@@ -7,14 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from tests.support.outputs import first_tokens
+from tests.support.scheduler_rig import SchedulerRig
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotAcquired
+from llamaq.worker.core.outputs import SlotAcquired
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
-from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
+from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler
 
 
 def next_token(history: Sequence[int]) -> int:
@@ -22,50 +25,23 @@ def next_token(history: Sequence[int]) -> int:
     return ord("a") + (history[0] + 7 * history[-1] + 3 * len(history)) % 26
 
 
-class Rig:
+class Rig(SchedulerRig):
     """A scheduler with a prefix cache and host memory, or without both."""
 
     def __init__(self, n_ctx: int, n_slots: int = 4, *, margin: int = 64, caches: bool = True) -> None:
-        self.engine = FakeEngine(n_ctx=n_ctx, n_batch=512, n_seq_max=n_slots + 6, next_token=next_token)
+        engine = FakeEngine(n_ctx=n_ctx, n_batch=512, n_seq_max=n_slots + 6, next_token=next_token)
         self.memory = make_memory(
-            self.engine,
+            engine,
             n_slots=n_slots,
             cache=RadixPrefixCache() if caches else NullPrefixCache(),
-            offload=BlockTransfers(BlockStore(16, 10**7, can_cut=True), self.engine.sequences) if caches else None,
+            offload=BlockTransfers(BlockStore(16, 10**7, can_cut=True), engine.sequences) if caches else None,
             margin=margin,
         )
-        self.scheduler = make_scheduler(self.engine, self.memory, chunk_size=512)
-        self.outputs: list[Output] = []
+        super().__init__(engine, make_scheduler(engine, self.memory, chunk_size=512), max_ticks=100_000)
 
     def submit(self, *jobs: Job) -> None:
         for job in jobs:
             self.scheduler.submit(job)
-
-    def tick(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.outputs += run_tick(self.scheduler, self.engine)
-
-    def finish(self) -> dict[str, JobEnded]:
-        self.outputs += run_to_end(self.scheduler, self.engine, max_ticks=100_000)
-        return {output.job.id: output for output in self.outputs if isinstance(output, JobEnded)}
-
-    def tokens(self, job_id: str) -> list[int]:
-        return [out.token for out in self.outputs if isinstance(out, NewToken) and out.job.id == job_id]
-
-    @property
-    def running(self) -> list[str]:
-        return sorted(slot.active.job.id for slot in self.memory.active_slots)
-
-    @property
-    def preemptions(self) -> int:
-        return self.scheduler.cache_snapshot().preemptions
-
-
-def first_tokens_alone(prompt: list[int], n_tokens: int) -> list[int]:
-    history = list(prompt)
-    for _ in range(n_tokens):
-        history.append(next_token(history))
-    return history[len(prompt) :]
 
 
 def test_a_small_job_runs_at_once_beside_two_jobs_that_may_become_large() -> None:
@@ -86,7 +62,7 @@ def test_two_jobs_that_do_not_fit_together_end_one_after_the_other_with_all_thei
     assert list(rig.finish()) == ["long1", "long2"]
     assert rig.preemptions == 1
     for at in (1, 2):
-        assert rig.tokens(f"long{at}") == first_tokens_alone([at] * 20, 350)
+        assert rig.tokens(f"long{at}") == first_tokens([at] * 20, 350, next_token)
 
 
 def test_without_max_tokens_a_job_ends_at_its_context_limit() -> None:
@@ -108,7 +84,7 @@ def test_entries_are_evicted_before_a_job_is_preempted() -> None:
     rig.finish()
     assert rig.preemptions == 0
     assert rig.scheduler.cache_snapshot().evictions >= 1
-    assert rig.tokens("j") == first_tokens_alone([2] * 20, 120)
+    assert rig.tokens("j") == first_tokens([2] * 20, 120, next_token)
 
 
 def test_the_youngest_bulk_job_is_preempted_for_cells_before_the_youngest_interactive_job() -> None:
@@ -124,7 +100,7 @@ def test_the_youngest_bulk_job_is_preempted_for_cells_before_the_youngest_intera
     assert rig.running == ["interactive2"]
     ends = rig.finish()
     assert list(ends) == ["interactive2", "interactive3", "bulk"]
-    assert rig.tokens("bulk") == first_tokens_alone([1] * 50, 200)
+    assert rig.tokens("bulk") == first_tokens([1] * 50, 200, next_token)
 
 
 def test_a_job_that_lost_its_slot_comes_back_only_with_room_for_a_larger_margin() -> None:
@@ -137,7 +113,7 @@ def test_a_job_that_lost_its_slot_comes_back_only_with_room_for_a_larger_margin(
     assert n_admissions["j0"] == 1
     assert max(n_admissions.values()) <= 7
     for at in range(3):
-        assert rig.tokens(f"j{at}") == first_tokens_alone([at] * 10, 280)
+        assert rig.tokens(f"j{at}") == first_tokens([at] * 10, 280, next_token)
 
 
 @pytest.mark.parametrize("caches", [True, False])
@@ -172,4 +148,4 @@ def test_no_job_is_preempted_for_ever_and_all_generate_the_same_tokens_as_alone(
         tokens = rig.tokens(job.id)
         assert ends[job.id].reason is FinishReason.LENGTH
         assert len(job.prompt) + len(tokens) == job.max_length
-        assert tokens == first_tokens_alone(job.prompt, len(tokens))
+        assert tokens == first_tokens(job.prompt, len(tokens), next_token)

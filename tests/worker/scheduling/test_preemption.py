@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tests.support.scheduler_rig import SchedulerRig
+
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, NewToken, Output, SlotAcquired
+from llamaq.worker.core.outputs import JobEnded, SlotAcquired
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
@@ -15,23 +17,18 @@ from llamaq.worker.testing import (
     make_job,
     make_memory,
     make_scheduler,
-    run_tick,
-    run_to_end,
 )
 
 
-class Rig:
+class Rig(SchedulerRig):
     """A scheduler with a prefix cache and host memory."""
 
     def __init__(self, n_ctx: int = 1000, n_slots: int = 2, host_bytes: int = 10**6) -> None:
-        self.engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 6)
+        engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 6)
         self.clock = ManualClock()
-        offload = BlockTransfers(BlockStore(16, host_bytes, can_cut=True), self.engine.sequences)
-        memory = make_memory(
-            self.engine, n_slots=n_slots, cache=RadixPrefixCache(), offload=offload if host_bytes else None
-        )
-        self.scheduler = make_scheduler(self.engine, memory, clock=self.clock)
-        self.outputs: list[Output] = []
+        offload = BlockTransfers(BlockStore(16, host_bytes, can_cut=True), engine.sequences)
+        memory = make_memory(engine, n_slots=n_slots, cache=RadixPrefixCache(), offload=offload if host_bytes else None)
+        super().__init__(engine, make_scheduler(engine, memory, clock=self.clock))
 
     def submit(self, job_id: str, prompt: list[int], *, bulk: bool = False, **params: object) -> None:
         priority = "bulk" if bulk else "interactive"
@@ -41,25 +38,6 @@ class Rig:
         """Return a job that has had a slot."""
         jobs = (output.job for output in self.outputs if output.job.id == job_id)
         return next(job for job in jobs if isinstance(job, Job))
-
-    def tick(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.outputs += run_tick(self.scheduler, self.engine)
-
-    def finish(self) -> dict[str, JobEnded]:
-        self.outputs += run_to_end(self.scheduler, self.engine)
-        return {output.job.id: output for output in self.outputs if isinstance(output, JobEnded)}
-
-    def tokens(self, job_id: str) -> list[int]:
-        return [out.token for out in self.outputs if isinstance(out, NewToken) and out.job.id == job_id]
-
-    @property
-    def running(self) -> list[str]:
-        return sorted(slot.job_id for slot in self.scheduler.snapshot() if slot.job_id)
-
-    @property
-    def preemptions(self) -> int:
-        return self.scheduler.cache_snapshot().preemptions
 
 
 def generate_alone(prompt: list[int], max_tokens: int) -> list[int]:

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 from tests.support.oracle import Oracle
+from tests.support.outputs import end_of, first_tokens, tokens_of
 
 from llamaq.common.errors import EngineError, ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, NewToken, Output
+from llamaq.worker.core.outputs import JobEnded, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal
@@ -83,11 +85,10 @@ class Rig:
         assert self.tick() == 0
 
     def tokens(self, job: Job) -> list[int]:
-        return [out.token for out in self.outputs if isinstance(out, NewToken) and out.job is job]
+        return tokens_of(self.outputs, job)
 
     def end(self, job: Job) -> JobEnded:
-        [end] = [out for out in self.outputs if isinstance(out, JobEnded) and out.job is job]
-        return end
+        return end_of(self.outputs, job)
 
 
 def letter_then_end(history: Sequence[int]) -> int:
@@ -97,10 +98,7 @@ def letter_then_end(history: Sequence[int]) -> int:
 
 def letters(n_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
     """Return the first tokens after the prompt of `make_job`."""
-    history = list(prompt)
-    for _ in range(n_tokens):
-        history.append(next_letter(history))
-    return history[len(prompt) :]
+    return first_tokens(prompt, n_tokens)
 
 
 def test_a_tick_is_repeated_until_the_next_token_ends_a_job() -> None:

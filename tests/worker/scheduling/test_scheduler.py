@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from tests.support.outputs import tokens_of
 
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
@@ -71,10 +72,6 @@ def model_that_generates(text: str, after: int) -> NextToken:
 
 def ends_of(outputs: list[Output]) -> dict[str, JobEnded]:
     return {output.job.id: output for output in outputs if isinstance(output, JobEnded)}
-
-
-def tokens_of(outputs: list[Output], job_id: str) -> list[int]:
-    return [output.token for output in outputs if isinstance(output, NewToken) and output.job.id == job_id]
 
 
 def text_of(outputs: list[Output]) -> str:

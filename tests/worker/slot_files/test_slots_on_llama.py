@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.support.recording_sampler import RecordingSampler
 
 from llamaq.common.errors import SlotCommandRefused
 from llamaq.common.protocol.job_outcome import JobStats
@@ -27,27 +28,12 @@ from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 from llamaq.worker.slot_files.slot_state_parts import join_parts, split_parts
-from llamaq.worker.testing import GreedySampler, make_job
+from llamaq.worker.testing import make_job
 
 NOISE = 0.02
 """Allowed difference of logits between batches of different shapes, as a share of their standard deviation."""
 KINDS = [(model, unified) for model in sorted(MEMORY_KINDS) for unified in (True, False)]
 PROMPT: list[int] = np.random.default_rng(1).integers(0, 500, 150).tolist()
-
-
-class RecordingSampler(GreedySampler):
-    """A greedy sampler that records the logits of the first token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: npt.NDArray[np.float32] | None = None
-
-    def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
-    ) -> int:
-        if self.first is None:
-            self.first = logits.copy()
-        return super().sample(logits, history, n_prompt, best)
 
 
 class Setup:
@@ -95,8 +81,8 @@ class Setup:
         while not (ended := self.tick()):
             pass
         assert ended[0].error is None
-        assert sampler.first is not None
-        return ended[0].stats, sampler.first
+        _, logits_of_first_token = sampler.draws[0]
+        return ended[0].stats, logits_of_first_token
 
     def save(self, slot: int = 0) -> tuple[bytes, bytes]:
         """Save the state of a slot, with one tick before each step. Returns the tokens and the data of the state."""

@@ -7,7 +7,7 @@ that end without a worker, so it has a copy of the bounds of `JOB_TIMES_MS`. A t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 JOB_TIMES_MS = (*(digit * 10**power for power in range(7) for digit in (1, 2, 5)), 10**7)
 """Waits and durations of jobs: from a millisecond to almost three hours."""
@@ -27,15 +27,14 @@ class BucketCounts:
 
     __slots__ = ("_bounds", "counts")
 
-    def __init__(self, bounds: Sequence[int], counts: Iterable[int] = ()) -> None:
-        """Create the counts.
+    def __init__(self, bounds: Sequence[int]) -> None:
+        """Create the counts, which are zero.
 
         Args:
             bounds: The upper bounds of the buckets, in ascending order. A last bucket without a bound is added.
-            counts: The counts so far. Empty: all are zero.
         """
         self._bounds = bounds
-        self.counts = list(counts) or [0] * (len(bounds) + 1)
+        self.counts = [0] * (len(bounds) + 1)
         """The number of values in each bucket. Values in smaller buckets are not included."""
 
     def add(self, value: float) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-Sampler = Literal[
+SamplerName = Literal[
     "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"
 ]
 
-DEFAULT_SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
+DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 """The default order: that of llama.cpp, and adaptive-p, which is always last."""
 
-LETTERS: dict[str, Sampler] = {
+LETTERS: dict[str, SamplerName] = {
     "e": "penalties",
     "d": "dry",
     "s": "top_n_sigma",
@@ -25,7 +25,7 @@ LETTERS: dict[str, Sampler] = {
 }
 """The letters of llama.cpp's `--sampler-seq`."""
 
-_SHORT_NAMES: dict[str, Sampler] = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typicalp": "typ_p"}
+_SHORT_NAMES: dict[str, SamplerName] = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typicalp": "typ_p"}
 _BY_NAME = {name.replace("_", ""): name for name in DEFAULT_SAMPLERS} | _SHORT_NAMES
 
 
@@ -49,7 +49,7 @@ def read_samplers(value: Any) -> Any:
     return tuple(map(_sampler_of, value))
 
 
-def _sampler_of(name: str) -> Sampler:
+def _sampler_of(name: str) -> SamplerName:
     found = _BY_NAME.get(name.lower().replace("_", "").replace("-", ""))
     if found is None:
         raise ValueError(

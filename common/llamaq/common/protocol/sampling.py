@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_settings import NoDecode
 
-from llamaq.common.protocol.sampler_names import DEFAULT_SAMPLERS, Sampler, read_samplers
+from llamaq.common.protocol.sampler_names import DEFAULT_SAMPLERS, SamplerName, read_samplers
 from llamaq.common.protocol.wire_model import StrictModel
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -142,7 +142,7 @@ _SAMPLERS = Field(
 Breakers = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)], ...], Field(max_length=MAX_BREAKERS)
 ]
-Samplers = Annotated[tuple[Sampler, ...], Field(max_length=MAX_SAMPLERS)]
+Samplers = Annotated[tuple[SamplerName, ...], Field(max_length=MAX_SAMPLERS)]
 
 
 class SamplingParams(StrictModel):

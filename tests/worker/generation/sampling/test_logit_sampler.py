@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tests.support.llama_samplers import llama_bias, llama_chain, random_logits, softmax
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.sampler_names import LETTERS, Sampler
+from llamaq.common.protocol.sampler_names import LETTERS, SamplerName
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Logits
@@ -38,7 +38,7 @@ def normalized(logits: dict[int, float]) -> dict[int, float]:
 
 def llama_samplers(params: SamplingDefaults, n_vocab: int) -> list[Any]:
     """Return the chain of llama.cpp for these parameters, without DRY and without the draw."""
-    makers: dict[Sampler, Callable[[], Any]] = {
+    makers: dict[SamplerName, Callable[[], Any]] = {
         "penalties": lambda: llama_cpp.llama_sampler_init_penalties(
             n_vocab, params.penalty_last_n, params.repeat_penalty, params.frequency_penalty, params.presence_penalty
         ),
@@ -114,12 +114,12 @@ def test_the_whole_chain_gives_the_distribution_of_llama_cpp(params: dict[str, A
 
 @given(
     seed=st.integers(0, 10**6),
-    order=st.permutations(get_args(Sampler)),
+    order=st.permutations(get_args(SamplerName)),
     n_samplers=st.integers(0, 10),
     min_keep=st.integers(0, 6),
 )
 def test_samplers_are_applied_in_the_order_of_the_job_as_by_llama_cpp(
-    seed: int, order: list[Sampler], n_samplers: int, min_keep: int
+    seed: int, order: list[SamplerName], n_samplers: int, min_keep: int
 ) -> None:
     # With `min_keep`, XTC of llama.cpp keeps the tokens that top-n-sigma has masked, and drops more others.
     assume(min_keep == 0 or "xtc" not in order[:n_samplers] or order.index("xtc") < order.index("top_n_sigma"))
@@ -154,10 +154,10 @@ def test_samplers_are_applied_in_the_order_of_the_job_as_by_llama_cpp(
 
 
 def test_samplers_may_be_named_as_llama_cpp_names_them() -> None:
-    assert SamplingDefaults(samplers="edskypmxta").samplers == SamplingDefaults().samplers == get_args(Sampler)
+    assert SamplingDefaults(samplers="edskypmxta").samplers == SamplingDefaults().samplers == get_args(SamplerName)
     assert SamplingDefaults(samplers="top-k;typ;temp").samplers == ("top_k", "typ_p", "temperature")
     assert SamplingDefaults(samplers=["TopP", "min_p", "nucleus"]).samplers == ("top_p", "min_p", "top_p")
-    assert set(LETTERS.values()) == set(get_args(Sampler))
+    assert set(LETTERS.values()) == set(get_args(SamplerName))
     assert SamplingDefaults(samplers=[]).samplers == ()
     for wrong in ("kz", ["infill"], ["top_k", "?"]):
         with pytest.raises(ValueError, match="there is no sampler"):

@@ -24,8 +24,9 @@ from llamaq.worker.scheduling.strategies.batch_strategies import (
     PrefillPriority,
     prefill_chunks,
 )
-from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, PlanFault, TickLimits, check_plan
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
+from llamaq.worker.scheduling.strategies.plan_rules import PlanFault, check_plan
 from llamaq.worker.testing import make_job
 
 LIMITS = TickLimits(budget=10, chunk_size=8)

@@ -15,8 +15,9 @@ from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.plugins import load_strategy
 from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal, TickTimeReader
-from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, PlanFault, TickLimits
+from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.strategies.latency_target import MAX_TICKS_WITH_PROMPTS, LatencyTarget
+from llamaq.worker.scheduling.strategies.plan_rules import PlanFault
 from llamaq.worker.scheduling.strategies.tick_times import FIRST_TOKENS, TickTime, TickTimer
 from llamaq.worker.settings import load_settings
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, make_memory, make_scheduler, run_tick

@@ -21,7 +21,8 @@ from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.strategies.tick_times import TickTime, TickTimeModel
-from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import TRIAL_SHARE, DraftModelSpeculation
+from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
+from llamaq.worker.scheduling.tokens_ahead.draft_model_trials import TRIAL_SHARE
 from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
 from llamaq.worker.scheduling.tokens_ahead.speculation import TRIAL_AFTER
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, make_memory, next_letter

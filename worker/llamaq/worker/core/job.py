@@ -47,11 +47,17 @@ class BaseJob:
     and the grammar have processed them already."""
     times: JobTimes = field(default_factory=JobTimes, kw_only=True)
     received_s: float = field(default=0.0, kw_only=True)
-    """When the scheduler received this attempt, on its clock. Its `submit` sets it."""
+    """When the scheduler received this attempt, on its clock."""
 
     @property
     def id(self) -> str:
         return self.lease.job_id
+
+    def record_receipt(self, now_s: float) -> None:
+        """Record that the scheduler receives this attempt now. If no submit time is known, it is now too."""
+        self.received_s = now_s
+        if self.times.submitted_s is None:
+            self.times.submitted_s = now_s
 
     def close(self) -> None:
         """Free the memory that the job holds outside of Python. May be called twice."""

@@ -11,7 +11,7 @@ class JobTimes:
     """The times of one attempt of a job. Points in time are seconds on the clock of the worker, `time.monotonic`."""
 
     submitted_s: float | None = None
-    """When the client submitted the job. None: `Scheduler.submit` sets it."""
+    """When the client submitted the job. None: the scheduler has not received it yet."""
     deadline_s: float | None = None
     """When the job must end. None: it has no deadline."""
     queue_ms: float | None = None

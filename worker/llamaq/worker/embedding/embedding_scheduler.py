@@ -35,8 +35,8 @@ class EmbeddingScheduler:
         n_slots: int,
         batch_tokens: int,
         max_texts: int,
-        worker: str | None = None,
-        bulk_share: float = 0.1,
+        worker: str,
+        bulk_share: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a scheduler without jobs.
@@ -67,9 +67,7 @@ class EmbeddingScheduler:
         """Add a job. It replaces another attempt of the same job, which has lost its lease."""
         if (replaced := self._find(job.id)) is not None:
             self._remove(replaced)
-        job.received_s = self._clock()
-        if job.times.submitted_s is None:
-            job.times.submitted_s = job.received_s
+        job.record_receipt(self._clock())
         self._waiting.append(job)
 
     def cancel(self, job_id: str) -> bool:

@@ -200,10 +200,10 @@ class Engine:
         single = [part for part in parts if _is_single_token(part)]
         others = [part for part in parts if not _is_single_token(part)] if len(single) < len(parts) else []
         rows = self._rows(single, others)
-        first, rest = rows[: len(single)], iter(rows[len(single) :])
-        best = _best_tokens(single, first)
-        results = [_sample_one(part, row, token) for part, row, token in zip(single, first, best, strict=True)]
-        return results + [self._sample(part, [*islice(rest, _n_rows(part))]) for part in others]
+        single_rows, other_rows = rows[: len(single)], iter(rows[len(single) :])
+        best = _best_tokens(single, single_rows)
+        results = [_sample_single(part, row, token) for part, row, token in zip(single, single_rows, best, strict=True)]
+        return results + [_sample_rows(part, [*islice(other_rows, _n_rows(part))]) for part in others]
 
     def _rows(self, single: Sequence[Part], others: Sequence[Part]) -> LogitRows | Sequence[Row]:
         """Return what the last decode computed for the rows of these parts, in the order of the batch."""
@@ -213,28 +213,6 @@ class Engine:
         if self._backend_samplers is None:
             return self.context.logits(n_rows)
         return self._backend_samplers.rows([_seq_id(part) for part in (*single, *others) for _ in range(_n_rows(part))])
-
-    def _sample(self, part: Part, rows: Sequence[Row]) -> SlotResult:
-        """Sample the next token of a part and, while this is the next token of the draft, one more.
-
-        Forced tokens count as sampled. The token after them is sampled.
-        """
-        run = part.slot.active
-        n_past, n_history = _n_past_after(part), len(run.tokens)
-        draft, forced = (part.draft.tokens, part.forced) if isinstance(part, DecodeToken) else ((), ())
-        sampled = [SampledToken(token) for token in forced]
-        try:
-            run.tokens += forced
-            for row, drafted in zip(rows, (*draft, None), strict=False):
-                sampled.append(_sample_row(run, row))
-                if sampled[-1].token != drafted:
-                    break
-                run.tokens.append(sampled[-1].token)
-        except JobRejected as exc:
-            return SlotResult(part.slot, n_past, tuple(sampled), error=exc)
-        finally:
-            del run.tokens[n_history:]  # only the scheduler appends tokens
-        return SlotResult(part.slot, n_past, tuple(sampled))
 
     def _reject_bad_tokens(self, part: PrefillChunk) -> SlotResult | None:
         """Return the failure of a job whose prompt has a token that is not in the vocabulary. Sampled tokens are always
@@ -260,16 +238,39 @@ def _best_tokens(single: Sequence[Part], rows: LogitRows | Sequence[Row]) -> Seq
     return best
 
 
-def _sample_one(part: Part, row: Row, best: int | None) -> SlotResult:
+def _sample_single(part: Part, row: Row, best: int | None) -> SlotResult:
     """Sample the next token of a part without a draft. `best` is the token with the largest logit, if it is known."""
     run = part.slot.active
     try:
-        return SlotResult(part.slot, run.n_past + 1, (_sample_row(run, row, best),))
+        return SlotResult(part.slot, run.n_past + 1, (_sample_token(run, row, best),))
     except JobRejected as exc:
         return SlotResult(part.slot, run.n_past + 1, error=exc)
 
 
-def _sample_row(run: Run, row: Row, best: int | None = None) -> SampledToken:
+def _sample_rows(part: Part, rows: Sequence[Row]) -> SlotResult:
+    """Sample the next token of a part and, while this is the next token of the draft, one more.
+
+    Forced tokens count as sampled. The token after them is sampled.
+    """
+    run = part.slot.active
+    n_past, n_history = _n_past_after(part), len(run.tokens)
+    draft, forced = (part.draft.tokens, part.forced) if isinstance(part, DecodeToken) else ((), ())
+    sampled = [SampledToken(token) for token in forced]
+    try:
+        run.tokens += forced
+        for row, drafted in zip(rows, (*draft, None), strict=False):
+            sampled.append(_sample_token(run, row))
+            if sampled[-1].token != drafted:
+                break
+            run.tokens.append(sampled[-1].token)
+    except JobRejected as exc:
+        return SlotResult(part.slot, n_past, tuple(sampled), error=exc)
+    finally:
+        del run.tokens[n_history:]  # only the scheduler appends tokens
+    return SlotResult(part.slot, n_past, tuple(sampled))
+
+
+def _sample_token(run: Run, row: Row, best: int | None = None) -> SampledToken:
     """Sample the token that follows the history. `best` is the token with the largest logit, if it is known.
 
     Raises:

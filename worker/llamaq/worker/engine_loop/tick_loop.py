@@ -68,9 +68,9 @@ class TickLoop:
         shared: SharedState,
         *,
         hang_s: float,
+        capacity: int,
         stream_interval_s: float = 0.0,
         drafter: BatchDrafter | None = None,
-        capacity: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the loop. `run` starts the ticks.
@@ -80,11 +80,11 @@ class TickLoop:
             engine: Computes the batches.
             shared: The objects that the engine thread shares with the I/O thread.
             hang_s: The shortest time, in seconds, after which a tick counts as a hang.
+            capacity: Upper bound on the jobs of this worker. Surplus bulk jobs without a slot are withdrawn, so that
+                other workers run them.
             stream_interval_s: Tokens of short ticks are published together, at most this many seconds after the last
                 publication.
             drafter: Adds drafts to the batches. None: there is no draft model.
-            capacity: Upper bound on the jobs of this worker. Surplus bulk jobs without a slot are withdrawn, so that
-                other workers run them. None: no bound.
             clock: A monotonic clock in seconds.
         """
         self._scheduler = scheduler
@@ -241,7 +241,7 @@ class TickLoop:
         scheduler.expire()
         self._withdraw_when_stopping()
         scheduler.admit()
-        self._withdraw_surplus()
+        self._requeue(scheduler.withdraw_surplus(self._capacity))
         times = self._tick_times
         has_loaded = scheduler.move(times.predict_s(scheduler.n_prefill_next), times.prefill_token_s)
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
@@ -262,11 +262,6 @@ class TickLoop:
         """Requeue the jobs that have no slot, if this worker is stopping."""
         if self._stop_s is not None:
             self._requeue(self._scheduler.withdraw_waiting())
-
-    def _withdraw_surplus(self) -> None:
-        """Requeue surplus bulk jobs that have no slot, when this worker has more jobs than its capacity."""
-        if self._capacity is not None:
-            self._requeue(self._scheduler.withdraw_surplus(self._capacity))
 
     def _requeue(self, jobs: Iterable[BaseJob]) -> None:
         self._publisher.add([JobWithdrawn(job) for job in jobs])

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
-from itertools import takewhile
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.chat import Message, TemplateOptions
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import CONSTRAINTS, JobDefaults, JobRequest
 from llamaq.common.vocab.llama_vocab import Vocab
@@ -16,24 +12,21 @@ from llamaq.worker.claimed_request import QUICK_BYTES, read_request
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
-from llamaq.worker.core.packed_tokens import common_prefix, pack
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer, TagDetokenizer
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
+from llamaq.worker.generation.marked_tags import MarkedTags
 from llamaq.worker.generation.ngram_drafter import NgramDrafter
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, SequenceBreakers
+from llamaq.worker.generation.system_prefix import SystemPrefixFinder
 
-SYSTEM_PREFIX_CACHE_SIZE = 32
-"""Number of system messages whose tokens are cached."""
 GRAMMAR_FIELDS = tuple(name.encode() for name in CONSTRAINTS)
 SLOW_FIELDS = (*GRAMMAR_FIELDS, b"dry_multiplier", b"chat_template_kwargs")
 """A job with one of these fields is not quick to prepare: a grammar is compiled, the vocabulary is searched for
 sequence breakers, or the work of the chat template depends on its variables."""
-TAG_MARK = b"\xff"
-"""A byte that no text in UTF-8 contains."""
 
 
 class JobPreparer:
@@ -67,6 +60,8 @@ class JobPreparer:
         self._grammar_sandbox = grammar_sandbox
         self._constraint_tokenizer = ConstraintTokenizer(vocab)
         self._breaker_finder = BreakerFinder(vocab)
+        self._system_prefix_finder = SystemPrefixFinder(vocab)
+        self._marked_tags = MarkedTags(vocab)
         self._tag_lengths = {token: len(tag) for tag, token in vocab.tag_tokens.items()}
         self._defaults = defaults
         self._context_limit = context_limit
@@ -75,7 +70,6 @@ class JobPreparer:
         self._has_draft_model = has_draft_model
         self._counts_system_tokens = counts_system_tokens
         self._has_slow_defaults = bool(defaults.grammar or defaults.dry_multiplier)
-        self._system_prefix = lru_cache(maxsize=SYSTEM_PREFIX_CACHE_SIZE)(self._find_system_prefix)
 
     def is_quick(self, payload: bytes) -> bool:
         """Return whether the job of an encoded request is prepared in less than a millisecond, without a grammar."""
@@ -152,24 +146,10 @@ class JobPreparer:
         return prompt
 
     def _system_tokens(self, request: JobRequest, prompt: Sequence[int]) -> int:
-        """Return the number of prompt tokens of the system messages, including template text around them."""
-        system = tuple(takewhile(lambda message: message.role == "system", request.messages or ()))
-        if not system or not (self._counts_system_tokens or request.cache_public == "system"):
+        """Return the number of prompt tokens of the system messages. 0 if neither the worker nor the job needs it."""
+        if request.messages is None or not (self._counts_system_tokens or request.cache_public == "system"):
             return 0
-        return common_prefix(pack(prompt), self._system_prefix(system, request.template_options))
-
-    def _find_system_prefix(self, system: tuple[Message, ...], options: TemplateOptions) -> bytes:
-        """Return the packed tokens that every chat with these system messages starts with.
-
-        They are the common prefix of two chats with different user messages.
-        """
-        try:
-            options = replace(options, continue_final_message=False)
-            users = [Message(role="user", content=text) for text in "ab"]
-            first, second = (self._vocab.encode_chat([*system, user], options) for user in users)
-        except JobRejected:
-            return b""
-        return pack(first[: common_prefix(pack(first), pack(second))])
+        return self._system_prefix_finder.n_tokens(request.messages, request.template_options, prompt)
 
     def _check_tokens(self, request: JobRequest, prompt: Sequence[int]) -> None:
         n_vocab = self._vocab.n_tokens
@@ -202,27 +182,15 @@ class JobPreparer:
         """Return what bounds the reasoning of a job. None: nothing does."""
         if request.reasoning_budget is None:
             return None
-        piece = self._marked_piece
+        tags = self._marked_tags
         return ReasoningBudget(
             request.reasoning_budget,
-            self._mark_tags(request.reasoning_open),
-            self._mark_tags(request.reasoning_close),
+            tags.pieces(request.reasoning_open),
+            tags.pieces(request.reasoning_close),
             self._vocab.encode_part(request.reasoning_close, parse_special=True),
-            piece,
-            b"".join(map(piece, prompt)),
+            tags.piece,
+            b"".join(map(tags.piece, prompt)),
         )
-
-    def _marked_piece(self, token: int) -> bytes:
-        """Return the bytes of a token. Those of a tag begin with `TAG_MARK`, so that spelled tags differ from them."""
-        piece = self._vocab.piece_with_special(token)
-        return TAG_MARK + piece if token in self._tag_lengths else piece
-
-    def _mark_tags(self, text: str) -> bytes:
-        """Return the bytes of the tokens in which a model writes this text, in the form of `_marked_piece`."""
-        data = text.encode()
-        for tag in map(str.encode, self._vocab.tag_tokens):
-            data = data.replace(tag, TAG_MARK + tag)
-        return data
 
 
 def _detokenize(detokenizer: StreamDetokenizer, tokens: Sequence[int]) -> tuple[list[str], list[int]]:

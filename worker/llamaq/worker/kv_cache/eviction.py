@@ -7,8 +7,8 @@ from collections.abc import Callable
 from enum import Enum
 
 from llamaq.worker.core.admission_record import Evicted
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot
 from llamaq.worker.core.admission_record import Admission
-from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.sequence_interface import SequenceOps
 from llamaq.worker.core.slot import Run, Slot, SlotState
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, DeviceMatch, PrefixCache
+from llamaq.worker.kv_cache.cached_entries import CachedEntries
 from llamaq.worker.kv_cache.eviction import Eviction, Room
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit, PrefixLookup
+from llamaq.worker.kv_cache.remembered_hits import RememberedHits
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 
 
@@ -46,11 +46,10 @@ class KvMemory:
         self._cache = cache
         self._offload = NoOffload() if offload is None else offload
         self._lookup = PrefixLookup(cache, self._offload, can_save_parts=sequences.can_save_parts)
-        self._eviction = Eviction(pool, cache, self._lookup, self._offload, self._remove_entry, held_cells=held_cells)
-        self._hits: dict[Job, tuple[int, PrefixHit]] = {}
-        """Maps a waiting job to the tick of its last lookup, and to the hit. `_invalidate` removes all of them, and so
-        does a tick in which stored blocks may change."""
-        self._n_ticks = 0
+        self.entries = CachedEntries(pool, sequences, cache, self._offload, self._invalidate)
+        """The cached sequences. Slot commands read, add and remove them directly."""
+        self._eviction = Eviction(pool, cache, self._lookup, self._offload, self.entries.remove, held_cells=held_cells)
+        self._hits_of_waiting = RememberedHits(self._lookup)
         self._n_hits = self._n_misses = self._n_hit_tokens = 0
 
     # ---- slots
@@ -118,15 +117,8 @@ class KvMemory:
     # ---- admission of a job
 
     def find_prefix(self, job: Job) -> PrefixHit:
-        """Return the reusable prefix of the job's prompt. The entry that holds this prefix counts as used now.
-
-        The lookup of a long prompt takes time, so its result is stored for the next ticks.
-        """
-        found_in, hit = self._hits.get(job, (self._n_ticks, None))
-        if hit is None or (hit.may_grow and found_in != self._n_ticks):
-            hit = self._lookup.find(job)
-            self._hits[job] = self._n_ticks, hit
-        return hit
+        """Return the reusable prefix of a waiting job's prompt; see `RememberedHits.find`."""
+        return self._hits_of_waiting.find(job)
 
     def make_room(self, candidate: Candidate) -> Room:
         """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle.
@@ -134,8 +126,7 @@ class KvMemory:
         If there is room but the hit is from an earlier tick, the lookup is repeated: a run may hold more by now.
         """
         room = self._eviction.make_room(candidate)
-        found_in, _ = self._hits.get(candidate.job, (self._n_ticks, None))
-        if room is not Room.AVAILABLE or found_in == self._n_ticks:
+        if room is not Room.AVAILABLE or not self._hits_of_waiting.is_from_earlier_tick(candidate.job):
             return room
         candidate.hit = self._lookup.find(candidate.job)
         return self._eviction.make_room(candidate)
@@ -237,9 +228,9 @@ class KvMemory:
         n_copied = self._sequences.copy(run.seq_id, seq_id, run.n_past)
         self._pool.share(run.seq_id, seq_id, n_copied)
         if n_copied:
-            self._insert(seq_id, run.packed_history(n_copied), run.job.scope)
+            self.entries.insert(seq_id, run.packed_history(n_copied), run.job.scope)
         else:
-            self._remove_sequences([seq_id])
+            self.entries.remove_sequences([seq_id])
 
     def release(self, slot: Slot, *, reusable: bool) -> None:
         """Remove the job from its slot. A `reusable` sequence becomes an entry, any other sequence is removed."""
@@ -249,16 +240,12 @@ class KvMemory:
             self._cache.remove_run(run)
             self._count(run)
         if reusable and run.job.request.cache_prompt and run.n_past:
-            entry = self._insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
+            entry = self.entries.insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
             if entry is not None and self._sequences.can_save_parts:
                 entry.n_adjacent = run.n_adjacent
         else:
-            self._remove_sequences([run.seq_id])
+            self.entries.remove_sequences([run.seq_id])
             self._invalidate()
-
-    def drop_coldest(self) -> bool:
-        """Remove the least recently used entry at once, without saving it. Returns False when there is no entry."""
-        return self._eviction.drop_coldest()
 
     def _count(self, run: Run) -> None:
         if run.cached_tokens:
@@ -267,91 +254,15 @@ class KvMemory:
         else:
             self._n_misses += 1
 
-    # ---- entries by explicit command, see `SlotOperations`
+    # ---- eviction of entries
 
-    def match(self, tokens: bytes, scope: Scope) -> DeviceMatch:
-        """Return the longest prefix of these packed tokens on the device. The matched entry counts as used now."""
-        return self._cache.match(tokens, scope)
-
-    def entries_in(self, scope: Scope) -> list[CachedSequence]:
-        """Return the entries of the scope's namespace."""
-        return [entry for entry in self._cache.entries() if entry.scope.key == scope.key]
-
-    def is_cached(self, entry: CachedSequence) -> bool:
-        """Whether the entry has not been evicted."""
-        return entry in self._cache
-
-    def discard(self, entry: CachedSequence) -> None:
-        """Remove an entry and its sequence without saving it."""
-        self._remove_entry(entry)
-
-    def n_copyable(self, tokens: bytes, scope: Scope) -> int:
-        """Return how many of these packed tokens need not be loaded, because a sequence on the device holds them."""
-        return self._cache.match(tokens, scope).n_held if self._sequences.can_save_parts else 0
+    def drop_coldest(self) -> bool:
+        """Remove the least recently used entry at once, without saving it. Returns False when there is no entry."""
+        return self._eviction.drop_coldest()
 
     def make_room_for_entry(self, n_cells: int) -> Room:
         """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries to make room."""
         return self._eviction.make_room_for_entry(n_cells)
-
-    def begin_restore(self, tokens: bytes, scope: Scope, hidden: Scope) -> tuple[CachedSequence, int]:
-        """Reserve an entry with cells for all of the packed tokens, and copy the prefix that the device already holds.
-
-        The entry counts as in transfer: it is not evicted or saved. A job that needs its cells waits until the transfer
-        is finished. `make_room_for_entry` must have returned AVAILABLE.
-
-        Args:
-            tokens: The packed tokens that the entry will hold.
-            scope: The jobs whose cells may be copied.
-            hidden: A scope that no job has. The entry has this scope until `finish_restore`, so that no job finds the
-                entry.
-
-        Returns:
-            The entry, and the number of its tokens whose cells were copied. The caller loads the cells of the other
-            tokens.
-        """
-        seq_id = self._pool.acquire_for_cache()
-        n_copied = 0
-        match = self._cache.match(tokens, scope)
-        if self._sequences.can_save_parts and match.source is not None:
-            n_copied = self._sequences.copy(match.source.seq_id, seq_id, match.n_held)
-            self._pool.share(match.source.seq_id, seq_id, n_copied)
-        self._pool.resize(seq_id, len(tokens) // TOKEN_BYTES)
-        entry = self._insert(seq_id, tokens, hidden)
-        if entry is None:
-            raise LookupError(f"another entry of the hidden scope has the same tokens: {hidden!r}")
-        entry.in_transfer = True
-        return entry, n_copied
-
-    def finish_restore(self, entry: CachedSequence, scope: Scope) -> None:
-        """Make a restored entry available to the jobs of `scope`."""
-        self._cache.remove(entry)
-        self._insert(entry.seq_id, entry.tokens, scope)
-
-    # ---- transfers between the tiers
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether cells are being moved between the tiers."""
-        return self._offload.has_transfers
-
-    def move(self, budget_s: float, prefill_token_s: float = 0.0) -> bool:
-        """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job.
-
-        `prefill_token_s` is the time in which a token of a prompt is computed, in seconds. 0: not known.
-        """
-        self._n_ticks += 1
-        if self._offload.has_transfers:  # the step below may change the stored blocks that a hit names
-            self._hits.clear()
-        self._eviction.trim()
-        step = self._offload.step(budget_s, prefill_token_s)
-        for run, n_tokens, tier in step.loaded:
-            self._pool.resize(run.seq_id, n_tokens)
-            run.add_cached(n_tokens, tier)
-        for run in step.finished_loads:
-            next(slot for slot in self._pool.active if slot.run is run).transition_to(SlotState.PREFILL)
-        for entry in step.finished_saves:
-            self._remove_entry(entry)
-        return bool(step.loaded)
 
     def save_ahead(self) -> bool:
         """Save cells that will be evicted when the next job runs, for less time than a tick. Call it when no job runs.
@@ -365,34 +276,43 @@ class KvMemory:
         """Save nothing ahead until the cache changes: a caller needs blocks that this could evict."""
         self._eviction.stop_saving_ahead()
 
+    # ---- transfers between the tiers
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether cells are being moved between the tiers."""
+        return self._offload.has_transfers
+
+    def move(self, budget_s: float, prefill_token_s: float = 0.0) -> bool:
+        """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job.
+
+        `prefill_token_s` is the time in which a token of a prompt is computed, in seconds. 0: not known.
+        """
+        self._hits_of_waiting.begin_tick()
+        if self._offload.has_transfers:  # the step below may change the stored blocks that a hit names
+            self._hits_of_waiting.forget_all()
+        self._eviction.trim()
+        step = self._offload.step(budget_s, prefill_token_s)
+        for run, n_tokens, tier in step.loaded:
+            self._pool.resize(run.seq_id, n_tokens)
+            run.add_cached(n_tokens, tier)
+        for run in step.finished_loads:
+            next(slot for slot in self._pool.active if slot.run is run).transition_to(SlotState.PREFILL)
+        for entry in step.finished_saves:
+            self.entries.remove(entry)
+        return bool(step.loaded)
+
     def close(self, timeout_s: float) -> None:
         """Write the entries to the disk tier, if it exists, within about `timeout_s` seconds. Stops all transfers."""
         self._offload.close(self._cache.entries(), timeout_s)
 
-    def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> CachedSequence | None:
-        """Offer a sequence to the cache. Returns its entry, or None when another entry holds the same tokens."""
-        self._remove_sequences(self._cache.insert(seq_id, tokens, scope))
-        self._invalidate()
-        return self._cache.entry_of(seq_id)
-
-    def _remove_entry(self, entry: CachedSequence) -> None:
-        self._cache.remove(entry)
-        self._remove_sequences([entry.seq_id])
-        self._invalidate()
-
-    def _remove_sequences(self, seq_ids: Iterable[int]) -> None:
-        for seq_id in seq_ids:
-            self._offload.cancel_transfers(seq_id)
-            self._sequences.remove(seq_id)
-            self._pool.free_sequence(seq_id)
-
     def _invalidate(self) -> None:
-        """Forget the hits, and check the limits of the entries again.
+        """Forget the hits of the waiting jobs, and check the limits of the entries again.
 
         Called when a sequence is added, removed or loses cells. A hit may name this sequence, and an entry may now be
         the only holder of cells that it shared with it.
         """
-        self._hits.clear()
+        self._hits_of_waiting.forget_all()
         self._eviction.request_trim()
 
     # ---- views

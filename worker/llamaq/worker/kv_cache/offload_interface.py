@@ -12,7 +12,7 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, StoredPrefix
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 
 
 class LoadedTokens(NamedTuple):

@@ -9,8 +9,8 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import StoredPrefix
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, PrefixCache
 
 MIN_GAIN_TOKENS = 16
 """A job waits for a leader or a load only if this saves at least this many tokens more than a copy on the device."""

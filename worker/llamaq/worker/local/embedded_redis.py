@@ -23,8 +23,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from llamaq.common.backoff import Backoff
 from llamaq.common.errors import EmbeddedRedisError
+from llamaq.worker.process.restart_delay import RestartDelay
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,8 @@ START_TIMEOUT_S = 10.0
 """Longest time in which a started server neither answers nor reports that it loads its data."""
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
-STEADY_S = 60.0
-"""If a server ran for longer than this before it ended, its next restart is delayed by `FIRST_BACKOFF_S` only."""
+LONGEST_DELAY_S = 5.0
+"""Upper bound on the delay of a restart."""
 MAX_FAILED_RESTARTS = 5
 """After this many restarts in a row in which the server did not answer, `EmbeddedRedis.check` raises an error."""
 
@@ -91,9 +90,8 @@ class EmbeddedRedis:
         self._has_answered = False
         self._started_s = 0.0
         self._start_deadline_s = 0.0
-        self._restart_s = 0.0
         self._n_failed_restarts = 0
-        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        self._restart_delay = RestartDelay(LONGEST_DELAY_S)
 
     @property
     def url(self) -> str:
@@ -135,7 +133,7 @@ class EmbeddedRedis:
             code = self._process.poll()
             if code is not None:
                 self._schedule_restart(f"it ended with code {code}")
-        elif self._process is not None or time.monotonic() >= self._restart_s:
+        elif self._process is not None or self._restart_delay.is_over:
             self._continue_restart()
 
     def _continue_restart(self) -> None:
@@ -153,10 +151,8 @@ class EmbeddedRedis:
 
     def _schedule_restart(self, reason: str) -> None:
         self._process = None
-        if self._has_answered and time.monotonic() - self._started_s > STEADY_S:
-            self._backoff.reset()
-        delay_s = self._backoff.next_delay_s()
-        self._restart_s = time.monotonic() + delay_s
+        lived_s = time.monotonic() - self._started_s if self._has_answered else 0.0
+        delay_s = self._restart_delay.begin(lived_s)
         log.error("redis.died url=%s restart_in_s=%.1f reason=%s", self.url, delay_s, reason)
 
     def _spawn(self) -> None:

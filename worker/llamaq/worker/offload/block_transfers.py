@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
 
 from llamaq.common.errors import EngineError
 from llamaq.common.protocol.job_outcome import CacheTier
@@ -21,10 +20,11 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.sequence_interface import StateOps
 from llamaq.worker.core.slot import Run
-from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, StoredPrefix, TokenSpan
+from llamaq.worker.kv_cache.blocks.block import Block, StoredPrefix, TokenSpan
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
+from llamaq.worker.offload.block_files_interface import BlockFiles, NoBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.offload.save_costs import SaveCosts
 
@@ -35,44 +35,6 @@ BLOCK_TOKENS = 64
 token."""
 MIN_ENTRY_TOKENS = 16
 """Entries with fewer tokens are not saved, because their transfer takes more time than it saves."""
-
-
-class BlockFiles(Protocol):
-    """The disk tier. Only `close` waits for the disk."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether so much waits to be written that blocks may soon be lost."""
-
-    def submit(self, operations: Iterable[DiskOperation]) -> None:
-        """Start the operations, which are executed in this order."""
-
-    def read(self, block: Block) -> Future[Data | None]:
-        """Start reading the data of the block. The result is None when the file of the block is invalid."""
-
-    def drain_failed_blocks(self) -> list[Block]:
-        """Return the blocks whose files could not be written or read since the last call."""
-
-    def close(self, timeout_s: float) -> None:
-        """Finish the submitted operations within about `timeout_s`, and stop the thread."""
-
-
-class NoBlockFiles:
-    """Replaces the disk tier when there is none."""
-
-    is_behind = False
-
-    def submit(self, operations: Iterable[DiskOperation]) -> None:
-        """Do nothing: without a disk there are no operations."""
-
-    def read(self, block: Block) -> Future[Data | None]:
-        raise LookupError(f"{block!r} has no file")
-
-    def drain_failed_blocks(self) -> list[Block]:
-        return []
-
-    def close(self, timeout_s: float) -> None:
-        """Do nothing."""
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model
 from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache, PrefixCache
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.offload.host_arena import HostArena

@@ -1,4 +1,4 @@
-"""Loads the draft model, and builds what plans its drafts."""
+"""Finds and loads the draft model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from pathlib import Path
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftWork
+from llamaq.worker.core.draft_plan import STEP_TOKENS
 from llamaq.worker.engine.draft_model import DraftModel
 from llamaq.worker.engine.draft_vocabulary import check_draft_vocabulary
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model
 from llamaq.worker.engine.load_options import ContextOptions
 from llamaq.worker.engine.model_files import resolve_model_file
-from llamaq.worker.process.cache_factory import choose_held_draft_cells
 from llamaq.worker.process.engine_options import context_options, model_options
-from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
-from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -62,26 +59,6 @@ def load_draft_model(path: Path, settings: WorkerSettings, engine: Engine) -> Dr
         n_vocab=engine.vocab.n_tokens,
         end_tokens=engine.vocab.end_tokens,
         p_min=settings.draft_p_min,
-    )
-
-
-def make_draft_speculation(
-    settings: WorkerSettings, engine: Engine, draft_model: DraftModel, max_tokens: int
-) -> DraftModelSpeculation:
-    """Return what plans the drafts. `max_tokens` is the largest number of draft tokens in a tick.
-
-    Raises:
-        EngineError: llama.cpp cannot compute a first draft.
-    """
-    context = draft_model.context
-    measured: list[DraftWork] = []
-    if settings.warmup:
-        draft_model.measure(1)  # slower, because it loads the weights
-        measured = [draft_model.measure(n_drafts) for n_drafts in (1, settings.n_parallel)]
-    held_cells = choose_held_draft_cells(settings, engine)
-    sequences = DraftSequences(settings.n_parallel, context.n_ctx, context.n_vocab, held_cells)
-    return DraftModelSpeculation(
-        engine.vocab.end_tokens, max_tokens, sequences, max_missing=context.n_batch, measured=measured
     )
 
 

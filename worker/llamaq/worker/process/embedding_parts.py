@@ -6,9 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llamaq.common.errors import InvalidSettings, SlotCommandRefused
+from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.embedding_task import Pooling
-from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply
 from llamaq.worker.embedding.embedding_engine import EmbeddingEngine
 from llamaq.worker.embedding.embedding_preparer import EmbeddingPreparer
 from llamaq.worker.embedding.embedding_scheduler import EmbeddingScheduler
@@ -17,6 +16,7 @@ from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process.engine_options import context_options, load_model
 from llamaq.worker.settings import WorkerSettings
+from llamaq.worker.slot_files.no_slot_states import NoSlotStates
 
 log = logging.getLogger(__name__)
 
@@ -93,23 +93,6 @@ class EmbeddingParts:
     def free_model(self) -> None:
         """Free the model. No thread may use its vocabulary any more."""
         self.engine.close()
-
-
-class NoSlotStates:
-    """Executes the slot commands of a worker that has no KV cells to save.
-
-    Args:
-        ticks: Has the last snapshot of the slots.
-    """
-
-    def __init__(self, ticks: TickLoop) -> None:
-        self._ticks = ticks
-
-    async def execute(self, command: SlotCommand) -> SlotReply:
-        """Return the slots. Raises `SlotCommandRefused` for all other commands."""
-        if command.action is not SlotAction.LIST:
-            raise SlotCommandRefused("this worker computes embeddings (--embeddings): its slots have no state to save")
-        return SlotReply(slots=self._ticks.snapshot.slots)
 
 
 def load_embedding_engine(model: Model, settings: WorkerSettings, batch_tokens: int) -> EmbeddingEngine:

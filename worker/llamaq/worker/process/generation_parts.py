@@ -7,7 +7,6 @@ from typing import Any
 
 from llamaq.common.errors import InvalidSettings, JobRejected
 from llamaq.common.protocol.job_request import JobParams
-from llamaq.worker.engine.draft_model import DraftModel
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
@@ -21,22 +20,19 @@ from llamaq.worker.process.cache_factory import (
     make_prefix_cache,
     make_saved_slot_files,
 )
-from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model, make_draft_speculation
+from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model
 from llamaq.worker.process.engine_options import context_options, fit_to_sliding_window, load_model
 from llamaq.worker.process.model_sampling import job_defaults_for_model
+from llamaq.worker.process.speculation_factory import make_speculation, n_draft_tokens
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
-from llamaq.worker.scheduling.tokens_ahead.ngram_speculation import NgramSpeculation
-from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 
 SAVE_TIMEOUT_S = 10.0
 """Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
-MAX_DRAFT_TOKENS_OF_TICK = 64
-"""Largest number of draft tokens in one batch. Each needs memory for a row of logits."""
 
 
 class GenerationParts:
@@ -153,39 +149,6 @@ class GenerationParts:
             has_draft_model=self.drafter is not None,
             counts_system_tokens=not engine.sequences.can_cut,
         )
-
-
-def make_speculation(
-    settings: WorkerSettings, engine: Engine, draft_model: DraftModel | None = None
-) -> Speculation | None:
-    """Return what adds drafts to the batches. None: the worker drafts nothing.
-
-    Args:
-        settings: The settings of the worker.
-        engine: Verifies the drafts.
-        draft_model: The draft model. None: there is none.
-
-    Raises:
-        InvalidSettings: The model cannot verify drafts.
-    """
-    if settings.speculation == "off":
-        return None
-    if not engine.sequences.can_remove_draft:
-        raise InvalidSettings(
-            "--speculation (LLAMAQ_SPECULATION): the cells of drafts that are not accepted must be removed one by one, "
-            "which this model's memory does not permit. A recurrent state never does; a sliding window does with "
-            "--swa-full, --kv-unified and --cache-prompt. Use --speculation off"
-        )
-    if draft_model is None:
-        return NgramSpeculation(engine.vocab.end_tokens, n_draft_tokens(settings))
-    return make_draft_speculation(settings, engine, draft_model, n_draft_tokens(settings))
-
-
-def n_draft_tokens(settings: WorkerSettings) -> int:
-    """Return the largest number of draft tokens in one batch."""
-    if settings.speculation == "off":
-        return 0
-    return min(settings.n_parallel * settings.draft_max, MAX_DRAFT_TOKENS_OF_TICK)
 
 
 def load_engine(path: Path, settings: WorkerSettings) -> Engine:

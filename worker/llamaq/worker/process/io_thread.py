@@ -10,37 +10,22 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_and_worker_state import WorkerCard
-from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.worker.broker.command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
-from llamaq.worker.broker.deadline_sweep import DeadlineSweep
-from llamaq.worker.broker.exit_when_empty import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
-from llamaq.worker.broker.intake import Intake
-from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
-from llamaq.worker.broker.job_starts import JobStarts
-from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.broker.preparations import N_THREADS, Preparer
-from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
-from llamaq.worker.broker.stats_writer import StatsWriter
+from llamaq.worker.broker.preparations import N_THREADS
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.process.broker_factory import BrokerFactory, BrokerServices, QueueAccess
 from llamaq.worker.process.redis_server_check import log_dangers
-from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -61,36 +46,22 @@ class IoThread:
     """
 
     def __init__(
-        self,
-        settings: WorkerSettings,
-        card: WorkerCard,
-        vocab_blob: bytes,
-        preparer: Preparer,
-        ticks: TickLoop,
-        shared: SharedState,
-        slot_commands: CommandHandler,
-        text_commands: CommandHandler,
+        self, settings: WorkerSettings, worker: str, broker: BrokerFactory, ticks: TickLoop, shared: SharedState
     ) -> None:
         """Create the object. `start` starts the thread.
 
         Args:
             settings: The queue, the Redis server, and the time limits.
-            card: The id and the description of this worker.
-            vocab_blob: The vocabulary of the model, which the heartbeat publishes.
-            preparer: Turns the requests of jobs into jobs that the engine can run.
+            worker: The id of this worker.
+            broker: Builds the services that the thread runs.
             ticks: The tick loop of the engine thread.
             shared: The objects that the I/O thread shares with the engine thread.
-            slot_commands: Executes the commands of operators about slots.
-            text_commands: Tokenizes texts and renders chats for clients.
         """
         self._settings = settings
-        self._card = card
-        self._vocab_blob = vocab_blob
-        self._preparer = preparer
+        self._worker = worker
+        self._broker = broker
         self._ticks = ticks
         self._shared = shared
-        self._slot_commands = slot_commands
-        self._text_commands = text_commands
         self._executor = ThreadPoolExecutor(N_THREADS, thread_name_prefix="llamaq-prepare")
         self._ready: Future[None] = Future()
         """Done when the worker is in the list of workers, or when the thread has ended before that."""
@@ -180,30 +151,23 @@ class IoThread:
         if self._is_intake_stopped:  # before this thread could be told
             self._closing.set()
         self._shared.telemetry.attach()
-        settings, keys = self._settings, Keys(self._settings.key_prefix)
-        # The client does not retry. Each loop here retries itself, so that an unreachable partition of a cluster does
-        # not delay other partitions.
-        redis = connect(settings.redis_url, name=f"llamaq-worker-{self._card.worker}", failover_s=0)
+        # The client does not retry. Each service retries itself, so that an unreachable partition of a cluster does not
+        # delay other partitions.
+        redis = connect(self._settings.redis_url, name=f"llamaq-worker-{self._worker}", failover_s=0)
         try:
-            membership = self._make_membership(redis, keys)
-            if not await self._wait_for_queue(redis, membership):
+            access = self._broker.make_access(redis)
+            if not await self._wait_for_queue(access):
                 return
             await log_dangers(redis)
-            heartbeat = self._make_heartbeat(redis, keys)
-            stats = StatsWriter(AttemptScripts(redis, keys), settings.queue, self._shared.telemetry)
-            job_claims = self._make_job_claims(redis, keys, stats)
-            await job_claims.open()
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
-                outbox = self._make_outbox(AttemptScripts(flush_connection, keys), stats)
-                commands = self._make_command_inboxes(redis, keys)
-                sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
-                watch = self._make_empty_watch(redis, keys)
-                await self._run_services(job_claims, outbox, heartbeat, stats, commands, membership, sweep, *watch)
+                services = self._broker.make_services(access, flush_connection, self._executor, self._stop_by_itself)
+                await services.job_claims.open()
+                await self._run_services(services)
         finally:
             await redis.aclose()
 
-    async def _wait_for_queue(self, redis: Redis, membership: QueueMembership) -> bool:
+    async def _wait_for_queue(self, access: QueueAccess) -> bool:
         """Wait until Redis answers, and join the queue. Returns False if the worker was stopped before that.
 
         Raises:
@@ -212,8 +176,8 @@ class IoThread:
         outage = OutageLog(log, "worker")
         while not self._closing.is_set():
             try:
-                await redis.ping()
-                await membership.join()
+                await access.redis.ping()
+                await access.membership.join()
             except RedisError as exc:
                 outage.record_failure(exc)
                 await asyncio.sleep(CONNECT_EVERY_S)
@@ -222,111 +186,18 @@ class IoThread:
                 return True
         return False
 
-    def _make_command_inboxes(self, redis: Redis, keys: Keys) -> Sequence[CommandInbox]:
-        worker, limit = self._card.worker, self._settings.max_request_bytes
-        return (
-            CommandInbox(redis, keys, worker, self._slot_commands),
-            CommandInbox(redis, keys, worker, self._text_commands, TEXT_COMMANDS, max_bytes=limit),
-        )
-
-    def _make_membership(self, redis: Redis, keys: Keys) -> QueueMembership:
-        settings, card = self._settings, self._card
-        config = QueueConfig(
-            partitions=settings.partitions,
-            max_queue=settings.max_queue,
-            lease_ms=int(settings.lease_s * 1000),
-            model=card.model_hash,
-            model_name=card.model,
-            kind=card.kind,
-        )
-        return QueueMembership(redis, keys, settings.queue, card.worker, config)
-
-    def _make_empty_watch(self, redis: Redis, keys: Keys) -> Sequence[EmptyQueueWatch]:
-        settings = self._settings
-        if not settings.exit_when_empty:
-            return ()
-        watch = EmptyQueueWatch(
-            redis, keys, settings.queue, settings.partitions, settings.empty_s, on_empty=self._stop_by_itself
-        )
-        return (watch,)
-
-    def _make_heartbeat(self, redis: Redis, keys: Keys) -> Heartbeat:
-        return Heartbeat(
-            redis,
-            keys,
-            self._card,
-            self._vocab_blob,
-            self._ticks,
-            self._shared,
-            partitions=self._settings.partitions,
-            every_s=self._settings.heartbeat_s,
-        )
-
-    def _make_job_claims(self, redis: Redis, keys: Keys, stats: StatsWriter) -> JobClaims:
-        settings = self._settings
-        return JobClaims(
-            redis,
-            keys,
-            queue=settings.queue,
-            partitions=settings.partitions,
-            worker_id=self._card.worker,
-            lease_s=settings.lease_s,
-            max_crashes=settings.max_crashes,
-            model=self._card.model_hash,
-            restart_other_model=settings.other_model == "restart",
-            on_finished=stats.record_job,
-        )
-
-    def _make_outbox(self, scripts: AttemptScripts, stats: StatsWriter) -> Outbox:
-        settings = self._settings
-        return Outbox(
-            scripts,
-            self._card.worker,
-            self._ticks,
-            self._shared.outputs,
-            lease_s=settings.lease_s,
-            disconnect_s=settings.disconnect_s,
-            checkpoints=Checkpoints(settings.checkpoint_tokens, settings.checkpoint_s),
-            retry_delay=RetryDelay(settings.retry_s, max(settings.retry_s, settings.max_retry_s)),
-            is_alive=lambda: self._ticks.is_alive,
-            on_finished=stats.record_job,
-        )
-
-    def _make_intake(self, job_claims: JobClaims, outbox: Outbox) -> Intake:
-        settings = self._settings
-        n_slots = settings.n_parallel
-        return Intake(
-            job_claims,
-            outbox,
-            JobStarts(job_claims, outbox, self._preparer, self._executor, self._ticks.admit, n_slots),
-            capacity=n_slots + settings.inbox_window,
-            bulk_share=BulkShare(settings.bulk_share, n_slots),
-            is_alive=lambda: self._ticks.is_alive,
-        )
-
-    async def _run_services(
-        self,
-        job_claims: JobClaims,
-        outbox: Outbox,
-        heartbeat: Heartbeat,
-        stats: StatsWriter,
-        commands: Sequence[CommandInbox],
-        membership: QueueMembership,
-        *others: DeadlineSweep | EmptyQueueWatch,
-    ) -> None:
+    async def _run_services(self, services: BrokerServices) -> None:
         """Register the worker, run its services until `close`, then write the last events and unregister the worker."""
-        intake = self._make_intake(job_claims, outbox)
-        await self._register(heartbeat)
+        await self._register(services.heartbeat)
         async with asyncio.TaskGroup() as tasks:
-            self._intake_task = tasks.create_task(intake.run())
-            running = (outbox, heartbeat, stats, membership, *others, *commands)
-            services = [tasks.create_task(service.run()) for service in running]
+            self._intake_task = tasks.create_task(services.intake.run())
+            others = [tasks.create_task(service.run()) for service in services.after_intake]
             self._ready.set_result(None)
             await self._closing.wait()
-            await cancel_tasks(self._intake_task, *services)
-        await intake.close()
-        await job_claims.close()
-        await self._drain_and_unregister(outbox, heartbeat, stats, membership)
+            await cancel_tasks(self._intake_task, *others)
+        await services.intake.close()
+        await services.job_claims.close()
+        await self._drain_and_unregister(services)
 
     async def _register(self, heartbeat: Heartbeat) -> None:
         """Send the first heartbeat. On a cluster, the node with the list of workers may not answer."""
@@ -347,9 +218,7 @@ class IoThread:
         else:
             self._closing.set()  # Redis has not answered yet: there is nothing to drain
 
-    async def _drain_and_unregister(
-        self, outbox: Outbox, heartbeat: Heartbeat, stats: StatsWriter, membership: QueueMembership
-    ) -> None:
+    async def _drain_and_unregister(self, services: BrokerServices) -> None:
         """Write the last events, requeue unfinished jobs, unregister the worker, and store the last stats.
 
         A step may fail: on a cluster, a partition does not answer, or a full Redis refuses stats. The next steps are
@@ -358,10 +227,10 @@ class IoThread:
         longest_s = CLOSE_TIMEOUT_S / 2
         deadline_s = asyncio.get_running_loop().time() + longest_s
         steps = {
-            "write_events": outbox.close(crashed=self.has_crashed),
-            "leave_queue": membership.leave(),
-            "unregister": heartbeat.unregister(),
-            "store_stats": stats.store(),
+            "write_events": services.outbox.close(crashed=self.has_crashed),
+            "leave_queue": services.membership.leave(),
+            "unregister": services.heartbeat.unregister(),
+            "store_stats": services.stats.store(),
         }
         for n_tried, (name, step) in enumerate(steps.items(), 1):
             kept_s = (len(steps) - n_tried) * longest_s / 10
@@ -370,8 +239,8 @@ class IoThread:
                     await step
             except (RedisError, TimeoutError) as exc:
                 # No job is lost: other workers reclaim the jobs when their leases have expired.
-                kind, n_jobs = type(exc).__name__, outbox.n_jobs
+                kind, n_jobs = type(exc).__name__, services.outbox.n_jobs
                 log.warning("io_thread.close_failed step=%s jobs=%d error=%s %s", name, n_jobs, kind, exc)
 
     def __repr__(self) -> str:
-        return f"<IoThread {self._card.worker} queue={self._card.queue!r}>"
+        return f"<IoThread {self._worker} queue={self._settings.queue!r}>"

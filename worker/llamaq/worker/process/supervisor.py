@@ -7,189 +7,20 @@ with the exit code of that child.
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import IO
 
-from llamaq.common.backoff import Backoff
 from llamaq.common.errors import LlamaqError
-from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
-from llamaq.worker.process.hang_detection_pipe import LivenessReader
-from llamaq.worker.process.process_identity import make_worker_id
-from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S, release_in_background
+from llamaq.worker.process.exit_codes import EXIT_CRASHED, EXIT_FORCED, EXIT_OK
+from llamaq.worker.process.supervised_child import SupervisedChild
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-JOBLESS_CODES = (EXIT_OK, EXIT_FORCED, EXIT_CANNOT_START, -signal.SIGTERM)
-"""Exit codes of a child that has no jobs: it has requeued them, could not start, or was still loading its model when
-SIGTERM ended it."""
 POLL_S = 0.1
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
-STEADY_S = 60.0
-"""If a child ran for longer than this before it died, its next restart is delayed by `FIRST_BACKOFF_S` only."""
-
-
-class Child:
-    """A worker process. When it dies, a new process with the same settings replaces it."""
-
-    def __init__(self, settings: WorkerSettings, log_file: IO[bytes] | None) -> None:
-        """Create the child. `start` starts its process.
-
-        Args:
-            settings: The settings of the worker.
-            log_file: Receives the standard error of the worker. None: the standard error of this process.
-        """
-        self.settings = settings
-        self._log_file = log_file
-        self._process: subprocess.Popen[bytes] | None = None
-        self._liveness: LivenessReader | None = None
-        self._worker_id = ""
-        self._releasing: threading.Thread | None = None
-        """The thread that releases the jobs of the last process that died."""
-        self._started_s = 0.0
-        self._restart_s = 0.0
-        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        self.is_done = False
-        """Whether the worker has ended because its queue is empty (`exit_when_empty`). It is not restarted."""
-        self.has_died_at_end = False
-        """Whether the process died after it was told to stop, and did not requeue its jobs."""
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> None:
-        """Start the process and write its settings to its standard input, which stays open as long as this process
-        lives.
-        """
-        read_fd, write_fd = os.pipe()
-        self._liveness = LivenessReader(read_fd)
-        token = secrets.token_hex(3)
-        self.has_died_at_end = False
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "llamaq.worker.process.child_main", str(write_fd), token],
-                stdin=subprocess.PIPE,
-                stderr=self._log_file,
-                pass_fds=(write_fd,),
-                start_new_session=True,  # Ctrl-C must reach only the supervisor, which then stops its children
-            )
-        finally:
-            os.close(write_fd)
-        self._worker_id = make_worker_id(self._process.pid, token)
-        self._started_s = time.monotonic()
-        if self._process.stdin is None:
-            raise RuntimeError("a child without a standard input")
-        self._process.stdin.write(self.settings.model_dump_json(exclude_unset=True).encode() + b"\n")
-        self._process.stdin.flush()
-        log.info("child.started pid=%d device=%s", self._process.pid, self.settings.device)
-
-    def check(self) -> int | None:
-        """Kill a process that hangs, release the jobs of a dead process, and restart it after its restart delay.
-
-        Returns:
-            The exit code of a process that cannot start, even after a restart. None otherwise.
-        """
-        now_s = time.monotonic()
-        if self.is_done:
-            return None
-        if self._process is None:
-            if now_s >= self._restart_s:
-                self._restart()
-            return None
-        code = self._process.poll()
-        if code is None:
-            self._kill_if_hung(self._process)
-            return None
-        self._close()
-        if code == EXIT_CANNOT_START:
-            return code
-        if code == EXIT_OK and self.settings.exit_when_empty:
-            self.is_done = True
-            return None
-        self._releasing = release_in_background(self.settings, self._worker_id)
-        lived_s = now_s - self._started_s
-        if lived_s > STEADY_S:
-            self._backoff.reset()
-        log.warning("child.died code=%s lived_s=%.1f restart_in_s=%.1f", code, lived_s, self._delay_restart(now_s))
-        return None
-
-    def _restart(self) -> None:
-        """Start the process again. Try later if the machine has no memory or file descriptors for it at the moment."""
-        try:
-            self.start()
-        except OSError as exc:
-            self._close_liveness()
-            delay_s = self._delay_restart(time.monotonic())
-            log.error("child.not_started error=%s restart_in_s=%.1f", exc, delay_s)
-
-    def _delay_restart(self, now_s: float) -> float:
-        """Delay the next start of the process, and return the delay in seconds."""
-        delay_s = self._backoff.next_delay_s()
-        self._restart_s = now_s + delay_s
-        return delay_s
-
-    def _kill_if_hung(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a process whose engine hangs: it cannot handle other signals. Its jobs are released."""
-        if self._liveness is not None and not self._liveness.poll():
-            log.error("child.hung pid=%d silent_s=%.1f", process.pid, self._liveness.silent_s)
-            process.kill()
-            self._close_liveness()
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process, if the process runs."""
-        if self._process is not None and self.is_running:
-            self._process.send_signal(number)
-
-    def check_end(self) -> None:
-        """If the process, which was told to stop, has died instead, release its jobs. It is not restarted."""
-        code = self._process.poll() if self._process is not None else None
-        if code is None:
-            return
-        self._close()
-        if code not in JOBLESS_CODES:
-            log.error("child.died code=%s: it was told to stop, and did not requeue its jobs", code)
-            self.has_died_at_end = True
-            self._releasing = release_in_background(self.settings, self._worker_id)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended, and until its jobs are released if it died. After `timeout_s`, kill it."""
-        if self._process is not None:
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                log.error("child.killed pid=%d", self._process.pid)
-                self._process.kill()
-                self._process.wait()
-            self.check_end()
-        if self._releasing is not None:
-            self._releasing.join(RELEASE_TIMEOUT_S)
-
-    def _close(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-        self._close_liveness()
-        self._process = None
-
-    def _close_liveness(self) -> None:
-        if self._liveness is not None:
-            self._liveness.close()
-        self._liveness = None
-
-    def __repr__(self) -> str:
-        return f"<Child pid={self.pid} device={self.settings.device}>"
 
 
 class Supervisor:
@@ -217,7 +48,7 @@ class Supervisor:
         """
         self._also_check = also_check
         self._drain_s = max(settings.drain_s for settings in children)
-        self.children = [Child(settings, log_file) for settings in children]
+        self.children = [SupervisedChild(settings, log_file) for settings in children]
         self._n_signals = 0
 
     @classmethod

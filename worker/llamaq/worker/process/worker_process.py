@@ -26,6 +26,7 @@ from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.plugins import load_hooks, load_strategy
+from llamaq.worker.process.broker_factory import BrokerFactory
 from llamaq.worker.process.compiled_modules import has_compiled_ticks
 from llamaq.worker.process.core_sharing import share_cores
 from llamaq.worker.process.embedding_parts import EmbeddingParts
@@ -101,7 +102,7 @@ class WorkerProcess:
         )
 
     def _make_io_thread(self) -> IoThread:
-        return IoThread(
+        broker = BrokerFactory(
             self._settings,
             self.card,
             self._vocab_blob,
@@ -111,6 +112,7 @@ class WorkerProcess:
             self._parts.make_slot_commands(self._ticks),
             TextCommandHandler(self._parts.engine.vocab, ends_texts=self._settings.embeddings),
         )
+        return IoThread(self._settings, self._worker_id, broker, self._ticks, self._shared)
 
     def _make_card(self, path: Path) -> WorkerCard:
         """Return the card, which describes this worker to clients and operators; `path` is the model file."""

@@ -6,7 +6,11 @@ jobs always fill all slots. The share is a part of the slot time: in one tick, e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil
+
+from llamaq.common.protocol.job_request import Priority
+from llamaq.worker.core.slot import Slot
 
 TURN_TICKS = 32
 """Slot ticks that bulk jobs are owed before they get a turn. A smaller number would mean more preemptions."""
@@ -54,3 +58,8 @@ class BulkShare:
 
     def __repr__(self) -> str:
         return f"<BulkShare {self._share:.0%} owed={self._credit:.1f} slot ticks>"
+
+
+def count_bulk(running: Iterable[Slot]) -> int:
+    """Return how many of the slots run a bulk job."""
+    return sum([slot.priority is Priority.BULK for slot in running])

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable
 
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
@@ -34,11 +33,11 @@ from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost, TickOutcome
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT
-from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
-from llamaq.worker.scheduling.bulk_share import BulkShare
+from llamaq.worker.scheduling.bulk_share import BulkShare, count_bulk
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
+from llamaq.worker.scheduling.job_admission import JobAdmission
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
@@ -94,6 +93,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._bulk_share = BulkShare(bulk_share, n_slots)
         self._preemption = Preemption(memory, self._waiting, self._bulk_share, self._report_preemption)
+        self._admission = JobAdmission(memory, self._waiting, self._bulk_share, self._preemption, self._give_slot)
         self._outputs: list[Output] = []
         self._expired_s = 0.0
         """Time of the last call of `expire`."""
@@ -121,9 +121,7 @@ class Scheduler:
         """
         if (replaced := self._find(job.id)) is not None:
             self._remove(replaced)
-        job.received_s = self._clock()
-        if job.times.submitted_s is None:
-            job.times.submitted_s = job.received_s
+        job.record_receipt(self._clock())
         job.context_limit = min(job.context_limit, self._memory.n_cells)
         self._waiting.append(job)
         if finish := finish_on_submit(job, self._end_tokens, len(self._memory.slots)):
@@ -207,8 +205,7 @@ class Scheduler:
     def admit(self) -> None:
         """Resume followers, then admit waiting jobs while there is room."""
         self._memory.resume_followers()
-        while self._waiting and self._admit_next():
-            pass
+        self._admission.admit_waiting()
 
     def move(self, budget_s: float, prefill_token_s: float = 0.0) -> bool:
         """Move cells between the device, host memory and disk, for about `budget_s` seconds.
@@ -325,44 +322,9 @@ class Scheduler:
         n_active, n_slots = len(self._memory.active_slots), len(self._memory.slots)
         return f"<Scheduler {n_active}/{n_slots} slots, {self.n_waiting} waiting>"
 
-    # ---- admission
+    # ---- jobs gain and lose slots
 
-    def _admit_next(self) -> bool:
-        """Admit the next job, or preempt a running job for it. Returns False when neither is possible now."""
-        passed: list[Job] = []  # the jobs that were tried before, and for which there was no room
-        for candidate in self._candidates():
-            room = self._memory.make_room(candidate)
-            if room is Room.AVAILABLE:
-                self._waiting.pop(candidate.job, passed)
-                self._start(candidate)
-                return True
-            if room is Room.PENDING:
-                return False
-            if self._preemption.preempt_for(candidate.job):
-                return True
-            passed.append(candidate.job)
-        if passed:
-            return False
-        return self._preempt_for_first_interactive()  # no waiting job has an idle slot
-
-    def _preempt_for_first_interactive(self) -> bool:
-        """Preempt a running job for the first interactive job, which has no idle slot. Returns False if it cannot."""
-        first = next(iter(self._waiting.interactive), None)
-        return first is not None and self._preemption.preempt_for(first)
-
-    def _candidates(self) -> Iterable[Candidate]:
-        """Return the waiting jobs that have an idle slot, with their reusable prefixes, in the order of trial."""
-        if len(self._memory.active_slots) == len(self._memory.slots):
-            return ()
-        active = self._memory.active_slots
-        bulk_first = self._bulk_share.is_due(_count_bulk(active))
-        running = [slot.active.job for slot in active]
-        return self._waiting.candidates(
-            self._memory.has_slot, self._memory.find_prefix, running=running, bulk_first=bulk_first
-        )
-
-    def _start(self, candidate: Candidate) -> None:
-        """Give the job a slot."""
+    def _give_slot(self, candidate: Candidate) -> None:
         now_s = self._clock()
         slot = self._memory.admit(candidate, now_s)
         candidate.job.times.gain_slot(now_s)
@@ -373,6 +335,8 @@ class Scheduler:
     def _report_preemption(self, job: Job) -> None:
         job.times.lose_slot(self._clock())
         self._outputs.append(SlotLost(job))
+
+    # ---- measurements of a tick
 
     def _record_repeated_tick(self, batch: Batch, ended_s: float) -> None:
         self._record_slots()
@@ -391,7 +355,7 @@ class Scheduler:
     def _record_slots(self) -> None:
         """Record how many slots the tick used, for the share of bulk jobs."""
         running = self._memory.active_slots
-        self._bulk_share.record_tick(len(running), _count_bulk(running), len(self._waiting.bulk))
+        self._bulk_share.record_tick(len(running), count_bulk(running), len(self._waiting.bulk))
 
     # ---- results of a tick
 
@@ -474,8 +438,3 @@ class Scheduler:
             self._memory.release(slot, reusable=reusable)
         else:
             self._waiting.remove(job)
-
-
-def _count_bulk(running: Iterable[Slot]) -> int:
-    """Return how many of the slots run a bulk job."""
-    return sum([slot.priority is Priority.BULK for slot in running])

@@ -59,8 +59,8 @@ class WaitingQueue:
         has_slot: Callable[[Job], bool],
         find_prefix: Callable[[Job], PrefixHit],
         *,
-        running: Collection[Job] = (),
-        bulk_first: bool = False,
+        running: Collection[Job],
+        bulk_first: bool,
     ) -> Iterator[Candidate]:
         """Iterate over the jobs that may be admitted next, in the order in which the scheduler should try them.
 

@@ -11,9 +11,9 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.slot_files.restore_slot import SlotRestore, SlotRestorer
 from llamaq.worker.slot_files.save_slot import SlotSave, SlotSaver
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
@@ -73,14 +73,14 @@ class SlotOperations:
         n_kept = max((common_prefix(other.tokens, tokens) for other in others), default=0)
         for entry in prefixes:
             if entry.n_tokens > n_kept:
-                self._memory.discard(entry)
+                self._memory.entries.remove(entry)
         self._offload.discard(tokens, scope, n_kept)
         slot.content, slot.scope = b"", Scope()
         return len(tokens) // TOKEN_BYTES
 
     def _entries_of(self, tokens: bytes, scope: Scope) -> tuple[list[CachedSequence], list[CachedSequence]]:
         """Return the entries of this scope in two lists: those that hold a prefix of `tokens`, and the others."""
-        entries = self._memory.entries_in(scope)
+        entries = self._memory.entries.of_namespace(scope)
         prefixes = [entry for entry in entries if tokens.startswith(entry.tokens)]
         return prefixes, [entry for entry in entries if entry not in prefixes]
 

@@ -15,9 +15,9 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
 
 STEP_S = 0.005
@@ -81,14 +81,14 @@ class SlotRestorer:
             restore.n_restored = restore.n_tokens
             self._finish(restore)
             return restore
-        n_copyable = self._memory.n_copyable(tokens, scope)
+        n_copyable = self._memory.entries.n_copyable(tokens, scope)
         room = self._memory.make_room_for_entry(restore.n_tokens - n_copyable)
         if room is Room.UNAVAILABLE:
             raise SlotCommandRefused(f"there is no room for {restore.n_tokens} tokens beside the running jobs")
-        if room is Room.PENDING or self._memory.n_copyable(tokens, scope) < n_copyable:
+        if room is Room.PENDING or self._memory.entries.n_copyable(tokens, scope) < n_copyable:
             return None  # PENDING: try again later. Fewer copyable tokens: the eviction removed the entry to copy from
         hidden = Scope(hashed=secrets.token_bytes(32))
-        restore.entry, restore.n_restored = self._memory.begin_restore(tokens, scope, hidden)
+        restore.entry, restore.n_restored = self._memory.entries.begin_restore(tokens, scope, hidden)
         self._restores.append(restore)
         if restore.is_complete:  # the whole state was copied from a running job
             self._finish(restore)
@@ -103,7 +103,7 @@ class SlotRestorer:
         deadline_s = self._clock() + STEP_S
         while not restore.is_complete:
             entry = restore.entry
-            if entry is None or not self._memory.is_cached(entry):
+            if entry is None or entry not in self._memory.entries:
                 raise SlotCommandRefused("the state was evicted during the restore: running jobs need its cells")
             part = next(part for part in restore.parts if part.end > restore.n_restored)
             if not self._sequences.load(entry.seq_id, restore.n_restored, part.end, part.data, part.first):
@@ -118,8 +118,8 @@ class SlotRestorer:
         """Remove the entry of a restore that is not complete. Does nothing after the restore is complete."""
         if restore in self._restores:
             self._restores.remove(restore)
-            if restore.entry is not None and self._memory.is_cached(restore.entry):
-                self._memory.discard(restore.entry)
+            if restore.entry is not None and restore.entry in self._memory.entries:
+                self._memory.entries.remove(restore.entry)
 
     def close(self) -> None:
         """Cancel all restores, so that no incomplete entry is saved to disk."""
@@ -128,13 +128,13 @@ class SlotRestorer:
 
     def _is_cached(self, tokens: bytes, scope: Scope) -> bool:
         """Whether an entry contains the whole state and is not being moved to the offload tiers."""
-        match = self._memory.match(tokens, scope)
+        match = self._memory.entries.match(tokens, scope)
         is_staying = isinstance(match.source, CachedSequence) and not match.source.in_transfer
         return is_staying and match.n_held * TOKEN_BYTES == len(tokens)
 
     def _finish(self, restore: SlotRestore) -> None:
         if restore.entry is not None:
             self._restores.remove(restore)
-            self._memory.finish_restore(restore.entry, restore.scope)
+            self._memory.entries.finish_restore(restore.entry, restore.scope)
         if restore.slot.run is None:  # otherwise a job was admitted to the slot during the restore
             restore.slot.content, restore.slot.scope = restore.tokens, restore.scope

@@ -17,9 +17,9 @@ from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Run, Slot
-from llamaq.worker.kv_cache.cached_prefix_index import CachedSequence
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
 
@@ -121,7 +121,7 @@ class SlotSaver:
 
     def _find_on_device(self, tokens: bytes, scope: Scope) -> tuple[CachedSequence | Run | None, int]:
         """Return the entry or run with the longest prefix of `tokens`, and the length of that prefix."""
-        match = self._memory.match(tokens, scope)
+        match = self._memory.entries.match(tokens, scope)
         if match.source and not self._sequences.can_save_parts:  # the sequence can only be saved as a whole
             is_foreign = _scope_of(match.source).key != scope.key  # it contains tokens of another namespace
             is_longer = _n_tokens_of(match.source) > match.n_held

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.outputs import Output
-from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
+from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal

@@ -5,6 +5,7 @@ Arrays have one dimension: (n_vocab,) for logits of the whole vocabulary, (n_can
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -119,3 +120,7 @@ class Candidates:
 
     def __repr__(self) -> str:
         return f"<Candidates {len(self)}{' sorted' if self.is_sorted else ''}>"
+
+
+Apply: TypeAlias = Callable[[Candidates, Sequence[int], int], Candidates]
+"""A sampler: a function of the candidates, the history and the position of the draw in the output."""

@@ -24,7 +24,8 @@ from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_log
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.running_sums import RunningSums
-from llamaq.worker.generation.sampling.sampler_chain import SamplerChain, is_greedy
+from llamaq.worker.generation.sampling.sampler_chain import SamplerChain
+from llamaq.worker.generation.sampling.sampler_steps import is_greedy
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
 from llamaq.worker.generation.sampling.top_k_draw import TopKDraw
 from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers

@@ -13,11 +13,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from llamaq.common.protocol.sampler_names import Sampler
+from llamaq.common.protocol.sampler_names import SamplerName
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.sampling.candidates import Logits, TokenIds
 
-ORDER: tuple[Sampler, ...] = ("top_k", "top_p", "min_p", "temperature")
+ORDER: tuple[SamplerName, ...] = ("top_k", "top_p", "min_p", "temperature")
 
 
 class TopKDraw:
@@ -29,7 +29,7 @@ class TopKDraw:
         temperature: The temperature, above 0.
     """
 
-    def __init__(self, names: Sequence[Sampler], params: SamplingDefaults, temperature: float) -> None:
+    def __init__(self, names: Sequence[SamplerName], params: SamplingDefaults, temperature: float) -> None:
         self.k = params.top_k
         self._top_p = params.top_p if "top_p" in names else 1.0
         self._min_p = params.min_p if "min_p" in names else 0.0
@@ -37,7 +37,7 @@ class TopKDraw:
         self._temperature = np.float32(temperature if "temperature" in names else 1)
 
     @staticmethod
-    def supports(names: Sequence[Sampler], params: SamplingDefaults) -> bool:
+    def supports(names: Sequence[SamplerName], params: SamplingDefaults) -> bool:
         """Whether a chain has top-k and only samplers of `ORDER`, in this order."""
         is_fixed = "temperature" not in names or params.dynatemp_range == 0
         return "top_k" in names and is_fixed and list(names) == [name for name in ORDER if name in names]

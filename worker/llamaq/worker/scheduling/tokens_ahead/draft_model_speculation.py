@@ -6,7 +6,7 @@ before, from the acceptance of earlier drafts. If a slot whose drafts promise a 
 computes them over several ticks.
 
 While no draft promises a gain, one slot gets a short draft from time to time as a trial, so that a change of the texts
-is noticed. Trials take little of the time (`TRIAL_SHARE`).
+is noticed. Trials take little of the time (`DraftModelTrials`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.scheduling.tokens_ahead.ahead_times import NO_TIMES, AheadTimes
 from llamaq.worker.scheduling.tokens_ahead.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
 from llamaq.worker.scheduling.tokens_ahead.draft_model_times import DraftModelTimes
+from llamaq.worker.scheduling.tokens_ahead.draft_model_trials import DraftModelTrials
 from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
-from llamaq.worker.scheduling.tokens_ahead.speculation import TRIAL_AFTER, Speculation, n_within
+from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation, n_within
 
 log = logging.getLogger(__name__)
 
 GRADE = 0
 """The grade of all drafts of the model."""
-FIRST_TRIAL_SHARE, TRIAL_SHARE = 0.05, 0.01
-"""Upper bounds on the time of a trial, as a share of the time since the start of the worker, and since the last trial.
-"""
 TRIAL_TOKENS = 8
 """Number of tokens of a trial. On a CPU, a batch of two tokens takes much longer than one token, and each further token
 adds little, so a shorter trial would find that drafts cannot gain."""
@@ -123,11 +121,7 @@ class DraftModelSpeculation(Speculation):
         self._has_failed = False
         self._is_reported = False
         """Whether the log has the measurements of the first trial."""
-        self._trial: int | None = None
-        """Admission number of the run that gets a trial. It ends when the run has a draft."""
-        self._had_trial = False
-        self._n_since_trial, self._since_trial_s = 0, 0.0
-        """Number of ticks since the last trial, and their time in seconds."""
+        self._trials = DraftModelTrials()
 
     def _with_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with a plan for the draft model; see `Speculation.add_drafts`."""
@@ -137,7 +131,8 @@ class DraftModelSpeculation(Speculation):
         slots = [part.slot for part in batch.decode if self._n_max(part.slot.active) > 0 and not part.forced]
         costs, best = self._read_costs(slots, batch.n_decode, plain_s)
         may_gain = costs.may_gain(best)
-        if not may_gain and not self._may_try(costs):
+        # The missing tokens of its slot can still delay the trial.
+        if not may_gain and not self._trials.may_be_due(costs.trial_s(0)):
             return batch
         room, max_missing = self._budgets(costs, room, limit_s)
         if room <= 0 or max_missing <= 0:
@@ -165,12 +160,10 @@ class DraftModelSpeculation(Speculation):
         return lengths or self._choose_trial(proposals, room, costs)
 
     def _note_plan(self, plan: DraftPlan, proposals: Sequence[_ProposedLength]) -> None:
-        """Remember which jobs the plan may draft for. A trial ends when it has a draft, or cannot have one."""
+        """Remember which jobs the plan may draft for."""
         self._draftings = {one.slot: one.drafting for one in proposals}
         has_drafts = any(part.n_tokens for part in plan.parts)
-        self._had_trial |= has_drafts
-        if has_drafts or not plan.parts:
-            self._trial = None
+        self._trials.record_plan(has_drafts=has_drafts, is_empty=not plan.parts)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Learn from the time of a tick, and from the work of the draft model."""
@@ -178,8 +171,7 @@ class DraftModelSpeculation(Speculation):
         if batch and not batch.n_prefill and not batch.n_forced:
             self._times.record(batch.n_decode, batch.n_drafted, max(0.0, seconds - work.seconds))
         self._model_times.record(work)
-        self._n_since_trial += 1
-        self._since_trial_s += seconds
+        self._trials.record_tick(seconds)
         if not batch.draft_plan:
             return
         self._sequences.record(batch)
@@ -208,16 +200,6 @@ class DraftModelSpeculation(Speculation):
             missing_token_s=model_times.missing_token_s,
         )
         return costs, max(probabilities, default=0.0)
-
-    def _may_try(self, costs: _Costs) -> bool:
-        """Return whether a trial may be due. The missing tokens of its slot can still delay it."""
-        return self._trial is not None or self._is_affordable(costs.trial_s(0))
-
-    def _is_affordable(self, trial_s: float) -> bool:
-        """Return whether it is time for a trial that takes `trial_s` seconds."""
-        if not self._had_trial:
-            return trial_s <= FIRST_TRIAL_SHARE * self._since_trial_s
-        return self._n_since_trial >= TRIAL_AFTER and trial_s <= TRIAL_SHARE * self._since_trial_s
 
     def _propose_length(self, slot: Slot) -> _ProposedLength | None:
         """Return the largest draft of a slot. None: it cannot have one."""
@@ -249,17 +231,8 @@ class DraftModelSpeculation(Speculation):
 
     def _choose_trial(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the slot and the length of a trial, if a trial is due or not complete."""
-        current = next((one for one in proposals if one.slot.active.admission_number == self._trial), None)
-        if current is None:
-            self._trial = None
-            current = min(proposals, key=lambda one: one.n_missing, default=None)
-            if current is None:
-                return {}
-            if not self._is_affordable(costs.trial_s(current.n_missing)):
-                return {}
-            self._trial = current.slot.active.admission_number
-            self._n_since_trial, self._since_trial_s = 0, 0.0
-        return {current.slot: min(room, TRIAL_TOKENS, current.n_max)}
+        slot = self._trials.choose({one.slot: one.n_missing for one in proposals}, costs.trial_s)
+        return {one.slot: min(room, TRIAL_TOKENS, one.n_max) for one in proposals if one.slot is slot}
 
     def _n_missing_within(self, budget_s: float, costs: _Costs) -> int:
         """Return how many missing tokens a tick may compute. They take as long as a tick without drafts, at most."""
