@@ -11,13 +11,13 @@ from socket import socket
 from types import TracebackType
 from typing import Self
 
-from llamaq.common.backoff import Backoff
 from llamaq.gateway.settings import ServeSettings
+from llamaq.worker.process.restart_delay import RestartDelay
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
+LONGEST_DELAY_S = 30.0
 SHUTDOWN_S = 1.0
 """Seconds that open requests have to finish when `up` ends: no worker answers them any more."""
 
@@ -34,8 +34,9 @@ class HttpServerProcess:
         self._settings = settings.model_copy(update={"shutdown_s": SHUTDOWN_S})
         self._socket: socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        self._restart_s = 0.0
+        self._started_s = 0.0
+        self._delay = RestartDelay(LONGEST_DELAY_S)
+        self._is_delayed = False
         self.state = "not started"
         """The URLs of the server, or why it does not run."""
 
@@ -75,20 +76,19 @@ class HttpServerProcess:
             self._socket.close()
 
     def check(self) -> None:
-        """Restart the server if it has died, after a delay that grows."""
+        """Restart the server if it has died, after a delay that grows if it dies again and again."""
         if self._process is None or self._socket is None or self._process.poll() is None:
             return
-        now_s = time.monotonic()
-        if not self._restart_s:
-            delay_s = self._backoff.next_delay_s()
-            self._restart_s = now_s + delay_s
+        if not self._is_delayed:
+            self._is_delayed = True
+            delay_s = self._delay.begin(time.monotonic() - self._started_s)
             log.warning("http.died code=%s restart_in_s=%.1f", self._process.returncode, delay_s)
-        elif now_s >= self._restart_s:
+        elif self._delay.is_over:
             self._close_lifeline(self._process)
             self._start(self._socket)
 
     def _start(self, listening: socket) -> None:
-        self._restart_s = 0.0
+        self._started_s, self._is_delayed = time.monotonic(), False
         fd = listening.fileno()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "llamaq.gateway.child_main", str(fd)],

@@ -1,0 +1,58 @@
+"""The HTTP server of `llamaq up`, a real process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from llamaq.gateway.settings import ServeSettings
+from llamaq.worker.process import restart_delay
+from llamaq.worker_cli.http_server_process import HttpServerProcess
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServerProcess]:
+    with HttpServerProcess(ServeSettings(http_port=0, redis_url="redis://127.0.0.1:1/0"), is_wanted=True) as server:
+        yield server
+
+
+def wait_until_served(server: HttpServerProcess) -> None:
+    """Restart the server when it is time, and wait until it answers. It has no Redis, so `/health` answers 503."""
+    url = server.state.split()[0]
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        server.check()
+        try:
+            assert httpx.get(f"{url}/health", timeout=5).status_code == 503
+        except httpx.TransportError:
+            time.sleep(0.02)
+        else:
+            return
+    pytest.fail("the server does not answer")
+
+
+def kill(server: HttpServerProcess) -> None:
+    assert server._process is not None
+    os.kill(server._process.pid, signal.SIGKILL)
+    server._process.wait()
+    server.check()
+
+
+@pytest.mark.starts_processes
+def test_a_server_that_is_killed_starts_again_after_a_delay_that_is_short_after_a_long_life(
+    server: HttpServerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for steady_s in (60.0, 60.0, 0.0):
+        monkeypatch.setattr(restart_delay, "STEADY_S", steady_s)
+        wait_until_served(server)
+        kill(server)
+    wait_until_served(server)
+    assert re.findall(r"http\.died code=-9 restart_in_s=(\S+)", caplog.text) == ["0.1", "0.2", "0.1"]
