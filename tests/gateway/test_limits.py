@@ -90,6 +90,24 @@ async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
             assert set(refused.json()["error"]) == {"message", "type", "code", "param"}
 
 
+async def test_a_byte_order_mark_and_integers_with_a_decimal_point_are_accepted(redis_url: str, queue: str) -> None:
+    body = {"prompt": "hi", "n": 2.0, "seed": 7.0, "logprobs": 1.0, "max_tokens": 3.0, "temperature": 0.5}
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        sending(url, post_of("/v1/completions", body)),
+    ):
+        await worker.announce()
+        requests = [(await worker.start_next()).request for _ in range(2)]
+        assert {request.seed for request in requests} == {7, 8}
+        assert all((request.logprobs, request.max_tokens, request.temperature) == (1, 3, 0.5) for request in requests)
+        async with httpx.AsyncClient(base_url=url) as http:
+            marked = await http.post("/v1/completions", content=b"\xef\xbb\xbf" + b'{"prompt": "hi", "n": 0.0}')
+            of_responses = await http.post("/v1/responses", json={"input": "hi", "top_logprobs": 99.0})
+        assert "n: a number from 1" in marked.json()["error"]["message"]
+        assert of_responses.json()["error"]["param"] == "logprobs"
+
+
 async def test_a_compressed_body_is_415_and_the_encoding_named(redis_url: str, queue: str) -> None:
     async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
         body = gzip.compress(b"{}")
