@@ -47,7 +47,14 @@ async def emit_until_cancelled(attempt: FakeAttempt) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [STREAMED, {"messages": MESSAGES}, {"messages": MESSAGES, "store": True}, {**STREAMED, "n": 3}]
+    "body",
+    [
+        STREAMED,
+        {"messages": MESSAGES},
+        {"messages": MESSAGES, "store": True},
+        {**STREAMED, "n": 3},
+        {**STREAMED, "store": True},  # its client has no id yet
+    ],
 )
 async def test_waiting_jobs_are_cancelled_at_once(redis_url: str, queue: str, body: dict[str, object]) -> None:
     async with gateway(redis_url, queue) as (url, _, client), sending(url, post_of(CHAT, body)) as (_, writer):

@@ -49,8 +49,8 @@ async def test_a_request_whose_answers_do_not_all_fit_into_the_queue_leaves_no_j
     ):
         await worker.announce()
         await client.redis.hset(client.keys.config(queue, 0), mapping={"max_queue": "2", "partitions": "1"})
-        for stream in (True, False):
-            full = await http.post(CHAT, json={**HELLO, "stream": stream, "n": 4})
+        for options in ({}, {"stream": True}, {"stream": True, "store": True}):
+            full = await http.post(CHAT, json={**HELLO, **options, "n": 4})
             assert full.json()["error"]["code"] == "queue_full"
             assert (await client.queue_depth()).waiting == 0
 

@@ -67,10 +67,14 @@ async def _answer(
             # A client of a background response wants its id at once.
             wait_s = 0.0 if body.is_background else FIRST_PING_S
             pieces = _pieces_of(generation, is_background=body.is_background)
-            return await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
+            events = await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
+            generation.keep()
+            return events
         if body.is_background:
+            response = json_response(await _current(request, asked.record, job))
+            generation.keep()
             await generation.aclose()
-            return json_response(await _current(request, asked.record, job))
+            return response
         async for _, piece in generation.pieces():
             if isinstance(piece, Result):
                 return json_response(await asked.answer([piece]))
