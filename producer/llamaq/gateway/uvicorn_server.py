@@ -24,8 +24,10 @@ from llamaq.gateway.settings import ServeSettings
 MAX_HEADER_BYTES = 64 * 1024
 ANSWER_TIME_S = 2
 """Seconds that the server has to end the requests that are still open after `shutdown_s`. Then uvicorn cancels them."""
-DEAD_CLIENT = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""After 30 s of silence, a client that answers no probe within 30 s is gone. macOS does not have the first option."""
+DEAD_CLIENT = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+"""After 30 s of silence, a client that answers no probe within 30 s is gone, and so is one that takes no data for 60 s.
+macOS does not have the first and the last option.
+"""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. Load balancers have shorter times, so that they close connections
 first."""
