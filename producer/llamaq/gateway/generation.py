@@ -42,12 +42,10 @@ class Generation:
             client: The client of their queue.
             jobs: The arguments of `submit` for each job.
             idempotency_key: The key of the request. A repeated request gets the same jobs, so they are never cancelled.
-                None: the jobs belong to this request alone. They are cancelled when it ends, and by their worker when
-                this server is killed.
+                None: the jobs belong to this request alone, and end with it or with this server.
             is_kept: Whether the jobs continue without their client, once it has their ids (`keep`).
             max_tokens: The `max_tokens` of jobs that have none. None: they end at the end of the context.
-            renew_client: Returns the client with the right number of partitions, if that of `client` is wrong. None:
-                the submit then fails.
+            renew_client: Returns the client with the right number of partitions, if that of `client` is wrong.
         """
         self.client = client
         self._is_kept = is_kept

@@ -13,6 +13,7 @@ from llamaq.producer.openai_format.request_body import (
     check_length,
     read_fields,
     read_flag,
+    read_model,
     read_options,
     refuse_unsupported,
     with_integers,
@@ -78,7 +79,7 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
         raise InvalidRequest("conversation: llamaq does not support it; use previous_response_id")
     if body.get("prompt") is not None:
         raise InvalidRequest("prompt: llamaq stores no prompts; use input")
-    model, previous = body.get("model"), body.get("previous_response_id")
+    previous = body.get("previous_response_id")
     if previous is not None and not isinstance(previous, str):
         raise InvalidRequest("previous_response_id: a text is required")
     if body.get("truncation") not in (None, "auto", "disabled"):
@@ -90,7 +91,7 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
     check_encodable("tools", choice.tools)
     shown = {name: default if body.get(name) is None else body[name] for name, default in SHOWN.items()}
     return ResponseBody(
-        model=model if isinstance(model, str) and model else None,
+        model=read_model(body),
         options=_read_job_options(body) | ({"tools": list(choice.tools)} if choice.tools else {}),
         instructions=read_instructions(body),
         messages=read_input(body.get("input")),
