@@ -41,6 +41,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
