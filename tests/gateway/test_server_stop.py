@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import sys
 from contextlib import AsyncExitStack
@@ -73,6 +74,7 @@ async def test_an_upload_that_is_not_complete_ends_too(
 def test_large_bodies_start_few_garbage_collections(redis_url: str, queue: str) -> None:
     settings = serve_settings(redis_url=redis_url, queue=queue, http_port=0)
     threshold, n_collections = gc.get_threshold()[0], gc.get_stats()[0]["collections"]
+    n_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with bind(settings) as bound:
             server = build_server(settings)
@@ -81,6 +83,7 @@ def test_large_bodies_start_few_garbage_collections(redis_url: str, queue: str) 
         decode_object(b'{"input": [' + b", ".join([b"[]"] * 100_000) + b"]}")
     finally:
         gc.set_threshold(threshold)
+        resource.setrlimit(resource.RLIMIT_NOFILE, n_files)
     assert gc.get_stats()[0]["collections"] - n_collections < 100
 
 
