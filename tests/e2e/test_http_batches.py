@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +154,22 @@ def comparable(value: Any, name: str = "") -> Any:
     return type(value) if name in OWN_NUMBERS else value
 
 
+async def run_batch(
+    http: httpx.AsyncClient, path: str, bodies: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return a batch that has ended, and the lines of its files by their `custom_id`."""
+    rows = [{"custom_id": str(number), "url": path, "body": body} for number, body in enumerate(bodies)]
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = (await http.post("/v1/files", files={"file": ("x", content)}, data={"purpose": "batch"})).json()
+    batch = (await http.post("/v1/batches", json={"input_file_id": file["id"], "endpoint": path})).json()
+    while batch["status"] not in ("completed", "failed"):
+        await asyncio.sleep(0.02)
+        batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+    ids = [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]
+    files = [await http.get(f"/v1/files/{file_id}/content") for file_id in ids]
+    return batch, {line["custom_id"]: line for each in files for line in map(json.loads, each.text.splitlines())}
+
+
 @pytest.mark.parametrize("path", LINES)
 async def test_the_answers_of_a_batch_are_those_of_its_endpoint(caller: ServedQueue, path: str) -> None:
     common: dict[str, Any] = {"model": caller.queue, "temperature": 0, "seed": 1}
@@ -166,15 +182,7 @@ async def test_the_answers_of_a_batch_are_those_of_its_endpoint(caller: ServedQu
             earlier = (await http.post(path, json=common | {"input": "First"})).json()
             bodies[2]["previous_response_id"] = earlier["id"]
         direct = [await http.post(path, json=body) for body in bodies]
-        rows = [{"custom_id": str(number), "url": path, "body": body} for number, body in enumerate(bodies)]
-        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        file = (await http.post("/v1/files", files={"file": ("x", content)}, data={"purpose": "batch"})).json()
-        batch = (await http.post("/v1/batches", json={"input_file_id": file["id"], "endpoint": path})).json()
-        while batch["status"] not in ("completed", "failed"):
-            await asyncio.sleep(0.02)
-            batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
-        files = [await http.get(f"/v1/files/{batch[name]}/content") for name in ("output_file_id", "error_file_id")]
-    lines = {line["custom_id"]: line for each in files for line in map(json.loads, each.text.splitlines())}
+        batch, lines = await run_batch(http, path, bodies)
     for number, answer in enumerate(direct):
         response = lines[str(number)]["response"]
         if answer.is_success:
@@ -185,3 +193,16 @@ async def test_the_answers_of_a_batch_are_those_of_its_endpoint(caller: ServedQu
     bodies = [line["response"]["body"] for line in lines.values() if line["error"] is None]
     assert batch["request_counts"]["completed"] == len(bodies) == sum(answer.is_success for answer in direct)
     assert batch["usage"]["total_tokens"] == sum(body["usage"]["total_tokens"] for body in bodies)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_the_usage_of_a_batch_has_the_tokens_of_reasoning(caller: ServedQueue, path: str) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_budget": 7, "max_tokens": 20}
+    asked = {"input": "Hello", "messages": [{"role": "user", "content": "Hello"}], "n": 2}
+    async with serving_http(caller.url, caller.queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        batch, lines = await run_batch(http, path, [thinking | asked] * 2)
+    usages = [line["response"]["body"]["usage"] for line in lines.values()]
+    details = [usage.get("output_tokens_details") or usage["completion_tokens_details"] for usage in usages]
+    n_reasoning = sum(each["reasoning_tokens"] for each in details)
+    assert n_reasoning >= 2 * 7
+    assert batch["usage"]["output_tokens_details"] == {"reasoning_tokens": n_reasoning}

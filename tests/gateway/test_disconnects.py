@@ -14,7 +14,7 @@ from tests.support.http_server import post_of, sending, serving_http
 
 from llamaq.gateway.responses.record import ID_PREFIX
 from llamaq.gateway.settings import serve_settings
-from llamaq.gateway.uvicorn_server import bind
+from llamaq.gateway.uvicorn_server import DEAD_CLIENT, bind
 from llamaq.producer import AsyncClient, FinishReason
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 
@@ -47,7 +47,14 @@ async def emit_until_cancelled(attempt: FakeAttempt) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [STREAMED, {"messages": MESSAGES}, {"messages": MESSAGES, "store": True}, {**STREAMED, "n": 3}]
+    "body",
+    [
+        STREAMED,
+        {"messages": MESSAGES},
+        {"messages": MESSAGES, "store": True},
+        {**STREAMED, "n": 3},
+        {**STREAMED, "store": True},  # its client has no id yet
+    ],
 )
 async def test_waiting_jobs_are_cancelled_at_once(redis_url: str, queue: str, body: dict[str, object]) -> None:
     async with gateway(redis_url, queue) as (url, _, client), sending(url, post_of(CHAT, body)) as (_, writer):
@@ -103,6 +110,21 @@ async def test_a_running_job_without_a_stream_is_cancelled_also_when_its_client_
 
         await until(is_cancelled)
         await attempt.finish(FinishReason.CANCELLED)
+
+
+async def test_a_client_that_does_not_read_is_gone_after_some_time(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DEAD_CLIENT, "TCP_USER_TIMEOUT", DEAD_CLIENT["TCP_USER_TIMEOUT"] // 100)
+    async with (
+        gateway(redis_url, queue) as (url, worker, client),
+        sending(url, post_of(CHAT, STREAMED)),
+    ):
+        attempt = await worker.start_next()
+        while (await attempt.emit([1], "word " * 50_000)).code != "cancel":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await attempt.finish(FinishReason.CANCELLED)
+        assert (await client.job(attempt.claim.job_id).result()).finish_reason is FinishReason.CANCELLED
 
 
 async def test_a_client_that_has_sent_more_than_its_request_is_noticed_when_it_leaves(
@@ -187,3 +209,4 @@ def test_the_system_looks_for_clients_that_have_gone_without_a_word() -> None:
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
         assert idle_s + n_probes * interval_s == 60
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000

@@ -49,8 +49,8 @@ async def test_a_request_whose_answers_do_not_all_fit_into_the_queue_leaves_no_j
     ):
         await worker.announce()
         await client.redis.hset(client.keys.config(queue, 0), mapping={"max_queue": "2", "partitions": "1"})
-        for stream in (True, False):
-            full = await http.post(CHAT, json={**HELLO, "stream": stream, "n": 4})
+        for options in ({}, {"stream": True}, {"stream": True, "store": True}):
+            full = await http.post(CHAT, json={**HELLO, **options, "n": 4})
             assert full.json()["error"]["code"] == "queue_full"
             assert (await client.queue_depth()).waiting == 0
 
@@ -88,6 +88,24 @@ async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
             refused = await http.post(CHAT, content=body)
             assert refused.status_code == 400, body[:50]
             assert set(refused.json()["error"]) == {"message", "type", "code", "param"}
+
+
+async def test_a_byte_order_mark_and_integers_with_a_decimal_point_are_accepted(redis_url: str, queue: str) -> None:
+    body = {"prompt": "hi", "n": 2.0, "seed": 7.0, "logprobs": 1.0, "max_tokens": 3.0, "temperature": 0.5}
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        sending(url, post_of("/v1/completions", body)),
+    ):
+        await worker.announce()
+        requests = [(await worker.start_next()).request for _ in range(2)]
+        assert {request.seed for request in requests} == {7, 8}
+        assert all((request.logprobs, request.max_tokens, request.temperature) == (1, 3, 0.5) for request in requests)
+        async with httpx.AsyncClient(base_url=url) as http:
+            marked = await http.post("/v1/completions", content=b"\xef\xbb\xbf" + b'{"prompt": "hi", "n": 0.0}')
+            of_responses = await http.post("/v1/responses", json={"input": "hi", "top_logprobs": 99.0})
+        assert "n: a number from 1" in marked.json()["error"]["message"]
+        assert of_responses.json()["error"]["param"] == "logprobs"
 
 
 async def test_a_compressed_body_is_415_and_the_encoding_named(redis_url: str, queue: str) -> None:

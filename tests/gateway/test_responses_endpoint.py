@@ -82,12 +82,13 @@ async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queu
     assert [answer.status_code for answer in refused] == [400, 400, 400]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_response_whose_id_no_client_knows_is_cancelled_when_its_client_disconnects(
-    redis_url: str, queue: str
+    redis_url: str, queue: str, is_streamed: bool
 ) -> None:
     async with (
         gateway(redis_url, queue) as (url, worker, client),
-        sending(url, post_of(RESPONSES, {"input": "hi"})) as (_, writer),
+        sending(url, post_of(RESPONSES, {"input": "hi", "stream": is_streamed})) as (_, writer),
     ):
         attempt = await worker.start_next()
         writer.transport.abort()
@@ -105,8 +106,10 @@ async def test_a_response_that_a_client_can_find_again_outlives_its_client(
 ) -> None:
     headers = kept if "Idempotency_Key" in kept else {}
     async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
-        async with sending(url, post_of(RESPONSES, {"input": "hi", **kept}, **headers)) as (_, writer):
+        async with sending(url, post_of(RESPONSES, {"input": "hi", **kept}, **headers)) as (reader, writer):
             attempt = await worker.start_next()
+            if "stream" in kept:
+                await reader.readuntil(b"response.created")  # the event with the id
             writer.transport.abort()
         assert (await http.get("/health")).status_code == 200  # the server handles the disconnect before
         assert not (await client.job(attempt.claim.job_id).status()).cancel_requested

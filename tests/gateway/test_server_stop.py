@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import resource
 import signal
 import sys
 from contextlib import AsyncExitStack
@@ -12,6 +14,9 @@ from typing import Any
 import pytest
 from tests.support.http_server import post_of, sending, serving_http
 
+from llamaq.gateway.http.json_body import decode_object
+from llamaq.gateway.settings import serve_settings
+from llamaq.gateway.uvicorn_server import bind, build_server
 from llamaq.producer.testing import FakeWorker
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -64,6 +69,22 @@ async def test_an_upload_that_is_not_complete_ends_too(
                 await other.readuntil(b"ok")
         assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_large_bodies_start_few_garbage_collections(redis_url: str, queue: str) -> None:
+    settings = serve_settings(redis_url=redis_url, queue=queue, http_port=0)
+    threshold, n_collections = gc.get_threshold()[0], gc.get_stats()[0]["collections"]
+    n_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with bind(settings) as bound:
+            server = build_server(settings)
+            server.should_exit = True
+            server.run([bound])
+        decode_object(b'{"input": [' + b", ".join([b"[]"] * 100_000) + b"]}")
+    finally:
+        gc.set_threshold(threshold)
+        resource.setrlimit(resource.RLIMIT_NOFILE, n_files)
+    assert gc.get_stats()[0]["collections"] - n_collections < 100
 
 
 async def test_a_server_that_is_told_to_stop_exits_with_0(redis_url: str, queue: str) -> None:

@@ -11,6 +11,7 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.embedding_task import MAX_DIMENSIONS, Embedding, Normalization
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.producer.embed_and_rerank import RankedDocument
+from llamaq.producer.openai_format.request_body import with_integers
 
 MAX_INPUTS = 2048
 """Largest number of texts in one request, as in OpenAI's API."""
@@ -42,6 +43,7 @@ def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
     Raises:
         InvalidRequest: A field is wrong. The message names it.
     """
+    body = with_integers(body)
     name = "input" if "input" in body else "content"
     if name not in body:
         raise InvalidRequest("input: a text, token ids, or a list of these is required")
@@ -138,6 +140,7 @@ def read_ranking_body(body: Mapping[str, Any]) -> RankingBody:
     Raises:
         InvalidRequest: A field is wrong. The message names it.
     """
+    body = with_integers(body)
     query = body.get("query")
     if not isinstance(query, str):
         raise InvalidRequest("query: a text is required")

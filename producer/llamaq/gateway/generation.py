@@ -32,6 +32,7 @@ class Generation:
         jobs: Sequence[dict[str, Any]],
         idempotency_key: str | None = None,
         *,
+        is_kept: bool = False,
         max_tokens: int | None = None,
         renew_client: RenewClient | None = None,
     ) -> None:
@@ -41,14 +42,14 @@ class Generation:
             client: The client of their queue.
             jobs: The arguments of `submit` for each job.
             idempotency_key: The key of the request. A repeated request gets the same jobs, so they are never cancelled.
-                None: the jobs belong to this request alone. They are cancelled when it ends, and by their worker when
-                this server is killed.
+                None: the jobs belong to this request alone, and end with it or with this server.
+            is_kept: Whether the jobs continue without their client, once it has their ids (`keep`).
             max_tokens: The `max_tokens` of jobs that have none. None: they end at the end of the context.
-            renew_client: Returns the client with the right number of partitions, if that of `client` is wrong. None:
-                the submit then fails.
+            renew_client: Returns the client with the right number of partitions, if that of `client` is wrong.
         """
         self.client = client
-        self._jobs = [{**job, **_ownership(idempotency_key, number)} for number, job in enumerate(jobs)]
+        self._is_kept = is_kept
+        self._jobs = [{**job, **self._ownership(idempotency_key, number)} for number, job in enumerate(jobs)]
         self._max_tokens = max_tokens
         self._renew_client = renew_client
         self.requests: list[JobRequest] = []
@@ -57,6 +58,12 @@ class Generation:
         """The streams of the jobs, after `start`."""
         self._begun: list[AsyncStream] = []
         """The same streams, also before `start` has submitted all jobs."""
+
+    def _ownership(self, idempotency_key: str | None, number: int) -> dict[str, Any]:
+        """Return the options of a job that decide whether it ends with its request."""
+        if idempotency_key is None:
+            return {"cancel_on_disconnect": not self._is_kept}
+        return {"idempotency_key": f"{idempotency_key}:{number}"}
 
     async def results(self) -> list[Result]:
         """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled.
@@ -157,6 +164,12 @@ class Generation:
         # A new handle reads the result at once. The handle of the submit would wait for the end of the job.
         return await self.client.job(stream.job.id).result()
 
+    def keep(self) -> None:
+        """Let the jobs continue without their client, if the request asks for that. The client gets their ids now."""
+        if self._is_kept:
+            for stream in self.streams:
+                stream.job.is_shared = True
+
     async def aclose(self) -> None:
         """End the streams, and cancel their jobs unless these have ended or do not belong to the request alone."""
         await asyncio.gather(*(stream.aclose() for stream in self._begun))
@@ -194,13 +207,6 @@ def limited(request: JobRequest, max_tokens: int | None) -> JobRequest:
     if request.max_tokens is not None or max_tokens is None or request.embed is not None:
         return request
     return request.model_copy(update={"max_tokens": max_tokens})
-
-
-def _ownership(idempotency_key: str | None, number: int) -> dict[str, Any]:
-    """Return the job options that decide whether a job ends with its request, for one of the jobs of a request."""
-    if idempotency_key is None:
-        return {"cancel_on_disconnect": True}
-    return {"idempotency_key": f"{idempotency_key}:{number}"}
 
 
 async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

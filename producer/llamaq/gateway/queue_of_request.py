@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -101,9 +100,7 @@ def generation_for(
         request: The request.
         client: The client of the queue.
         jobs: The arguments of `submit` for each job.
-        is_kept: Whether the jobs run to their end after the client has disconnected. A stored stream continues: its
-            first chunk has the id, with which the client can read the result later. Without a stream, the client gets
-            the id only with the answer, so the job is cancelled.
+        is_kept: Whether the jobs continue without their client, once it has their ids.
         is_background: Whether the client need not wait for the answer. Only such jobs may have a delay.
 
     Raises:
@@ -113,25 +110,18 @@ def generation_for(
         _refuse_delays(jobs)
     key, trace = api_key_of(request), _trace_of(request)
     allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
-    own_key = idempotency_key_of(request)
-    if own_key is None and is_kept:  # jobs with a key are never cancelled
-        own_key = f"kept-{secrets.token_hex(16)}"
     context = context_of(request)
     return Generation(
         client,
         allowed,
-        own_key,
+        idempotency_key_of(request),
+        is_kept=is_kept,
         max_tokens=context.settings.default_max_tokens,
         renew_client=context.queues.renewed,
     )
 
 
 def _refuse_delays(jobs: Sequence[dict[str, Any]]) -> None:
-    """Refuse jobs with a delay.
-
-    Raises:
-        RequestRefused: A job has a delay.
-    """
     if given := next((name for job in jobs for name in DELAYS if job.get(name) is not None), None):
         raise invalid(f"{given}: this request waits for its answer; use /v1/responses with `background`: true", given)
 

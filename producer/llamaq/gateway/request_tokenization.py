@@ -56,7 +56,10 @@ async def _plain_prompt(tokenizer: _Tokenizer, prompt: Any) -> Any:
         return _text_of(prompt)
     if not isinstance(prompt, list):
         return prompt
-    if any(type(part) is int for part in prompt):
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return prompt
+    if int in kinds:
         return await _mixed_prompt(tokenizer, prompt)
     return [await _plain_prompt(tokenizer, part) for part in prompt]
 

@@ -19,14 +19,8 @@ from llamaq.producer.queries import text_commands
 async def verbose_fields(
     context: Context, fields: Mapping[str, Any], generation: Generation, result: Result, model: str
 ) -> dict[str, Any]:
-    """Return the field `__verbose` if the request has `verbose`, or if the server's `log_level` is `debug`.
-
-    Args:
-        context: The context of the server.
-        fields: The body of the request.
-        generation: The jobs of the request.
-        result: The result of the first job.
-        model: The name of the model that the answer shows.
+    """Return the field `__verbose` if the body `fields` has `verbose`, or if the server's `log_level` is `debug`. It
+    describes the first job and its `result`.
     """
     is_debug = context.settings.log_level == "debug"
     if not read_flag({"verbose": is_debug, **fields}, "verbose"):

@@ -63,7 +63,7 @@ class AsyncJob:
         self.is_new = is_new
         """Whether `submit` created the job. False if its idempotency key already had a job, or after `client.job()`."""
         self.is_shared = is_shared
-        """Whether `submit` had an idempotency key, through which other callers may get the same job."""
+        """Whether other callers may get the same job, for example through its idempotency key."""
         self.early_progress: EarlyProgress | None = None
         """Has listened since before the submit, for the first stream of this handle. `client.stream` sets it."""
         self._connection = connection

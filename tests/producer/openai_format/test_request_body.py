@@ -183,6 +183,7 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": 2**64}}}]}]},
         {"min_tokens": 3}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"truncate_prompt_tokens": 5},
         {"use_beam_search": True}, {"include_stop_str_in_output": True}, {"best_of": 3},
+        {"chat_template": "{{ messages }}"}, {"documents": [{"text": "x"}]},
         {"json_schema": -1}, {"json_schema": 1.5}, {"json_schema": True},
         {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ],

@@ -9,9 +9,6 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.json_body import decode_object
 
-BOM = b"\xef\xbb\xbf"
-"""Some programs write it at the beginning of a text file."""
-
 
 async def read_lines(blocks: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[tuple[int, bytes | None]]:
     """Yield the number of each line that is not empty, from 1 on, and the line. None: it is too long.
@@ -41,6 +38,6 @@ async def read_lines(blocks: AsyncIterator[bytes], max_line_bytes: int) -> Async
 def decode_record(line: bytes) -> dict[str, Any] | InvalidRequest:
     """Return the decoded JSON object of a line, or the error of an endpoint for this body."""
     try:
-        return decode_object(line.removeprefix(BOM), "the line")
+        return decode_object(line, "the line")
     except RequestRefused as exc:
         return InvalidRequest(str(exc))

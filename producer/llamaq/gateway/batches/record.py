@@ -15,7 +15,7 @@ from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
 from llamaq.gateway.keys.key_record import KeyRecord
 
-TOKEN_COUNTERS = ("input_tokens", "cached_tokens", "output_tokens")
+TOKEN_COUNTERS = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
 
 
 class BatchStatus(StrEnum):
@@ -132,12 +132,12 @@ def batch_object(batch: Batch) -> dict[str, Any]:
 
 
 def _usage(batch: Batch) -> dict[str, Any]:
-    prompt, cached, generated = (batch.number(name) for name in TOKEN_COUNTERS)
+    prompt, cached, generated, n_reasoning = (batch.number(name) for name in TOKEN_COUNTERS)
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": n_reasoning},
         "total_tokens": prompt + generated,
     }
 

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
 
+from pydantic_core import from_json
 from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.gateway.batches.input_lines import decode_record, read_lines
-from llamaq.gateway.batches.record import Batch
+from llamaq.gateway.batches.record import TOKEN_COUNTERS, Batch
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.files.blocks import compress, read_blocks
 from llamaq.producer.bulk.finished_row_set import FinishedRows
@@ -80,17 +81,12 @@ class StoredRows:
         if n_read != self.n_rows:
             raise BulkRunRefused(f"the input file {self._request.input_file_id} was deleted before its end was read")
 
-    def add_answer(self, number: int, line: bytes, usage: Mapping[str, Any]) -> None:
+    def add_answer(self, number: int, line: bytes) -> None:
         """Add the line of a row with a result. `flush` stores it."""
         self._output.append(line)
         self.finished.add(number)
-        self._counters += Counter(
-            completed=1,
-            output_bytes=len(line),
-            input_tokens=usage["prompt_tokens"],
-            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-            output_tokens=usage["completion_tokens"],
-        )
+        usage = from_json(line)["response"]["body"]["usage"]
+        self._counters += Counter(completed=1, output_bytes=len(line), **_tokens_of(usage))
 
     def add_error(self, number: int, line: bytes) -> None:
         """Add the line of a row that has failed. `flush` stores it."""
@@ -130,3 +126,12 @@ class StoredRows:
         self._n_writes += 1
         self._output, self._errors = [], []
         self._counters.clear()
+
+
+def _tokens_of(usage: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of tokens in a `usage`. The endpoints name its fields differently."""
+    sent = "input_tokens" if "input_tokens" in usage else "prompt_tokens"
+    made = "output_tokens" if "output_tokens" in usage else "completion_tokens"
+    details = usage.get(f"{sent}_details", {}) | usage.get(f"{made}_details", {})
+    tokens = {"input_tokens": usage[sent], "output_tokens": usage.get(made, 0), **details}
+    return {name: tokens.get(name, 0) for name in TOKEN_COUNTERS}

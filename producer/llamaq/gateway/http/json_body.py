@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 from llamaq.gateway.http.errors import RequestRefused, invalid
 
+BOM = b"\xef\xbb\xbf"
+"""Some programs write it at the beginning of a text."""
 MAX_DEPTH = 64
 """Deepest nesting of arrays and objects. JSON schemas and metadata of real requests stay far below."""
 
@@ -44,12 +46,13 @@ def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
     if not text.strip():
         raise invalid(f"{name} is empty: a JSON object is required")
     try:
-        value = from_json(text, allow_inf_nan=False)
+        value = from_json(text.removeprefix(BOM), allow_inf_nan=False)
     except ValueError as exc:
         raise RequestRefused(HTTPStatus.BAD_REQUEST, f"{name} is not valid JSON: {exc}", code="invalid_json") from exc
     if not isinstance(value, dict):
         raise invalid(f"{name} is no JSON object")
-    check_depth(value, name)
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+        check_depth(value, name)
     return value
 
 

@@ -60,13 +60,7 @@ class OpenRequests:
 
     @asynccontextmanager
     async def handling(self, scope: Scope, receive: Receive, response: SentResponse) -> AsyncIterator[None]:
-        """Count a request as open. If `end_all` cancels the body of this context, answer the request.
-
-        Args:
-            scope: The request.
-            receive: Receives the messages of the client.
-            response: The response to the request.
-        """
+        """Count a request as open. If `end_all` cancels the body of this context, answer the request."""
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._tasks.add(task)
         try:

@@ -125,10 +125,7 @@ async def _run_until_disconnect(
         await asyncio.Event().wait()  # the application is cancelled when the client disconnects
         raise AssertionError
 
-    async def work() -> None:
-        await app(scope, replay, response)
-
-    working = asyncio.create_task(work())
+    working = asyncio.ensure_future(app(scope, replay, response))
     leaving = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)

@@ -9,7 +9,7 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.messages.content_blocks import read_message, read_system
 from llamaq.producer.openai_format.chat_messages import read_chat, with_effort
-from llamaq.producer.openai_format.request_body import read_flag, read_options, refuse_unsupported
+from llamaq.producer.openai_format.request_body import read_fields, read_flag, read_options, refuse_unsupported
 from llamaq.producer.openai_format.tools import ToolChoice, read_tools
 
 UNSUPPORTED = ("container", "mcp_servers")
@@ -56,7 +56,7 @@ def _read_prompt(body: Mapping[str, Any], choice: ToolChoice) -> dict[str, Any]:
     for number, message in enumerate(messages):
         chat += read_message(f"messages.{number}", message)
     kwargs = {"enable_thinking": _may_think(body)}
-    kwargs |= with_effort(body.get("chat_template_kwargs"), _object(body, "output_config").get("effort"))
+    kwargs |= with_effort(body.get("chat_template_kwargs"), read_fields(body, "output_config").get("effort"))
     return read_chat({"messages": chat, "tools": list(choice.tools) or None, "chat_template_kwargs": kwargs})
 
 
@@ -64,7 +64,7 @@ def _may_think(body: Mapping[str, Any]) -> bool:
     """Return whether the model is asked to reason. In Anthropic's API, reasoning is off unless the request turns it
     on.
     """
-    thinking = _object(body, "thinking")
+    thinking = read_fields(body, "thinking")
     match thinking.get("type", "disabled"):
         case "enabled" | "adaptive":
             return True
@@ -75,7 +75,7 @@ def _may_think(body: Mapping[str, Any]) -> bool:
 
 def _read_budget(body: Mapping[str, Any]) -> int | None:
     """Return the largest number of tokens of reasoning. None: no limit."""
-    thinking = _object(body, "thinking")
+    thinking = read_fields(body, "thinking")
     budget = thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
     if budget is not None and (type(budget) is not int or budget < 0):
         raise InvalidRequest("thinking.budget_tokens: a number of tokens is required")
@@ -83,14 +83,14 @@ def _read_budget(body: Mapping[str, Any]) -> int | None:
 
 
 def _read_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    user = _object(body, "metadata").get("user_id")
-    output = _object(body, "output_config").get("format") or body.get("output_format")
+    user = read_fields(body, "metadata").get("user_id")
+    output = read_fields(body, "output_config").get("format") or body.get("output_format")
     renamed = {"user": user, "reasoning_budget": _read_budget(body), **body, "response_format": output}
     return read_options({name: value for name, value in renamed.items() if name != "metadata"})
 
 
 def _read_tools(body: Mapping[str, Any]) -> ToolChoice:
-    tools, choice = body.get("tools") or [], _object(body, "tool_choice")
+    tools, choice = body.get("tools") or [], read_fields(body, "tool_choice")
     if not isinstance(tools, list):
         raise InvalidRequest("tools: a list of tools is required")
     functions = [_function_of(number, tool) for number, tool in enumerate(tools)]
@@ -116,10 +116,3 @@ def _function_of(number: int, tool: Any) -> dict[str, Any]:
             described = {"description": tool["description"]} if tool.get("description") else {}
             return {"type": "function", "function": {"name": name, **described, "parameters": dict(schema)}}
     raise InvalidRequest(f"tools.{number}: a name and an object as input_schema are required")
-
-
-def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = body.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise InvalidRequest(f"{name}: an object is required")
-    return value or {}

@@ -9,7 +9,15 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.responses.input_items import Messages, read_input, read_instructions
 from llamaq.producer.openai_format.chat_messages import check_encodable, with_effort
-from llamaq.producer.openai_format.request_body import check_length, read_flag, read_options, refuse_unsupported
+from llamaq.producer.openai_format.request_body import (
+    check_length,
+    read_fields,
+    read_flag,
+    read_model,
+    read_options,
+    refuse_unsupported,
+    with_integers,
+)
 from llamaq.producer.openai_format.tools import ToolChoice, read_tools
 
 SHOWN: dict[str, Any] = {
@@ -66,11 +74,12 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
         InvalidRequest: A field has a form that is not supported. The message names it.
     """
     refuse_unsupported(body)
+    body = with_integers(body)
     if body.get("conversation") is not None:
         raise InvalidRequest("conversation: llamaq does not support it; use previous_response_id")
     if body.get("prompt") is not None:
         raise InvalidRequest("prompt: llamaq stores no prompts; use input")
-    model, previous = body.get("model"), body.get("previous_response_id")
+    previous = body.get("previous_response_id")
     if previous is not None and not isinstance(previous, str):
         raise InvalidRequest("previous_response_id: a text is required")
     if body.get("truncation") not in (None, "auto", "disabled"):
@@ -82,7 +91,7 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
     check_encodable("tools", choice.tools)
     shown = {name: default if body.get(name) is None else body[name] for name, default in SHOWN.items()}
     return ResponseBody(
-        model=model if isinstance(model, str) and model else None,
+        model=read_model(body),
         options=_read_job_options(body) | ({"tools": list(choice.tools)} if choice.tools else {}),
         instructions=read_instructions(body),
         messages=read_input(body.get("input")),
@@ -98,7 +107,7 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
 
 def _read_job_options(body: Mapping[str, Any]) -> dict[str, Any]:
     check_length(body, "max_output_tokens")
-    text, include = _object(body, "text"), body.get("include") or []
+    text, include = read_fields(body, "text"), body.get("include") or []
     renamed = {
         **body,
         "max_tokens": body.get("max_output_tokens", body.get("max_tokens")),
@@ -107,7 +116,7 @@ def _read_job_options(body: Mapping[str, Any]) -> dict[str, Any]:
     n_top = body.get("top_logprobs") or 0
     if not isinstance(include, list) or not isinstance(n_top, int):
         raise InvalidRequest("include: a list is required, and a number as top_logprobs")
-    reasoning = _object(body, "reasoning")
+    reasoning = read_fields(body, "reasoning")
     if reasoning.get("summary") not in (None, "auto", "concise", "detailed"):
         raise InvalidRequest("reasoning.summary: auto, concise or detailed is required")
     kwargs = with_effort(body.get("chat_template_kwargs"), reasoning.get("effort"))
@@ -116,13 +125,6 @@ def _read_job_options(body: Mapping[str, Any]) -> dict[str, Any]:
         **({"logprobs": n_top} if n_top or LOGPROBS in include else {}),
         **({"chat_template_kwargs": kwargs} if kwargs else {}),
     }
-
-
-def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = body.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise InvalidRequest(f"{name}: an object is required")
-    return value or {}
 
 
 def read_response_tools(body: Mapping[str, Any]) -> ToolChoice:

@@ -75,6 +75,7 @@ async def _events(
     async with explaining_long_prompts(context, generation), aclosing(generation.pieces()) as pieces:
         async for index, piece in pieces:
             if events := await choices[index].events_of(piece):
+                generation.keep()
                 yield events
             if isinstance(piece, Result):
                 results[index] = piece

@@ -67,10 +67,14 @@ async def _answer(
             # A client of a background response wants its id at once.
             wait_s = 0.0 if body.is_background else FIRST_PING_S
             pieces = _pieces_of(generation, is_background=body.is_background)
-            return await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
+            events = await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
+            generation.keep()
+            return events
         if body.is_background:
+            response = json_response(await _current(request, asked.record, job))
+            generation.keep()
             await generation.aclose()
-            return json_response(await _current(request, asked.record, job))
+            return response
         async for _, piece in generation.pieces():
             if isinstance(piece, Result):
                 return json_response(await asked.answer([piece]))
@@ -163,12 +167,8 @@ async def _pieces_of(generation: Generation, *, is_background: bool) -> Pieces:
     """Yield the pieces of the only job of a request. If the job belongs to the request alone, it ends with
     this generator.
 
-    Args:
-        generation: The job of the request.
-        is_background: Whether the request is in the background. Such a response shows that it was cancelled.
-
     Raises:
-        JobCancelled: The job of a request that waits for its answer was cancelled.
+        JobCancelled: The job was cancelled. Only a response in the background shows this instead.
     """
     pieces = generation.all_pieces() if is_background else generation.pieces()
     try:
@@ -198,16 +198,9 @@ async def _stream(
     progress: ProgressOptions = NO_PROGRESS,
     first_wait_s: float = 0.0,
 ) -> Response:
-    """Return the events of a response.
+    """Return the events of a response after the number `starting_after`, from the `pieces` of its job.
 
-    Args:
-        request: The request.
-        job: The job of the response.
-        record: What is stored about the response.
-        pieces: The output of the job.
-        starting_after: The number of the last event that the client has. -1: it has none.
-        progress: Which fields about the progress of the job the events have.
-        first_wait_s: How long the first events wait for the first piece. An error in this time sets the status.
+    The first events wait for the first piece, at most `first_wait_s` seconds. An error in this time sets the status.
 
     Raises:
         JobFailed: The job has failed before the first events.

@@ -15,7 +15,7 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.queue_of_request import queue_for
 from llamaq.producer import AsyncClient
 from llamaq.producer.openai_format.chat_messages import read_chat
-from llamaq.producer.openai_format.request_body import read_flag
+from llamaq.producer.openai_format.request_body import read_flag, read_model
 from llamaq.producer.queries import text_commands
 
 
@@ -88,8 +88,7 @@ async def count_input_tokens(request: Request) -> Response:
 async def _read(request: Request) -> tuple[dict[str, Any], AsyncClient]:
     """Return the body and the client of the queue that it means."""
     body = await read_object(request)
-    model = body.get("model")
-    return body, await queue_for(request, model if isinstance(model, str) else None)
+    return body, await queue_for(request, read_model(body))
 
 
 async def _ask(client: AsyncClient, action: TextAction, **values: Any) -> TextReply:

@@ -40,7 +40,6 @@ from llamaq.producer.bulk.row_store_interface import RowStore
 from llamaq.producer.bulk.run_description import BulkProgress, BulkState, RunParameters
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
-from llamaq.producer.openai_format.response_body import usage_object
 from llamaq.producer.option_synonyms import translate
 from llamaq.producer.streaming.retried_reads import may_pass
 from llamaq.producer.submission import SEED_BITS, build_request
@@ -278,7 +277,7 @@ class Execution:
             self._rows.add_error(row.number, error_line(self._run, row, self._error_of_row(row.number, exc)))
         else:
             stats = [result.stats for result in results]
-            self._rows.add_answer(row.number, line, usage_object(*stats, n=row.n_choices))
+            self._rows.add_answer(row.number, line)
         self._meter.count(stats)
 
     async def _read_rows(self, window: Window) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -169,7 +168,7 @@ class OutputFiles:
         except READ_ERRORS as exc:
             raise BulkRunRefused(f"{run.input} cannot be read: {exc}") from exc
 
-    def add_answer(self, number: int, line: bytes, _: Mapping[str, Any]) -> None:
+    def add_answer(self, number: int, line: bytes) -> None:
         """Append the answer of a row."""
         self._answers.append(line)
         self.finished.add(number)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.bulk.input_file import Record
@@ -29,14 +29,8 @@ class RowStore(Protocol):
             BulkRunRefused: The input cannot be read.
         """
 
-    def add_answer(self, number: int, line: bytes, usage: Mapping[str, Any]) -> None:
-        """Add the line of a row with a result. `flush` stores it.
-
-        Args:
-            number: The number of the row.
-            line: The line.
-            usage: The object `usage` of its jobs.
-        """
+    def add_answer(self, number: int, line: bytes) -> None:
+        """Add the line of a row with a result. `flush` stores it."""
 
     def add_error(self, number: int, line: bytes) -> None:
         """Add the line of a row that has failed. `flush` stores it."""

@@ -41,6 +41,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
@@ -105,6 +107,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         InvalidRequest: The body has no prompt, or a field that is not supported. The message names the field.
     """
     refuse_unsupported(body)
+    body = with_integers(body)
     prompts = [read_chat(body)] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
     options = read_options(body) | read_logprobs(endpoint, body)
     is_echoed = endpoint is Endpoint.COMPLETIONS and read_flag(body, "echo")
@@ -125,6 +128,13 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         is_stored=read_flag(body, "store"),
         is_echoed=is_echoed,
     )
+
+
+def with_integers(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body in which numbers such as 1.0 are integers, as JSON Schema defines them."""
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in body.items()
+    }
 
 
 def read_model(body: Mapping[str, Any]) -> str | None:
@@ -209,6 +219,18 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"{name}: true or false is required, not {str(value)[:50]!r}")
     return bool(value)
+
+
+def read_fields(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object of the body, which is empty if it is missing.
+
+    Raises:
+        InvalidRequest: It is something else.
+    """
+    value = body.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name}: an object is required")
+    return value or {}
 
 
 def _read_count(value: Any) -> int:
