@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -18,13 +19,16 @@ from typer.testing import CliRunner, Result
 
 from llamaq.cli.bulk_progress import details
 from llamaq.cli.bulk_run_options import read_time
-from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
+from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from llamaq.cli.main import build_app
 from llamaq.common.errors import InvalidRequest
+from llamaq.producer import Client
 from llamaq.producer.bulk import BulkProgress
 from llamaq.producer.streaming import pubsub_connection
 
 N_ROWS = 60
+MANY_ROWS = 2000
+"""To cancel their jobs takes many round trips."""
 
 
 @pytest.fixture
@@ -116,6 +120,23 @@ def test_a_killed_run_continues_where_it_was(served: str, tmp_path: Path) -> Non
     done = run(source, "-o", target, "--ordered")
     assert done.exit_code == 0, done.output
     assert [answer["text"] for answer in answers(target)] == [f"row {n} " for n in range(1, N_ROWS + 1)]
+
+
+@pytest.mark.starts_processes
+def test_a_second_ctrl_c_does_not_keep_the_first_from_cancelling_the_jobs(
+    redis_url: str, queue: str, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", *({"prompt": "x"} for _ in range(MANY_ROWS)))
+    options = ["--window", str(MANY_ROWS), "--redis-url", redis_url, "--queue", queue]
+    command = [sys.executable, "-m", "llamaq", "bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl"), *options]
+    with Client(redis_url, queue) as client:
+        interrupted = subprocess.Popen(command, env=os.environ.copy(), stderr=subprocess.DEVNULL)
+        wait_until(lambda: client.queue_depth().waiting == MANY_ROWS, "the jobs of the run")
+        interrupted.send_signal(signal.SIGINT)
+        wait_until(lambda: client.queue_depth().waiting < MANY_ROWS, "the first cancelled jobs")
+        interrupted.send_signal(signal.SIGINT)
+        assert interrupted.wait() == EXIT_INTERRUPTED
+        assert client.queue_depth().waiting == 0
 
 
 def test_a_deadline_is_a_time_or_a_duration() -> None:
