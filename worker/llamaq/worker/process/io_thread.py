@@ -186,13 +186,12 @@ class IoThread:
         redis = connect(settings.redis_url, name=f"llamaq-worker-{self._card.worker}", failover_s=0)
         try:
             membership = self._make_membership(redis, keys)
-            if not await self._wait_for_queue(redis, membership):
+            stats = StatsWriter(AttemptScripts(redis, keys), settings.queue, self._shared.telemetry)
+            job_claims = self._make_job_claims(redis, keys, stats)
+            if not await self._wait_for_queue(redis, membership, job_claims):
                 return
             await log_dangers(redis)
             heartbeat = self._make_heartbeat(redis, keys)
-            stats = StatsWriter(AttemptScripts(redis, keys), settings.queue, self._shared.telemetry)
-            job_claims = self._make_job_claims(redis, keys, stats)
-            await job_claims.open()
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
                 outbox = self._make_outbox(AttemptScripts(flush_connection, keys), stats)
@@ -203,8 +202,8 @@ class IoThread:
         finally:
             await redis.aclose()
 
-    async def _wait_for_queue(self, redis: Redis, membership: QueueMembership) -> bool:
-        """Wait until Redis answers, and join the queue. Returns False if the worker was stopped before that.
+    async def _wait_for_queue(self, redis: Redis, membership: QueueMembership, job_claims: JobClaims) -> bool:
+        """Wait until Redis lets this worker join the queue. Returns False if the worker was stopped before that.
 
         Raises:
             InvalidSettings: The settings of the queue do not allow this worker.
@@ -214,6 +213,7 @@ class IoThread:
             try:
                 await redis.ping()
                 await membership.join()
+                await job_claims.open()
             except RedisError as exc:
                 outage.record_failure(exc)
                 await asyncio.sleep(CONNECT_EVERY_S)
