@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from llamaq.cli import views
 from llamaq.producer.bulk import BulkProgress, BulkState
@@ -27,8 +27,7 @@ def show_progress(name: str) -> Iterator[Callable[[BulkProgress], None]]:
     if not console.is_terminal:
         yield _Lines().show
         return
-    texts = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
-    columns = (SpinnerColumn(), texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
+    columns = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[note]}")
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=None, note="")
 
