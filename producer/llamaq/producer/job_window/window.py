@@ -270,7 +270,7 @@ class JobWindow(Generic[T]):
     def _end(self, job: WindowJob[T], outcome: Outcome) -> None:
         """Pass on the outcome of a job, or submit its request again."""
         if isinstance(outcome, JobNotFound):
-            log.warning("window.job_lost id=%s: it is submitted again", job.job_id)
+            log.info("window.job_lost id=%s: it is submitted again", job.job_id)
             job.forget()
             self._waiting.put_back([job])
         elif job.must_replace(outcome) or (self._replaces_conflicts and isinstance(outcome, IdempotencyConflict)):
