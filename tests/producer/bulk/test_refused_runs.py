@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +85,17 @@ async def test_a_run_of_another_input_or_with_other_parameters_is_refused(
             with pytest.raises(BulkRunRefused, match="is not of a bulk run"):
                 await execute(rows.with_fields(output=foreign), client)
             assert foreign.read_text() == "{}\n"
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_process(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(BulkRunRefused, match="cannot be written: No locks available"), open_output(rows.run):
+        pass
 
 
 def test_a_refused_run_creates_no_file(rows: Rows, tmp_path: Path) -> None:
