@@ -17,13 +17,13 @@ from tests.support.command_line import failing
 from tests.support.redis_servers import wait_until
 from typer.testing import CliRunner, Result
 
-from llamaq.cli.bulk_progress import details
+from llamaq.cli.bulk_progress import details, show_progress
 from llamaq.cli.bulk_run_options import read_time
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from llamaq.cli.main import build_app
 from llamaq.common.errors import InvalidRequest
 from llamaq.producer import Client
-from llamaq.producer.bulk import BulkProgress
+from llamaq.producer.bulk import BulkProgress, BulkState
 from llamaq.producer.streaming import pubsub_connection
 
 N_ROWS = 60
@@ -154,3 +154,15 @@ def test_the_progress_names_rate_cached_share_errors_rest_and_notice() -> None:
         run_id="r", rows_failed=2, prompt_tokens=100, cached_tokens=25, tokens_per_s=12.3, eta_s=40, notice="full"
     )
     assert details(progress) == ["12 tokens/s", "25% of the prompts cached", "2 failed", "40s left", "full"]
+
+
+def test_a_problem_that_comes_and_goes_is_one_line_until_the_next_line_is_due(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with show_progress("out.jsonl") as show:
+        for n in range(20):
+            show(BulkProgress(run_id="r", rows_done=n, rows_total=20, notice=f"full: {n} jobs wait" if n % 2 else None))
+        show(BulkProgress(run_id="r", rows_done=20, rows_total=20, state=BulkState.COMPLETED))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("/")[0] for line in lines] == ["llamaq: 0", "llamaq: 1", "llamaq: 20"]
+    assert "full: 1 jobs wait" in lines[1]

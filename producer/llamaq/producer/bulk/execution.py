@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1
 """Longest time until a stop, a deadline or the end of the input is noticed."""
 REPORT_S = 0.5
-"""Time between two reports of the progress."""
+"""Time between two reports."""
 SILENCE_S = 5.0
 """If no row ends within this time, the run checks whether a worker serves the queue."""
 LONGEST_PAUSE_S = 5.0

@@ -283,7 +283,7 @@ class JobWindow(Generic[T]):
         self._has_end.set()
 
     async def _cancel(self, job_ids: list[str]) -> None:
-        """Cancel jobs. An error ends this silently: the caller has an outcome or an error already."""
+        """Cancel jobs. An error is logged: the caller has an outcome or an error already."""
         for start in range(0, len(job_ids), CANCELS_AT_ONCE):
             some = job_ids[start : start + CANCELS_AT_ONCE]
             replies = await asyncio.gather(
