@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -16,15 +17,18 @@ from tests.support.command_line import failing
 from tests.support.redis_servers import wait_until
 from typer.testing import CliRunner, Result
 
-from llamaq.cli.bulk_progress import details
+from llamaq.cli.bulk_progress import details, show_progress
 from llamaq.cli.bulk_run_options import read_time
-from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
+from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from llamaq.cli.main import build_app
 from llamaq.common.errors import InvalidRequest
-from llamaq.producer.bulk import BulkProgress
+from llamaq.producer import Client
+from llamaq.producer.bulk import BulkProgress, BulkState
 from llamaq.producer.streaming import pubsub_connection
 
 N_ROWS = 60
+MANY_ROWS = 2000
+"""To cancel their jobs takes many round trips."""
 
 
 @pytest.fixture
@@ -118,6 +122,23 @@ def test_a_killed_run_continues_where_it_was(served: str, tmp_path: Path) -> Non
     assert [answer["text"] for answer in answers(target)] == [f"row {n} " for n in range(1, N_ROWS + 1)]
 
 
+@pytest.mark.starts_processes
+def test_a_second_ctrl_c_does_not_keep_the_first_from_cancelling_the_jobs(
+    redis_url: str, queue: str, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", *({"prompt": "x"} for _ in range(MANY_ROWS)))
+    options = ["--window", str(MANY_ROWS), "--redis-url", redis_url, "--queue", queue]
+    command = [sys.executable, "-m", "llamaq", "bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl"), *options]
+    with Client(redis_url, queue) as client:
+        interrupted = subprocess.Popen(command, env=os.environ.copy(), stderr=subprocess.DEVNULL)
+        wait_until(lambda: client.queue_depth().waiting == MANY_ROWS, "the jobs of the run")
+        interrupted.send_signal(signal.SIGINT)
+        wait_until(lambda: client.queue_depth().waiting < MANY_ROWS, "the first cancelled jobs")
+        interrupted.send_signal(signal.SIGINT)
+        assert interrupted.wait() == EXIT_INTERRUPTED
+        assert client.queue_depth().waiting == 0
+
+
 def test_a_deadline_is_a_time_or_a_duration() -> None:
     now = datetime(2030, 1, 1, tzinfo=UTC)
     assert read_time("90s", now) == now + timedelta(seconds=90)
@@ -133,3 +154,15 @@ def test_the_progress_names_rate_cached_share_errors_rest_and_notice() -> None:
         run_id="r", rows_failed=2, prompt_tokens=100, cached_tokens=25, tokens_per_s=12.3, eta_s=40, notice="full"
     )
     assert details(progress) == ["12 tokens/s", "25% of the prompts cached", "2 failed", "40s left", "full"]
+
+
+def test_a_problem_that_comes_and_goes_is_one_line_until_the_next_line_is_due(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with show_progress("out.jsonl") as show:
+        for n in range(20):
+            show(BulkProgress(run_id="r", rows_done=n, rows_total=20, notice=f"full: {n} jobs wait" if n % 2 else None))
+        show(BulkProgress(run_id="r", rows_done=20, rows_total=20, state=BulkState.COMPLETED))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("/")[0] for line in lines] == ["llamaq: 0", "llamaq: 1", "llamaq: 20"]
+    assert "full: 1 jobs wait" in lines[1]

@@ -49,6 +49,9 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
                 assert REDIS_USED_MEMORY not in samples.values, "this user has no permission for INFO"
                 with pytest.raises(NotDurable):  # the server has no replica
                     client.submit("x", max_tokens=1, durable=1)
+            refused = [entry for entry in admin.acl_log() if entry["username"] == name]
+            objects = {entry["object"] for entry in refused if "llamaq" in entry["client-info"]["name"]}
+            assert objects <= {"config", "info"}, "these commands are optional"
         finally:
             environment.end_commands()  # while the user still exists: without it, a worker cannot requeue its jobs
             admin.execute_command("ACL", "DELUSER", name)

@@ -19,6 +19,9 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
 from llamaq.producer.streaming import pubsub_connection
 
+FORCE_AFTER_S = 2.0
+"""Signals within this time after the first one are ignored: the run cancels its jobs first, also if Ctrl-C is pressed
+twice."""
 _REASONS = {
     BulkState.STOPPED: "the run was stopped: start the same command again to continue it",
     BulkState.DEADLINE: "the run reached its deadline: start the same command with a later --deadline to continue it",
@@ -70,13 +73,13 @@ def run_here(
 
 
 async def _execute(run: BulkRun, client: AsyncClient) -> BulkProgress:
-    """Execute the run. The first SIGINT or SIGTERM stops it, the second ends the process."""
+    """Execute the run. The first SIGINT or SIGTERM stops it, a later one ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
         stop.set()
-        loop.remove_signal_handler(number)
+        loop.call_later(FORCE_AFTER_S, loop.remove_signal_handler, number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from llamaq.cli import views
 from llamaq.producer.bulk import BulkProgress, BulkState
@@ -27,8 +27,7 @@ def show_progress(name: str) -> Iterator[Callable[[BulkProgress], None]]:
     if not console.is_terminal:
         yield _Lines().show
         return
-    texts = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
-    columns = (SpinnerColumn(), texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
+    columns = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[note]}")
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=None, note="")
 
@@ -40,18 +39,19 @@ def show_progress(name: str) -> Iterator[Callable[[BulkProgress], None]]:
 
 
 class _Lines:
-    """Prints a line at the start, at the end, when there is a problem, and otherwise every few seconds."""
+    """Prints a line at the start, at the end, at a problem, and otherwise every `LINE_S` seconds."""
 
     def __init__(self) -> None:
         self._shown_s: float | None = None
-        self._notice: str | None = None
+        self._has_notice = False
 
     def show(self, progress: BulkProgress) -> None:
         """Print the progress if a line is due."""
         now_s = time.monotonic()
         is_due = self._shown_s is None or now_s - self._shown_s >= LINE_S
-        if is_due or progress.state is not BulkState.RUNNING or progress.notice != self._notice:
-            self._shown_s, self._notice = now_s, progress.notice
+        has_notice = progress.notice is not None
+        if is_due or progress.state is not BulkState.RUNNING or (has_notice and not self._has_notice):
+            self._shown_s, self._has_notice = now_s, has_notice
             rows = f"{progress.rows_done}/{progress.rows_total} rows"
             with suppress(OSError):  # a full disk for the progress must not end the run
                 views.notice(", ".join([rows, *details(progress)]))

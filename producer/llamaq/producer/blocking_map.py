@@ -25,16 +25,9 @@ def blocking_map(
     raise_errors: bool,
     **options: Any,
 ) -> Generator[MappedResult | RequestFailed, None, None]:
-    """Compute the requests and yield their results, as `AsyncClient.map` documents it.
+    """Compute the requests and yield their results. `AsyncClient.map` documents the arguments.
 
-    Args:
-        portal: The portal of the client.
-        requests: An iterator runs in the thread of the caller, an asynchronous one in that of the client.
-        ordered: See `AsyncClient.map`.
-        window: See `AsyncClient.map`.
-        resume: See `AsyncClient.map`.
-        raise_errors: See `AsyncClient.map`.
-        **options: See `AsyncClient.map`.
+    An iterator of requests runs in the thread of the caller, an asynchronous one in that of the client.
     """
     if isinstance(requests, AsyncIterable):
         yield from portal.iterate(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
+from redis.asyncio import Connection, Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests.support.ports import HOST, reserve_ports
@@ -23,7 +23,7 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_types import JobFlush
-from llamaq.common.redis.connect import RETRY_S, connect, make_connection
+from llamaq.common.redis.connect import RETRY_S, connect, make_connection, robust_connection
 from llamaq.common.redis.retry import retry_until_deadline
 from llamaq.worker.testing import ManualClock
 
@@ -45,6 +45,16 @@ async def test_a_command_is_sent_without_another_task(redis_url: str) -> None:
         loop.set_task_factory(None)
     assert not tasks
     await redis.aclose()
+
+
+async def test_a_connection_of_redis_py_6_4_is_closed() -> None:
+    class OldConnection(Connection):
+        async def disconnect(self, nowait: bool = False) -> None:  # type: ignore[override]
+            self.has_waited = not nowait
+
+    connection = robust_connection(OldConnection)()
+    await connection.disconnect()
+    assert connection.has_waited
 
 
 async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connection() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.support.bulk_runs import EXPECTED, Rows, served_client, serving, text
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkState, drop_errors, execute, execution
 from llamaq.producer.streaming import poll_schedule
+from llamaq.producer.testing import FakeWorker
 
 
 async def test_each_row_is_answered_in_the_form_of_its_request(redis_url: str, queue: str, tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ async def test_a_cancelled_job_of_an_earlier_process_is_computed_again(redis_url
 
 
 async def test_jobs_that_redis_has_lost_are_submitted_again(
-    redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(poll_schedule, "WAITING_SILENCE_S", 0.2)  # a lost job is noticed by a look at its hash
     async with AsyncClient(redis_url, queue) as client:
@@ -97,6 +99,7 @@ async def test_jobs_that_redis_has_lost_are_submitted_again(
         async with serving(client):
             await running
     assert sorted(texts(rows.answers())) == EXPECTED
+    assert not caplog.text  # a warning for each job would fill the terminal
 
 
 async def test_a_full_queue_slows_the_run_down_and_fails_no_row(redis_url: str, queue: str, rows: Rows) -> None:
@@ -106,8 +109,9 @@ async def test_a_full_queue_slows_the_run_down_and_fails_no_row(redis_url: str, 
     assert (progress.rows_failed, sorted(texts(rows.answers()))) == (0, EXPECTED)
 
 
-async def test_the_progress_tells_that_no_worker_serves_the_queue(
-    redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", ["open", "paused"])
+async def test_the_progress_tells_that_no_worker_serves_the_queue_or_that_it_is_paused(
+    redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setattr(execution, "SILENCE_S", 0.0)
     stop, notices = asyncio.Event(), []
@@ -117,9 +121,14 @@ async def test_the_progress_tells_that_no_worker_serves_the_queue(
         if progress.notice:
             stop.set()
 
-    async with AsyncClient(redis_url, queue) as client:
+    async with AsyncClient(redis_url, queue) as client, AsyncExitStack() as exits:
+        if mode == "paused":
+            await client.pause()
+            worker = await exits.enter_async_context(FakeWorker(redis_url, queue))
+            await worker.announce()
         await execute(rows.run, client, on_progress=stop_at_notice, stop=stop)
-    assert any(notice and notice.startswith("no worker serves") for notice in notices)
+    expected = {"open": "no worker serves", "paused": f"queue '{queue}' is paused"}
+    assert any(notice and notice.startswith(expected[mode]) for notice in notices)
 
 
 async def test_a_run_stops_after_too_many_errors_and_at_its_deadline(

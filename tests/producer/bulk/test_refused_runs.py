@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +13,15 @@ from tests.support.bulk_runs import Rows, served_client
 
 from llamaq.common.errors import BulkRunBusy, BulkRunRefused
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkProgress, BulkState, described_file, execute
+from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, described_file, execute, output_files
 from llamaq.producer.bulk.execution import OnProgress
+from llamaq.producer.bulk.output_files import (
+    StoredRun,
+    open_output,
+    prepare_description,
+    read_stored_run,
+    write_stored_run,
+)
 
 Change = Callable[[list[str]], list[str]]
 """Returns the new lines of an input file."""
@@ -76,6 +85,43 @@ async def test_a_run_of_another_input_or_with_other_parameters_is_refused(
             with pytest.raises(BulkRunRefused, match="is not of a bulk run"):
                 await execute(rows.with_fields(output=foreign), client)
             assert foreign.read_text() == "{}\n"
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_process(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(BulkRunRefused, match="cannot be written: No locks available"), open_output(rows.run):
+        pass
+
+
+def test_a_refused_run_creates_no_file(rows: Rows, tmp_path: Path) -> None:
+    not_utf_8, foreign = tmp_path / "in.csv", tmp_path / "foreign.csv"
+    not_utf_8.write_bytes(b"prompt\n\xff\n")
+    foreign.write_text("1,2\n")
+    before = sorted(tmp_path.iterdir())
+    for fields in ({"input": not_utf_8}, {"output": foreign}, {"errors": foreign}):
+        with pytest.raises(BulkRunRefused), open_output(rows.with_fields(**fields)):
+            pass
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_that_begins_while_another_process_reads_its_input_is_not_mixed_with_it(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = prepare_description(rows.with_fields(run_id="other"))
+
+    def read_while_other_begins(run: BulkRun) -> StoredRun:
+        write_stored_run(run.output, other)
+        return StoredRun(run=run, input=other.input)
+
+    monkeypatch.setattr(output_files, "prepare_description", read_while_other_begins)
+    with pytest.raises(BulkRunRefused, match="was begun with other values of run_id"), open_output(rows.run):
+        pass
+    assert read_stored_run(rows.output) == other
 
 
 def replace_prompts(lines: list[str]) -> list[str]:

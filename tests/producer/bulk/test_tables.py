@@ -221,6 +221,15 @@ async def test_tables_are_read_and_written(redis_url: str, queue: str, tmp_path:
     ]
 
 
+def test_a_column_of_maps_has_objects(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "in.parquet"
+    metadata = arrow.array([{"user": "a"}, None], arrow.map_(arrow.string(), arrow.string()))
+    parquet.write_table(arrow.table({"prompt": ["x", "y"], "metadata": metadata}), path)
+    records = [record for _, record in read_records(path, take_fingerprint(path), FinishedRows(), 1000)]
+    assert records == [{"prompt": "x", "metadata": {"user": "a"}}, {"prompt": "y", "metadata": None}]
+
+
 def _write_table(path: Path, records: list[dict[str, Any]]) -> None:
     if path.suffix == ".csv":
         lines = ["id,prompt,max_tokens,note", *(",".join(str(value) for value in row.values()) for row in records)]

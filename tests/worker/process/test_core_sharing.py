@@ -151,6 +151,25 @@ def test_the_thread_announces_and_withdraws(prefix: str, monkeypatch: pytest.Mon
         wait_until(lambda: observer.n_others() == 0, "its end, after some checks without work")
 
 
+def test_an_idle_worker_looks_for_others_once_in_twenty_checks(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CountingAnnouncement(Announcement):
+        n_looks = 0
+
+        def n_others(self) -> int:
+            self.n_looks += 1
+            return super().n_others()
+
+    def count_ticks() -> int:
+        calls.append("in each check, and in each skipped one")
+        return 0
+
+    monkeypatch.setattr(core_sharing, "CHECK_EVERY_S", 0.001)
+    announcement, calls = CountingAnnouncement(CPUS, prefix), list[str]()
+    with CoreSharing(announcement, EngineThread(), lambda _: None, count_ticks=count_ticks, n_cores=8):
+        wait_until(lambda: len(calls) > 200, "some checks")
+    assert 0 < announcement.n_looks <= len(calls) / 20
+
+
 @pytest.mark.starts_processes
 def test_the_announcement_of_a_worker_ends_with_its_process(prefix: str) -> None:
     observer = Announcement(CPUS, prefix)

@@ -16,6 +16,7 @@ from tests.support.tick_loop_rig import idle_tick_loop
 from tests.support.worker_cards import make_card
 
 from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.producer import Client, JobFailed
 from llamaq.worker.broker.outbox import Outbox
@@ -69,6 +70,24 @@ def test_a_worker_that_is_stopped_before_its_thread_runs_does_not_wait_for_redis
     has_ended = not starting.is_alive()
     io_thread.close()
     assert has_ended
+    assert io_thread.error is None
+
+
+def test_a_worker_waits_beside_a_job_stream_of_another_type_and_names_its_key(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = Keys().jobs(queue, 0, Priority.INTERACTIVE)
+    io_thread = io_thread_of(redis_url, queue)
+    with redis.Redis.from_url(redis_url) as server:
+        server.set(stream, "of another program")
+        starting = threading.Thread(target=io_thread.start, daemon=True)
+        starting.start()
+        wait_until(lambda: f"{stream} is not a stream" in caplog.text or not starting.is_alive(), "the warning")
+        assert starting.is_alive()
+        server.delete(stream)
+        starting.join(SOON_S)
+        assert server.xinfo_groups(stream)
+    io_thread.close()
     assert io_thread.error is None
 
 

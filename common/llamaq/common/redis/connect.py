@@ -148,9 +148,9 @@ def robust_connection(kind: type[C]) -> type[C]:
                 await _prepare_to_send(self, check_health)
                 await _send(self, command)
 
-        async def disconnect(self, nowait: bool = False, error: Exception | None = None, **kwargs: Any) -> None:
+        async def disconnect(self, nowait: bool = False, **kwargs: Any) -> None:
             # After an error, do not wait until a server that does not answer has received the rest of the data.
-            await super().disconnect(nowait=nowait or error is not None, error=error, **kwargs)
+            await super().disconnect(nowait=nowait or kwargs.get("error") is not None, **kwargs)
 
         def note_timeout(self) -> None:
             """Let all older connections reconnect before their next use."""

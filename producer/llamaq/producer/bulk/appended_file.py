@@ -37,10 +37,11 @@ class AppendedFile:
         with refusing_to_write(path):
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as exc:
-                raise BulkRunBusy(f"{path}: another process executes this run") from exc
+            with refusing_to_write(path):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as exc:
+                    raise BulkRunBusy(f"{path}: another process executes this run") from exc
             yield cls(path, descriptor)
         finally:
             os.close(descriptor)

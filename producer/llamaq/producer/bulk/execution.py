@@ -31,6 +31,7 @@ from llamaq.common.errors import (
 )
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.producer.bulk.input_file import UnreadRow
 from llamaq.producer.bulk.input_row import Row, read_row, row_key, unread_row
 from llamaq.producer.bulk.meter import Meter
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1
 """Longest time until a stop, a deadline or the end of the input is noticed."""
 REPORT_S = 0.5
-"""Time between two reports of the progress."""
+"""Time between two reports."""
 SILENCE_S = 5.0
 """If no row ends within this time, the run checks whether a worker serves the queue."""
 LONGEST_PAUSE_S = 5.0
@@ -120,9 +121,8 @@ class Execution:
             read: Returns the row of a record. It is called again later if it needs a worker and none has replied.
             decide: Returns the job options of a row, given the options that the row and the run ask for. None: the
                 given options are used.
-            keeps_jobs: Whether jobs continue if the execution is interrupted, because another process continues the
-                run. False: they are cancelled. The other process may have another version, which submits other requests
-                for the same rows. The jobs of a run that has stopped are always cancelled.
+            keeps_jobs: Whether jobs continue if the execution is interrupted, because another process, perhaps of
+                another version, continues the run. The jobs of a run that has stopped are always cancelled.
         """
         self._run = run
         self._client = client
@@ -232,9 +232,13 @@ class Execution:
         return written
 
     async def _find_problem(self) -> str | None:
-        """Return a message if no worker serves the queue. None: a worker does, or Redis does not answer."""
-        with suppress(RedisError, OSError):
-            return None if await self._client.workers() else str(NoWorker(self._client.queue))
+        """Return a message if no worker serves the queue, or if it is paused. None: no problem was found."""
+        queue = self._client.queue
+        with suppress(LlamaqError, RedisError, OSError):
+            if not await self._client.workers():
+                return str(NoWorker(queue))
+            if (await self._client.queue_depth()).mode is QueueMode.PAUSED:
+                return f"queue {queue!r} is paused; continue with: llamaq resume --queue {queue}"
         return None
 
     def _state(self, window: Window, reading: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> BulkState:
@@ -359,11 +363,7 @@ class Execution:
         options: Any = {**self._options, **translate(values)}
         if self._decide is not None:
             options = self._decide(options)
-        options |= {
-            "priority": self._run.priority,
-            "stream": False,
-            "idempotency_key": key,
-        }
+        options |= {"priority": self._run.priority, "stream": False, "idempotency_key": key}
         request = await build_request(options)
         if request.has_random_seed:
             digest = sha256(key.encode()).digest()

@@ -221,7 +221,7 @@ def _read_parquet(opened: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
     columns = [name for name in file.schema_arrow.names if name in TABLE_COLUMNS]
     number = 0
     for batch in file.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=columns):
-        for record in batch.to_pylist():
+        for record in batch.to_pylist(maps_as_pydicts="lossy"):
             number += 1
             if number not in finished:
                 yield number, record

@@ -9,9 +9,9 @@ from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.producer.bulk.run_description import BulkProgress, BulkState
 
 RATE_S = 60.0
-"""Rates are means over the last time of this length."""
+"""Rates are means over this time."""
 ETA_AFTER_S = 1.0
-"""The time that remains is estimated from rows of at least this time."""
+"""The time that remains is estimated after this time."""
 
 
 class Meter:

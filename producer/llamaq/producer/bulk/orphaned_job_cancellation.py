@@ -24,9 +24,8 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
     Args:
         client: A client of the run's queue.
         run_id: The name of the run.
-        n_rows: The number of rows of the run. None: the number is not known, because no progress was stored so far.
-            The numbers of rows may be larger, because they are those of lines, and blank lines are no rows. So the
-            search ends when Redis has no job for a thousand consecutive numbers after `n_rows`.
+        n_rows: The number of rows of the run, if it is known. The numbers of rows may be larger, because blank lines
+            are no rows. So the search ends when Redis has no job for a thousand consecutive numbers after `n_rows`.
 
     Raises:
         RedisError: Redis is unreachable.

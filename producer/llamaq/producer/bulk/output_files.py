@@ -83,7 +83,7 @@ def write_stored_run(output: Path, stored: StoredRun) -> None:
 
 
 def prepare_description(run: BulkRun) -> StoredRun:
-    """Return the description of the run, and write it if the run is new. It reads the whole input file of a new run.
+    """Return the description of the run. It reads the whole input file of a new run, and writes no file.
 
     Raises:
         BulkRunRefused: The input cannot be read, or the output is of another run.
@@ -103,9 +103,7 @@ def prepare_description(run: BulkRun) -> StoredRun:
                 f"{full[0]} exists and is not of a bulk run into {run.output}: name another file (-o, --errors), or "
                 "delete it"
             )
-        stored = StoredRun(run=run, input=fingerprint)
-        write_stored_run(run.output, stored)
-        return stored
+        return StoredRun(run=run, input=fingerprint)
     _check_same(run, stored, fingerprint)
     return stored
 
@@ -209,10 +207,14 @@ def open_output(run: BulkRun) -> Iterator[OutputFiles]:
         raise BulkRunRefused(f"{run.input}: {reason}")
     if "parquet" in (file_format(run.input), file_format(run.output)):
         pyarrow_module("pyarrow.parquet")  # raises before anything is computed
+    stored = prepare_description(run)  # before the files are opened: a run that is refused creates none
     with ExitStack() as exits:
         paths = (rows_file(run.output), run.error_file)
         answers, errors = (exits.enter_context(AppendedFile.open(path)) for path in paths)
-        stored = prepare_description(run)
+        if (begun := read_stored_run(run.output)) is None:
+            write_stored_run(run.output, stored)
+        else:  # perhaps by another process since then
+            _check_same(run, begun, stored.input)
         yield OutputFiles(run, stored, answers, errors)
 
 

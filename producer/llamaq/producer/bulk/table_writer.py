@@ -52,9 +52,13 @@ def _record(answer: dict[str, Any]) -> dict[str, Any]:
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],
         "seed": answer["seed"],
-        "metadata": json.dumps(answer["metadata"]) if "metadata" in answer else None,
-        "embeddings": json.dumps(answer["embeddings"]) if "embeddings" in answer else None,
+        "metadata": _as_json(answer.get("metadata")),
+        "embeddings": _as_json(answer.get("embeddings")),
     }
+
+
+def _as_json(value: object) -> str | None:
+    return None if value is None else json.dumps(value)
 
 
 def _write_csv(records: Iterator[dict[str, Any]], path: Path) -> None:
@@ -62,8 +66,7 @@ def _write_csv(records: Iterator[dict[str, Any]], path: Path) -> None:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for record in records:
-            tokens = record["tokens"]
-            writer.writerow(record | {"tokens": None if tokens is None else json.dumps(tokens)})
+            writer.writerow(record | {"tokens": _as_json(record["tokens"])})
 
 
 def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from contextlib import aclosing
 from typing import Any, Literal, Unpack, overload
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -83,7 +84,7 @@ class MapCall(ClientCalls):
         """
         check_list("requests", requests)
         computed = RequestMap(self.connection, options, ordered=ordered, window=window, resume=resume)
-        async with computed:
+        async with aclosing(await computed.open()):
             reading = asyncio.create_task(computed.read(requests))
             waiting: asyncio.Task[list[MappedResult | RequestFailed]] | None = None
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from pydantic import Field
@@ -35,10 +34,7 @@ class MappedResult(Result):
 
 
 class RequestMap:
-    """Computes requests in a window of jobs, and returns their results in the order of the requests or of their ends.
-
-    At the end of the context, jobs that have not ended are cancelled.
-    """
+    """Computes requests in a window of jobs, and returns their results in the order of the requests or their ends."""
 
     def __init__(
         self,
@@ -98,15 +94,7 @@ class RequestMap:
         """Cancel the jobs that have not ended."""
         if self._window is not None:
             window, self._window = self._window, None
-            await window.__aexit__(None, None, None)
-
-    async def __aenter__(self) -> Self:
-        return await self.open()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
+            await window.aclose()
 
     @property
     def room(self) -> int:

@@ -270,7 +270,7 @@ class JobWindow(Generic[T]):
     def _end(self, job: WindowJob[T], outcome: Outcome) -> None:
         """Pass on the outcome of a job, or submit its request again."""
         if isinstance(outcome, JobNotFound):
-            log.warning("window.job_lost id=%s: it is submitted again", job.job_id)
+            log.info("window.job_lost id=%s: it is submitted again", job.job_id)
             job.forget()
             self._waiting.put_back([job])
         elif job.must_replace(outcome) or (self._replaces_conflicts and isinstance(outcome, IdempotencyConflict)):
@@ -283,7 +283,7 @@ class JobWindow(Generic[T]):
         self._has_end.set()
 
     async def _cancel(self, job_ids: list[str]) -> None:
-        """Cancel jobs. An error ends this silently: the caller has an outcome or an error already."""
+        """Cancel jobs. An error is logged: the caller has an outcome or an error already."""
         for start in range(0, len(job_ids), CANCELS_AT_ONCE):
             some = job_ids[start : start + CANCELS_AT_ONCE]
             replies = await asyncio.gather(

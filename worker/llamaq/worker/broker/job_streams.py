@@ -122,6 +122,9 @@ class JobStreams:
         try:
             await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
         except ResponseError as exc:
+            if "WRONGTYPE" in str(exc):
+                problem = f"WRONGTYPE: {stream} is not a stream, so no program of llamaq wrote it: rename or delete it"
+                raise ResponseError(problem) from exc
             if "BUSYGROUP" not in str(exc):
                 raise
 

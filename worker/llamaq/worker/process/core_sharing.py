@@ -35,6 +35,8 @@ CHECK_EVERY_S = 0.05
 IDLE_CHECKS = 40
 """A worker gives its cores to the others after this many checks without work. Fewer would change the number of threads
 between jobs that follow each other closely."""
+SKIPPED_CHECKS = 19
+"""An idle worker skips this number of checks after each one, because most of its processor time would go into them."""
 UNIX_SOCKETS = Path("/proc/net/unix")
 """Lists the Unix sockets of this host, one in a line. An abstract name is shown with a leading `@`."""
 NAME_PREFIX = "llamaq.computing/"
@@ -139,9 +141,19 @@ class CoreSharing:
         self._announcement.set_computing(False)
 
     def _run(self) -> None:
+        n_skipped = 0
         while not self._has_ended.wait(CHECK_EVERY_S):
+            if self._stays_idle() and n_skipped < SKIPPED_CHECKS:
+                n_skipped += 1
+                continue
+            n_skipped = 0
             with suppress(OSError):  # e.g. no file descriptor is free at the moment
                 self.check()
+
+    def _stays_idle(self) -> bool:
+        """Return whether this worker does not compute, and has had no work since the last check."""
+        is_idle = self._engine_thread.is_idle and self._count_ticks() == self._n_ticks
+        return is_idle and self._n_idle_checks >= IDLE_CHECKS
 
     def check(self) -> None:
         """Announce whether this worker computes, and take its share of the cores.

@@ -162,13 +162,12 @@ class IoThread:
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
                 services = self._broker.make_services(access, flush_connection, self._executor, self._stop_by_itself)
-                await services.job_claims.open()
                 await self._run_services(services)
         finally:
             await redis.aclose()
 
     async def _wait_for_queue(self, access: QueueAccess) -> bool:
-        """Wait until Redis answers, and join the queue. Returns False if the worker was stopped before that.
+        """Wait until Redis lets this worker join the queue. Returns False if the worker was stopped before that.
 
         Raises:
             InvalidSettings: The settings of the queue do not allow this worker.
@@ -178,6 +177,7 @@ class IoThread:
             try:
                 await access.redis.ping()
                 await access.membership.join()
+                await access.job_claims.open()
             except RedisError as exc:
                 outage.record_failure(exc)
                 await asyncio.sleep(CONNECT_EVERY_S)
