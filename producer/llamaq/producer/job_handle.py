@@ -85,8 +85,6 @@ class AsyncJob:
     async def position(self) -> int | None:
         """Return how many jobs get a slot before this waiting job. `status().position` is the same number.
 
-        The call is one short script in Redis, so it may be repeated for many jobs.
-
         Returns:
             The number. None: the job is not due, has a slot, has ended or does not exist.
         """
@@ -158,7 +156,7 @@ class AsyncJob:
         Yields:
             The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
             A job submitted with `prompt_progress=True` also yields chunks with `progress` while its prompt is computed;
-            a call that begins later misses those before it. `client.stream` listens before it submits the job.
+            a call that begins later misses those before it.
 
         Raises:
             ResultTimeout: No chunk arrived in time. The job is not cancelled.

@@ -56,9 +56,8 @@ class MapCall(ClientCalls):
             async for result in client.map({"prompt": text, "max_tokens": 64} for text in texts):
                 print(result.index, result.text)
 
-        A request is read when an earlier one has ended, so `requests` may be endless. Requests that share a prefix are
-        submitted one after the other. A full queue, a full Redis and a Redis that does not answer slow the call down:
-        it has no timeout.
+        A request is read when an earlier one has ended, so `requests` may be endless. A full queue, a full Redis and a
+        Redis that does not answer slow the call down: it has no timeout.
 
         Args:
             requests: Text prompts, or mappings with the arguments of `submit`. A generator runs in the thread of the

@@ -59,8 +59,7 @@ class SlotCalls(ClientCalls):
     ) -> SlotFile:
         """Load a saved state into an idle slot, and into the worker's prefix cache.
 
-        If the prompt of a later job begins with the same tokens and the job has the same cache salt, it reuses their KV
-        cells.
+        Later jobs with the same beginning and cache salt reuse its KV cells.
 
         Args:
             slot: The index of the slot, from 0 on.
