@@ -267,7 +267,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
             QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
             NotDurable: Fewer than `durable` replicas have confirmed the job. The job was submitted; `job_id` is its id.
-            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
+            ResultTimeout: Redis has not answered in time. It may have the job.
         """
         request = await build_request(options, prompt=prompt, tokens=tokens, messages=messages)
         return await submission.submit(self.connection, request, durable=durable)
@@ -291,7 +291,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
                 `__cause__` is a `NotDurable` if too few replicas have confirmed the submitted jobs.
             NotDurable: Fewer than `durable` replicas have confirmed the jobs. The jobs were submitted; `job_ids` are
                 their ids.
-            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
+            ResultTimeout: Redis has not answered in time. It may have some of the jobs.
         """
         return await submit_many.submit_many(self.connection, jobs, durable)
 

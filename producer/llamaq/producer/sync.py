@@ -241,7 +241,7 @@ class Client(BlockingClient):
             QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
             NotDurable: Fewer than `durable` replicas have confirmed the job. The job was submitted; `job_id` is its id.
-            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
+            ResultTimeout: Redis has not answered in time. It may have the job.
         """
         job = self._call(
             lambda client: client.submit(prompt, tokens=tokens, messages=messages, durable=durable, **options)
@@ -267,7 +267,7 @@ class Client(BlockingClient):
                 `__cause__` is a `NotDurable` if too few replicas have confirmed the submitted jobs.
             NotDurable: Fewer than `durable` replicas have confirmed the jobs. The jobs were submitted; `job_ids` are
                 their ids.
-            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
+            ResultTimeout: Redis has not answered in time. It may have some of the jobs.
         """
         return tuple(
             Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)
@@ -344,8 +344,8 @@ class Client(BlockingClient):
 
         Args:
             requests: Text prompts, or mappings with the arguments of `submit`. A generator runs in the thread of the
-                caller, and may use a blocking client there. Results that are ready wait until it yields a request. In
-                asyncio it must not block; an asynchronous one may wait, and delays no result.
+                caller. Results that are ready wait until it yields a request. In asyncio it must not block; an
+                asynchronous one may wait, and delays no result.
             ordered: Whether the results have the order of the requests. False: the order in which the jobs end.
             window: Largest number of jobs in the queue. None: 4 for each slot of the queue's workers, at least 256.
             resume: A name for these requests. If the process dies, the same call with the same name and requests
@@ -436,7 +436,7 @@ class Client(BlockingClient):
     ) -> tuple[str, ...]:
         """Cancel the waiting jobs of the queue that match all arguments. Without arguments, cancel all waiting jobs.
 
-        Each job finishes with the reason `cancelled`, which its readers receive. Running jobs continue.
+        Each job finishes with the reason `cancelled`, which its readers receive.
 
         Args:
             priority: Only jobs of this priority. None: all.
@@ -447,7 +447,7 @@ class Client(BlockingClient):
             dry_run: If true, cancel nothing, and return the matching jobs.
 
         Returns:
-            The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.
+            The ids of the cancelled jobs, or of the matching jobs.
         """
         return self._call(
             lambda client: client.purge(
@@ -466,8 +466,7 @@ class Client(BlockingClient):
     def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Return the dead letters of the queue, newest first.
 
-        A dead letter is a job that crashed several workers in a row, failed after its last retry, or is damaged. It can
-        also be a stream entry that is not a job.
+        A dead letter is a job that crashed several workers in a row, failed after its last retry, or is damaged.
         """
         return self._call(lambda client: client.dead_letters())
 
@@ -486,8 +485,8 @@ class Client(BlockingClient):
     def retry_dead_letter(self, letter_id: str) -> Job:
         """Submit the job of a dead letter again as a new job, and remove the letter.
 
-        The new job starts from its prompt, with the same request, seed and metadata. The idempotency key stays with
-        the old job. Concurrent retries of one letter return the same new job.
+        The new job has the same request, seed and metadata, and no idempotency key. Concurrent retries return the same
+        job.
 
         Args:
             letter_id: The `id` of a dead letter, in any queue.
@@ -572,7 +571,7 @@ class Client(BlockingClient):
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            The name and size of the saved state.
+            Its name and size.
 
         Raises:
             LlamaqError: The same errors as `save_slot`.
@@ -628,9 +627,6 @@ class Client(BlockingClient):
                 `{"type": "function", "function": {"name": NAME}}`: it must call a tool, or this tool.
             parallel_tool_calls: Whether further calls may follow a required call.
             **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
-
-        Returns:
-            The object. Its `options` are the job options for the chat, and its methods split the answer.
 
         Raises:
             InvalidRequest: An argument is not valid.
@@ -696,7 +692,7 @@ class Client(BlockingClient):
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            The text of the prompt, which ends where the answer begins.
+            The text of the prompt.
 
         Raises:
             InvalidRequest: The model has no chat template, or the template refuses the messages.

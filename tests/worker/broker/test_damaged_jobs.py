@@ -126,7 +126,7 @@ async def test_a_job_with_damaged_data_fails_once_and_is_a_dead_letter(
     ],
     ids=["large count", "negative count", "large seed", "infinite seed"],
 )
-async def test_the_stats_of_a_damaged_job_can_be_stored(redis_url: str, queue: str, fields: dict[str, Any]) -> None:
+async def test_the_stats_of_a_damaged_job_can_be_stored(redis_url: str, queue: str, fields: Any) -> None:
     """A number that msgpack cannot encode ended the worker."""
     async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
         ended: list[EndedJob] = []

@@ -61,8 +61,8 @@ class MapCall(ClientCalls):
 
         Args:
             requests: Text prompts, or mappings with the arguments of `submit`. A generator runs in the thread of the
-                caller, and may use a blocking client there. Results that are ready wait until it yields a request. In
-                asyncio it must not block; an asynchronous one may wait, and delays no result.
+                caller. Results that are ready wait until it yields a request. In asyncio it must not block; an
+                asynchronous one may wait, and delays no result.
             ordered: Whether the results have the order of the requests. False: the order in which the jobs end.
             window: Largest number of jobs in the queue. None: 4 for each slot of the queue's workers, at least 256.
             resume: A name for these requests. If the process dies, the same call with the same name and requests

@@ -92,7 +92,7 @@ class QueueCalls(ClientCalls):
     ) -> tuple[str, ...]:
         """Cancel the waiting jobs of the queue that match all arguments. Without arguments, cancel all waiting jobs.
 
-        Each job finishes with the reason `cancelled`, which its readers receive. Running jobs continue.
+        Each job finishes with the reason `cancelled`, which its readers receive.
 
         Args:
             priority: Only jobs of this priority. None: all.
@@ -103,7 +103,7 @@ class QueueCalls(ClientCalls):
             dry_run: If true, cancel nothing, and return the matching jobs.
 
         Returns:
-            The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.
+            The ids of the cancelled jobs, or of the matching jobs.
         """
         wanted = job_list.build_filter(JobState.QUEUED, priority, older_than_s, metadata, tenant)
         return await job_list.purge(self.connection, wanted, dry_run=dry_run)

@@ -68,7 +68,7 @@ class SlotCalls(ClientCalls):
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            The name and size of the saved state.
+            Its name and size.
 
         Raises:
             LlamaqError: The same errors as `save_slot`.

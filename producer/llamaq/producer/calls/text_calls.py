@@ -46,9 +46,6 @@ class TextCalls(QueueCalls):
             parallel_tool_calls: Whether further calls may follow a required call.
             **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
 
-        Returns:
-            The object. Its `options` are the job options for the chat, and its methods split the answer.
-
         Raises:
             InvalidRequest: An argument is not valid.
             NoWorker: No worker serves the queue.
@@ -111,7 +108,7 @@ class TextCalls(QueueCalls):
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            The text of the prompt, which ends where the answer begins.
+            The text of the prompt.
 
         Raises:
             InvalidRequest: The model has no chat template, or the template refuses the messages.
