@@ -17,9 +17,6 @@ class SlotCalls(ClientCalls):
             worker: The id of one worker. None: all workers of the queue.
             timeout: Longest wait for the replies in seconds. None: the client's `timeout_s`.
 
-        Returns:
-            One object for each worker.
-
         Raises:
             NoWorker: No worker serves the queue.
             InvalidRequest: `worker` does not serve the queue.
