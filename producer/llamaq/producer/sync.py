@@ -848,7 +848,7 @@ class Job(BlockingJob):
     def stream(self, *, timeout: float | None = None) -> Generator[Chunk, None, None]:
         """Yield all chunks of the job from its first token on, even if the job started or finished before this call.
 
-        Several readers may stream one job. Closing the iterator early does not cancel the job.
+        Closing the iterator early does not cancel the job.
 
         Args:
             timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
