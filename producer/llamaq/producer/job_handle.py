@@ -75,7 +75,7 @@ class AsyncJob:
     async def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
-        If the job has reached a deadline, this call ends it, also without a worker.
+        If the job has reached a deadline, this call ends it.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.
@@ -83,7 +83,7 @@ class AsyncJob:
         return await with_progress(self._connection, await read_status(self._connection, self.id))
 
     async def position(self) -> int | None:
-        """Return how many jobs get a slot before this waiting job. `status().position` is the same number.
+        """Return how many jobs get a slot before this waiting job.
 
         Returns:
             The number. None: the job is not due, has a slot, has ended or does not exist.

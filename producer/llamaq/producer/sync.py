@@ -657,7 +657,7 @@ class Client(BlockingClient):
         """Return the tokens of a chat, as a worker of the queue renders and tokenizes it.
 
         Args:
-            messages: The messages, oldest first. Special tokens in their contents are treated as text.
+            messages: The messages, oldest first.
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
@@ -785,7 +785,7 @@ class Job(BlockingJob):
     def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
-        If the job has reached a deadline, this call ends it, also without a worker.
+        If the job has reached a deadline, this call ends it.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.
@@ -793,7 +793,7 @@ class Job(BlockingJob):
         return self._call(lambda job: job.status())
 
     def position(self) -> int | None:
-        """Return how many jobs get a slot before this waiting job. `status().position` is the same number.
+        """Return how many jobs get a slot before this waiting job.
 
         Returns:
             The number. None: the job is not due, has a slot, has ended or does not exist.

@@ -75,7 +75,7 @@ class TextCalls(QueueCalls):
         """Return the tokens of a chat, as a worker of the queue renders and tokenizes it.
 
         Args:
-            messages: The messages, oldest first. Special tokens in their contents are treated as text.
+            messages: The messages, oldest first.
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
