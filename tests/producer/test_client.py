@@ -457,3 +457,17 @@ async def test_a_result_that_another_version_wrote_is_a_protocol_error_not_a_cra
         await client.redis.hset(client.keys.of_job(job.id).job, "output", b"\xc1")
         with pytest.raises(ProtocolError):
             await job.result()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("status", "junk"), ("attempt", "1e999"), ("worker", b"\xff"), ("submitted_ms", "x"), ("finish_reason", "junk")],
+)
+async def test_the_status_of_a_job_with_a_damaged_hash_is_an_error_that_says_so(
+    redis_url: str, queue: str, field: str, value: Any
+) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        job = await client.submit("hello")
+        await client.redis.hset(client.keys.of_job(job.id).job, field, value)
+        with pytest.raises(ProtocolError, match="hash"):
+            await job.status()

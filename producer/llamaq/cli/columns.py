@@ -10,6 +10,13 @@ import typer
 from rich.cells import cell_len
 
 GAP = "  "
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *range(127, 160))}
+"""Maps each control character except the tab to its code."""
+
+
+def visible(text: str) -> str:
+    """Return a text that cannot control the terminal: any client of Redis may have written it."""
+    return text.translate(CONTROLS)
 
 
 def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]], *, missing: str) -> None:
@@ -34,10 +41,10 @@ def format_rows(names: Sequence[str], rows: Sequence[Sequence[str]], width: int 
         rows: The cells of each row.
         width: The width of the terminal. None: the output is not a terminal, so lines have any length.
     """
-    lines = [names, *rows]
+    lines = [names, *([visible(cell) for cell in row] for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     if width is not None and len(GAP.join(" " * cells for cells in widths[:-1])) > width:
-        return format_blocks(names, rows)
+        return format_blocks(names, lines[1:])
     return [GAP.join(map(_pad, line, widths)).rstrip() for line in lines]
 
 
@@ -50,7 +57,7 @@ def format_blocks(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 def show_fields(fields: Sequence[tuple[str, str]]) -> None:
     """Print the name and the value of each field in one line."""
-    names, values = zip(*fields, strict=True)
+    names, values = zip(*((name, "\n".join(map(visible, value.split("\n")))) for name, value in fields), strict=True)
     typer.echo("\n".join(format_blocks(names, [values])))
 
 

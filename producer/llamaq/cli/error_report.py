@@ -8,6 +8,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from llamaq.cli.columns import visible
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
 from llamaq.cli.http_answer_errors import ServerRefused, ServerUnreachable
 from llamaq.common.errors import (
@@ -53,7 +54,7 @@ def exit_code_of(error: LlamaqError | RedisError | OSError | UnicodeError) -> in
 
 def explain(error: LlamaqError | RedisError | OSError | UnicodeError) -> str:
     """Return an error as one line."""
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = visible(" ".join(str(error).split())) or type(error).__name__
     if not isinstance(error, RedisError):
         return line
     if isinstance(error, NotTheMaster):

@@ -200,7 +200,7 @@ async def queues_to_check(redis_url: str | None, host: str | None) -> list[str]:
             return [client.queue]
         served: Any = await client.redis.zrange(client.keys.queues(), 0, -1)
         found = []
-        for name in [name.decode() for name in served]:
+        for name in [name.decode(errors="replace") for name in served]:
             workers = await read_workers(client.redis, client.keys, name)
             if host in [worker.card.host for worker in workers]:
                 found.append(name)

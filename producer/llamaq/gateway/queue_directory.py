@@ -114,7 +114,7 @@ class QueueDirectory:
         redis, keys = self._default.redis, self._default.keys
         earliest_ms = (time.time() - FORGOTTEN_S) * 1000
         members: Any = await redis.zrangebyscore(keys.queues(), earliest_ms, "+inf")
-        names = sorted({member.decode() for member in members})
+        names = sorted({member.decode(errors="replace") for member in members})
         found = await asyncio.gather(*(read_workers(redis, keys, name) for name in names))
         await asyncio.gather(*(self._check_partitions(*used) for used in list(self._clients)))
         self._served, self._read_s = dict(zip(names, found, strict=True)), time.monotonic()

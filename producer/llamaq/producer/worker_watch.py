@@ -127,5 +127,5 @@ async def has_worker(redis: Redis, keys: Keys, queue: str) -> bool:
         return False
     async with redis.pipeline(transaction=False) as pipe:
         for member in members:
-            pipe.exists(keys.worker(member.decode()))
+            pipe.exists(keys.worker(member.decode(errors="replace")))
         return any(await pipe.execute())

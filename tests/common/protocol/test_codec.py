@@ -9,6 +9,7 @@ import msgpack
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
@@ -254,3 +255,38 @@ def test_short_and_long_outputs_are_compressed_and_read_again(n_chars: int) -> N
     data = codec.encode_output(text, [1, 2, 3])
     assert codec.decode_output(data).text == text
     assert len(data) < 60 + n_chars / 8
+
+
+N_INVALID = 20_000
+CHAT = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"messages": [{}] * N_INVALID},
+        {"messages": [{"role": "assistant", "tool_calls": [0] * N_INVALID}]},
+        {"messages": [{"role": "user", "content": "a", **{f"x{n}": 0 for n in range(N_INVALID)}}]},
+        {"messages": CHAT, "tools": [0] * N_INVALID},
+        {"tokens": [""] * N_INVALID},
+        {"embed": {"inputs": [0] * N_INVALID}},
+        {"embed": {"inputs": [[""] * N_INVALID]}},
+        {"prompt": "a", "stop": [0] * N_INVALID},
+        {"prompt": "a", "choice": [0] * N_INVALID},
+        {"prompt": "a", "samplers": [0] * N_INVALID},
+        {"prompt": "a", "dry_sequence_breakers": [0] * N_INVALID},
+        {"prompt": "a", "logit_bias": {f"x{n}": "y" for n in range(N_INVALID)}},
+        {"prompt": "a", "metadata": {"a": [b""] * N_INVALID}},
+        {"prompt": "a", "metadata": {"a": [{0: 0}] * N_INVALID}},
+        {"prompt": "a", "metadata": dict.fromkeys(range(N_INVALID))},
+        {"prompt": "a", "json_schema": {str(n): b"" for n in range(N_INVALID)}},
+        {"prompt": "a", **{f"x{n}": 0 for n in range(N_INVALID)}},
+    ],
+    ids=range(17),
+)
+def test_validation_ends_at_the_first_invalid_part(values: dict[str, Any]) -> None:
+    """Otherwise an error for each part would be collected: 4 MiB of invalid parts took 8 GB and minutes."""
+    with pytest.raises(InvalidRequest) as caught:
+        codec.build_request(values)
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__cause__.error_count() < 10

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import secrets
+import time
 from pathlib import Path
 
 import pytest
 from tests.support.redis_servers import ClusterServers
 
+from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.gateway.settings import serve_settings
 from llamaq.producer import AsyncClient, Priority
 from llamaq.producer.queries import queue_list
 from llamaq.producer.testing import FakeWorker
+from llamaq.producer.worker_watch import has_worker
 
 
 @pytest.fixture
@@ -62,3 +66,22 @@ async def test_the_queues_on_all_nodes_of_a_cluster_are_listed(tmp_path: Path) -
             assert [(queue.queue, queue.waiting) for queue in found] == [(name, 8) for name in "abcdef"]
             assert {job.job_id for job in await client.jobs()} == {job.id for job in jobs}
             assert len(await client.purge()) == 8
+
+
+async def test_names_of_other_clients_that_are_no_text_do_not_end_the_calls(redis_url: str, prefix: str) -> None:
+    """One such member ended every command of an operator, the metrics and the HTTP server."""
+    client = AsyncClient(redis_url, "served", key_prefix=prefix, require_worker=True)
+    async with client, FakeWorker(redis_url, "served", key_prefix=prefix) as worker:
+        await worker.announce()
+        now_ms = time.time() * 1000
+        await client.redis.zadd(client.keys.workers("served"), {b"\xff": now_ms})
+        await client.redis.zadd(client.keys.queues(), {b"\xff": now_ms})
+        assert await has_worker(client.redis, client.keys, "served")
+        job = await client.submit("x")
+        await client.redis.hset(client.keys.of_job(job.id).job, mapping={"tenant": b"\xff"})
+        assert [one.card.worker for one in await client.workers()] == ["fake"]
+        assert await client.redis.zscore(client.keys.workers("served"), b"\xff") is None, "it has no heartbeat"
+        assert [one.job_id for one in await client.jobs()] == [job.id]
+        directory = QueueDirectory(serve_settings(redis_url=redis_url, queue="served", key_prefix=prefix))
+        assert "served" in await directory.served()
+        await directory.aclose()

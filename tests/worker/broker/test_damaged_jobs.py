@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgpack
 import pytest
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.keys import JobKeys
+from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.producer import AsyncClient, AsyncJob, ErrorCode, JobFailed, JobState
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
@@ -112,6 +114,30 @@ async def test_a_job_with_damaged_data_fails_once_and_is_a_dead_letter(
         if damage is delete_one_event:
             assert (details.text, details.tokens) == ("a", (0,)), "the output before the missing event"
         assert await worker.redis.xlen(attempt.claim.stream) == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"generated": "9" * 400},
+        {"generated": "-5"},
+        {"generated": 4, "returned": msgpack.packb({"seed": "9" * 400, "metadata": {}})},
+        {"generated": 4, "returned": msgpack.packb({"seed": 1e300, "metadata": {}})},
+    ],
+    ids=["large count", "negative count", "large seed", "infinite seed"],
+)
+async def test_the_stats_of_a_damaged_job_can_be_stored(redis_url: str, queue: str, fields: Any) -> None:
+    """A number that msgpack cannot encode ended the worker."""
+    async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
+        ended: list[EndedJob] = []
+        await client.redis.hset(client.keys.of_job(job.id).job, mapping=fields)
+        assert await claims_of(worker, "heir", ended).claim_job(attempt.claim) is None
+        (end,) = ended
+        recent = RecentJob(job_id=job.id, error_code=end.error_code, stats=end.stats)
+        await worker.scripts.add_stats(queue, [recent])
+        (stored,) = (await client.stats()).recent
+        assert (stored.job_id, stored.error_code) == (job.id, "damaged")
+        assert stored.stats.generated_tokens in (0, 4)
 
 
 async def test_a_job_whose_events_were_damaged_can_be_retried(redis_url: str, queue: str) -> None:

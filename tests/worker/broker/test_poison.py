@@ -173,6 +173,19 @@ async def test_a_worker_with_a_recent_heartbeat_has_not_crashed(
         assert await crashes(job) == n_crashes
 
 
+@pytest.mark.parametrize(("heartbeat_ms", "n_crashes"), [("+inf", 0), ("1e300", 0), ("-inf", 1), ("-7", 1)])
+async def test_an_impossible_heartbeat_of_another_client_does_not_end_the_worker(
+    redis_url: str, queue: str, heartbeat_ms: str, n_crashes: int
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job_claims = await open_job_claims(worker)
+        job, claim = await submit(client, worker)
+        await begin(worker, claim, "first")
+        await worker.redis.zadd(worker.keys.workers(queue), {"first": heartbeat_ms})
+        assert await job_claims.check_crash(claim) == "ok"
+        assert await crashes(job) == n_crashes
+
+
 async def test_a_job_that_another_worker_has_started_in_the_meantime_is_not_changed(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)

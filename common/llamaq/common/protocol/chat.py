@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from llamaq.common.protocol.wire_model import StrictModel
+from llamaq.common.protocol.wire_model import JsonObject, StrictModel
 
 MAX_TOOLS = 512
 MAX_TOOL_CALLS = 128
@@ -24,7 +24,7 @@ class FunctionCall(StrictModel):
     """A call of a function that the model asked for."""
 
     name: str = Field(min_length=1, max_length=256, description="Name of the function.")
-    arguments: str | dict[str, JsonValue] = Field(
+    arguments: str | JsonObject = Field(
         description="The arguments: an object, or its JSON text. Chat templates get the object in both cases. Special "
         "tokens in the arguments are not parsed."
     )
@@ -57,7 +57,7 @@ class Message(StrictModel):
         description="Name of the author, for chat templates that show it: 1 to 64 letters, digits, `_` or `-`.",
     )
     tool_calls: tuple[ToolCall, ...] | None = Field(
-        default=None, max_length=MAX_TOOL_CALLS, description="Tools that the assistant called."
+        default=None, max_length=MAX_TOOL_CALLS, fail_fast=True, description="Tools that the assistant called."
     )
     tool_call_id: str | None = Field(
         default=None, max_length=256, description="Id of the call that a message of the role `tool` answers."
@@ -92,13 +92,14 @@ class TemplateOptions:
 class TemplateParams(BaseModel):
     """The parameters of a chat template."""
 
-    tools: tuple[dict[str, JsonValue], ...] | None = Field(
+    tools: tuple[JsonObject, ...] | None = Field(
         default=None,
         max_length=MAX_TOOLS,
+        fail_fast=True,
         description="Tools that the model may call, in the form of the OpenAI API. The chat template shows them to the "
         "model. Only for chats.",
     )
-    chat_template_kwargs: dict[str, JsonValue] = Field(
+    chat_template_kwargs: JsonObject = Field(
         default_factory=dict,
         description='Further variables of the chat template, such as `{"enable_thinking": false}`. Only for chats.',
     )

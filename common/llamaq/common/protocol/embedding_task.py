@@ -59,10 +59,12 @@ class EmbeddingTask(StrictModel):
     """The input of an embedding job, in place of a prompt."""
 
     inputs: tuple[
-        str | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], ...], Field(min_length=1)], ...
+        str | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], ...], Field(min_length=1, fail_fast=True)],
+        ...,
     ] = Field(
         min_length=1,
         max_length=MAX_INPUTS,
+        fail_fast=True,
         description="At most 256 inputs: texts, or lists of token ids. No token is added to token ids. Each input must "
         "fit into one batch of the worker.",
     )

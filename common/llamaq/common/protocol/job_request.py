@@ -12,11 +12,12 @@ from enum import StrEnum
 from itertools import chain
 from typing import Annotated, Any, Literal, Self, TypedDict
 
-from pydantic import BeforeValidator, Field, JsonValue, ValidationError, WrapValidator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, WrapValidator, model_validator
 
 from llamaq.common.protocol.chat import Message, TemplateParams
 from llamaq.common.protocol.embedding_task import EmbeddingTask, JobKind
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
+from llamaq.common.protocol.wire_model import JsonObject
 
 # Bounds of one request, so that one job cannot cost a worker too much memory or time. The size of the whole request
 # is bounded by the setting `max_request_bytes`.
@@ -77,6 +78,12 @@ def _seconds_since_epoch(value: Any) -> Any:
     return value.timestamp()
 
 
+def _check_n_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"{len(value)} entries are more than {MAX_LOGIT_BIASES}")
+    return value
+
+
 class JobParams(TemplateParams, SamplingParams):
     """All parameters of a job except its prompt."""
 
@@ -92,10 +99,12 @@ class JobParams(TemplateParams, SamplingParams):
         le=MAX_SEED,
         description="Seed of the random draws; the result contains it. If not set: submit chooses a random seed.",
     )
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-1e9, le=1e9)]] = Field(
-        default_factory=dict,
-        max_length=MAX_LOGIT_BIASES,
-        description="Maps a token id to a number that is added to its logit.",
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-1e9, le=1e9)]], BeforeValidator(_check_n_biases)] = (
+        Field(
+            default_factory=dict,
+            max_length=MAX_LOGIT_BIASES,
+            description="Maps a token id to a number that is added to its logit.",
+        )
     )
     grammar: str | None = Field(
         None,
@@ -107,7 +116,7 @@ class JobParams(TemplateParams, SamplingParams):
         description="Name of the rule that the grammar starts with: a letter and at most 63 letters, digits or `-`. "
         "If not set: the worker's default, `root`.",
     )
-    json_schema: dict[str, JsonValue] | None = Field(
+    json_schema: JsonObject | None = Field(
         None,
         description="A JSON schema that constrains the output, at most 64 KiB. A keyword that is not supported is an "
         "error.",
@@ -122,6 +131,7 @@ class JobParams(TemplateParams, SamplingParams):
         None,
         min_length=1,
         max_length=MAX_CHOICES,
+        fail_fast=True,
         description="At most 1024 texts, together at most 64 KiB. The output is exactly one of them.",
     )
     lark: str | None = Field(
@@ -164,6 +174,7 @@ class JobParams(TemplateParams, SamplingParams):
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (),
         max_length=MAX_STOP_STRINGS,
+        fail_fast=True,
         description="Strings that end the job, each of 1 to 256 characters. The output does not contain them.",
     )
     ignore_eos: bool = Field(
@@ -277,7 +288,7 @@ class JobParams(TemplateParams, SamplingParams):
         description="Span of OpenTelemetry that the spans of the job belong to, in the form of W3C Trace Context: "
         "`00-TRACE-SPAN-FLAGS`. If not set: the span in which submit was called, if there is one.",
     )
-    metadata: dict[str, JsonValue] = Field(
+    metadata: JsonObject = Field(
         default_factory=dict, description="Any JSON object. It is stored with the job and returned with the result."
     )
 
@@ -319,12 +330,13 @@ class JobRequest(JobParams):
     prompt: str | None = Field(
         None, description="The prompt as text. Special tokens in it are parsed; BOS is added if the model asks for it."
     )
-    tokens: Annotated[tuple[TokenId, ...], WrapValidator(_validate_in_slices)] | None = Field(
+    tokens: Annotated[tuple[TokenId, ...], Field(fail_fast=True), WrapValidator(_validate_in_slices)] | None = Field(
         None, description="The prompt as token ids. They are used unchanged; BOS is not added."
     )
     messages: tuple[Message, ...] | None = Field(
         None,
         max_length=MAX_MESSAGES,
+        fail_fast=True,
         description="The prompt as a chat: objects with `role` and `content`. The model's template renders them; "
         "special tokens in the content are not parsed.",
     )

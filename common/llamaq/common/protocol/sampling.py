@@ -140,9 +140,10 @@ _SAMPLERS = Field(
 )
 
 Breakers = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)], ...], Field(max_length=MAX_BREAKERS)
+    tuple[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)], ...],
+    Field(max_length=MAX_BREAKERS, fail_fast=True),
 ]
-Samplers = Annotated[tuple[SamplerName, ...], Field(max_length=MAX_SAMPLERS)]
+Samplers = Annotated[tuple[SamplerName, ...], Field(max_length=MAX_SAMPLERS, fail_fast=True)]
 
 
 class SamplingParams(StrictModel):

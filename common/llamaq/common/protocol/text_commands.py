@@ -43,13 +43,13 @@ class TextCommand(WireModel, TemplateParams):
     )
     action: TextAction = Field(description="`tokenize`, `detokenize` or `apply_template`.")
     text: str | None = Field(None, description="The text, for `tokenize`.")
-    tokens: tuple[TokenId, ...] | None = Field(None, description="The token ids, for `detokenize`.")
+    tokens: tuple[TokenId, ...] | None = Field(None, fail_fast=True, description="The token ids, for `detokenize`.")
     add_special: bool = Field(True, description="Whether `tokenize` adds BOS to a text if the model asks for it.")
     with_pieces: bool = Field(
         False, description="Whether the reply to `tokenize` or `detokenize` has the bytes of each token."
     )
     messages: tuple[Message, ...] | None = Field(
-        None, max_length=MAX_MESSAGES, description="The chat, for `apply_template` and `tokenize`."
+        None, max_length=MAX_MESSAGES, fail_fast=True, description="The chat, for `apply_template` and `tokenize`."
     )
     deadline_ms: int = Field(ge=0, description="As in a slot command.")
 

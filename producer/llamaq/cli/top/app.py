@@ -11,6 +11,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Footer, Input, Static
 
+from llamaq.cli.columns import visible
 from llamaq.cli.error_report import explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 from llamaq.cli.top.dialogs import Question
@@ -165,7 +166,7 @@ class TopApp(App[None]):
         focused = self.focused if isinstance(self.focused, RowList) else self._rows
         line = focused.selected
         detail = "" if line is None else focused.table.detail(line)
-        self._detail.update(" ".join(detail.split()))
+        self._detail.update(visible(" ".join(detail.split())))
         self._show_pages()
 
     def on_row_list_chosen(self, message: RowList.Chosen) -> None:
@@ -261,7 +262,7 @@ class TopApp(App[None]):
         elif command.question is None:
             self.run_worker(self._run(command))
         else:
-            self.push_screen(Question(command.question), lambda is_yes: self._answered(command, is_yes))
+            self.push_screen(Question(visible(command.question)), lambda is_yes: self._answered(command, is_yes))
 
     def _answered(self, command: Command, is_yes: bool | None) -> None:
         if is_yes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.cells import cell_len, set_cell_size
 
+from llamaq.cli.columns import visible
 from llamaq.cli.views import NO_VALUE, format_age
 
 ELLIPSIS = "…"
@@ -14,6 +15,7 @@ def elide(text: str, width: int) -> str:
 
     The ends of ids differ more than their beginnings, so two thirds of the remaining characters are from the end.
     """
+    text = visible(text)
     if cell_len(text) <= width:
         return text
     n_end = width * 2 // 3

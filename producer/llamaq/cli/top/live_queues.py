@@ -89,8 +89,8 @@ class LiveQueues:
             self._scanned_s = time.monotonic()
         else:
             served: Any = await client.redis.zrange(client.keys.queues(), 0, -1)
-            new = [name.decode() for name in served if name.decode() not in self._queues]
-            found = dict.fromkeys(new, client.settings.partitions)
+            names = [name.decode(errors="replace") for name in served]
+            found = {name: client.settings.partitions for name in names if name not in self._queues}
         for name, partitions in found.items():
             config = await QueueConfig.read(client.redis, client.keys, name, 0) if name not in self._queues else None
             known = self._queues.setdefault(name, _Queue(partitions))

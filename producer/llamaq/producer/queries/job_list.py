@@ -189,7 +189,7 @@ def _job_id(queue: str, fields: Mapping[bytes, bytes]) -> str | None:
 
 def _summary(job_id: str, priority: Priority, values: Sequence[bytes | None], now_ms: int) -> JobSummary:
     status, _, attempt, worker, generated, cancel, submitted, run_at, tenant, _ = (
-        value.decode() if value else "" for value in values
+        value.decode(errors="replace") if value else "" for value in values
     )
     submitted_ms = _number(submitted) or 0
     return JobSummary(

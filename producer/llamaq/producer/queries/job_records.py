@@ -9,7 +9,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from llamaq.common.errors import JobFailed, JobNotFound
+from llamaq.common.errors import JobFailed, JobNotFound, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result, TokenLogprobs
@@ -35,6 +35,7 @@ async def read_status(connection: QueueConnection, job_id: str) -> JobStatus:
 
     Raises:
         JobNotFound: The id is wrong, or the result has expired.
+        ProtocolError: Another client has damaged the hash of the job.
     """
     redis, keys = connection.redis, connection.keys.of_job(job_id)
     values: Any = await redis.hmget(keys.job, *_STATUS_FIELDS, *STATE_FIELDS)
@@ -43,7 +44,10 @@ async def read_status(connection: QueueConnection, job_id: str) -> JobStatus:
         with suppress(ResponseError):  # a server that refuses writes: the job is reported as it is stored
             await connection.scripts.expire(job_id)
             values = await redis.hmget(keys.job, *_STATUS_FIELDS)
-    return _status(job_id, values[: len(_STATUS_FIELDS)])
+    try:
+        return _status(job_id, values[: len(_STATUS_FIELDS)])
+    except ValueError as exc:
+        raise ProtocolError(f"the job's hash is damaged: {exc}") from exc
 
 
 def _status(job_id: str, values: Sequence[bytes | None]) -> JobStatus:

@@ -35,14 +35,13 @@ async def read_depth(connection: QueueConnection, queue: str, partitions: int) -
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:
     """Return the workers whose heartbeat has not expired, sorted by id. Expired workers are removed from Redis."""
     members: Any = await redis.zrange(keys.workers(queue), 0, -1)
-    ids = [member.decode() for member in members]
-    if not ids:
+    if not members:
         return ()
     async with redis.pipeline(transaction=False) as pipe:
-        for worker in ids:
-            pipe.hget(keys.worker(worker), "worker")
+        for member in members:
+            pipe.hget(keys.worker(member.decode(errors="replace")), "worker")
         replies = await pipe.execute()
-    expired = [worker for worker, data in zip(ids, replies, strict=True) if data is None]
+    expired = [member for member, data in zip(members, replies, strict=True) if data is None]
     if expired:
         await redis.zrem(keys.workers(queue), *expired)
     found = [_decode_worker(data) for data in replies if data is not None]

@@ -16,6 +16,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import MAX_DEAD, AttemptScripts
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.job_request import MAX_GENERATED_TOKENS, MAX_SEED
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import JobEntry
 from llamaq.worker.engine_loop.telemetry import EndedJob
@@ -84,7 +85,20 @@ class DeadLetters:
             fields: Any = ["generated", "returned"]
             stored: Any = await self._redis.hmget(self._keys.of_job(job_id).job, fields)
             generated, returned = stored
-            stats = stats.model_copy(update={"generated_tokens": int(generated or 0)})
+            generated_tokens = _stored_number(generated or 0, MAX_GENERATED_TOKENS)
+            stats = stats.model_copy(update={"generated_tokens": generated_tokens})
             seed, metadata = codec.decode_returned(returned)
-            stats = stats.model_copy(update={"seed": seed})
+            stats = stats.model_copy(update={"seed": _stored_number(seed, MAX_SEED)})
         self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
+
+
+def _stored_number(stored: bytes | int, largest: int) -> int:
+    """Return a number of a job that another client of Redis may have written.
+
+    Raises:
+        ValueError: It is not an integer from 0 to `largest`. A larger one might not fit into the encoded stats.
+    """
+    number = int(stored)
+    if not 0 <= number <= largest:
+        raise ValueError("the number is out of its bounds")
+    return number

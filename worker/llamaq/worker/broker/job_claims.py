@@ -264,9 +264,10 @@ class JobClaims:
         """
         try:
             async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                return int(await self._redis.zscore(self._keys.workers(self._queue), worker) or 0)
+                time_ms = await self._redis.zscore(self._keys.workers(self._queue), worker) or 0.0
         except (RedisConnectionError, RedisTimeoutError, TimeoutError):
             return UNKNOWN_HEARTBEAT_MS
+        return int(min(max(time_ms, 0.0), UNKNOWN_HEARTBEAT_MS))  # another client may have written an infinite time
 
     async def requeue(self, entry: JobEntry) -> None:
         """Requeue a job that has not been claimed, so that another worker takes it at once."""
