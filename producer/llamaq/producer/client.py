@@ -119,7 +119,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
         """Submit a text prompt and wait for the result.
 
         If the call times out or is interrupted, its job is cancelled. A job with an idempotency key is never cancelled,
-        because other callers may share it.
+        because other callers may share it. The timeout bounds everything that the call waits for.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -135,7 +135,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
             RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
             JobFailed: The job failed; `code` and `message` give the reason.
             NoWorker: No worker serves the queue, and the timeout was reached or the client has `require_worker`.
-            ResultTimeout: The timeout was reached.
+            ResultTimeout: The timeout was reached. The message says what the call waited for.
         """
         return await self.auto_cancelled.generate(await build_request(options, stream=False, prompt=prompt), timeout)
 
@@ -178,8 +178,9 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
     async def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> AsyncStream:
         """Submit a text prompt and return the stream of the generated text in chunks.
 
-        This call raises the errors of the submit, and `started` of the stream those until the first chunk. The job is
-        cancelled when the stream ends early, see `AsyncStream`.
+        This call raises the errors of the submit. `started` of the stream raises the errors until the first chunk. So a
+        web backend gets both before it starts a response. The job is cancelled when the stream ends early, see
+        `AsyncStream`.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -267,7 +268,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
             QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
             NotDurable: Fewer than `durable` replicas have confirmed the job. The job was submitted; `job_id` is its id.
-            ResultTimeout: Redis has not answered in time. It may have the job.
+            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         """
         request = await build_request(options, prompt=prompt, tokens=tokens, messages=messages)
         return await submission.submit(self.connection, request, durable=durable)
@@ -277,7 +278,8 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
 
             client.submit_many([{"prompt": text, "max_tokens": 64} for text in texts])
 
-        Redis accepts or refuses each job separately, as for `submit`.
+        All jobs are validated first: if one job is not valid, no job is submitted. Redis then accepts or refuses each
+        job separately, as for `submit`.
 
         Args:
             jobs: The arguments of `submit` for each job.
@@ -287,11 +289,12 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
             InvalidRequest: A job is not valid. The message begins with its index, such as `jobs[3]`. No job was
                 submitted.
             NoWorker: The client has `require_worker`, and no worker serves the queue. No job was submitted.
-            BatchIncomplete: Some jobs were refused. For each job, `errors` has the reason, or `job_ids` its id.
-                `__cause__` is a `NotDurable` if too few replicas have confirmed the submitted jobs.
+            BatchIncomplete: Some jobs were refused, for example with `QueueFull`. For each job, `errors` has the
+                reason, or `job_ids` has its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if
+                too few replicas have confirmed the submitted jobs.
             NotDurable: Fewer than `durable` replicas have confirmed the jobs. The jobs were submitted; `job_ids` are
                 their ids.
-            ResultTimeout: Redis has not answered in time. It may have some of the jobs.
+            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
         """
         return await submit_many.submit_many(self.connection, jobs, durable)
 
@@ -313,7 +316,7 @@ class AsyncClient(TextCalls, DeadLetterCalls, SlotCalls, EmbeddingCalls, MapCall
             job_id: The id of the job, in any queue.
 
         Returns:
-            Whether the job was asked to end. False: it had finished or failed.
+            True if the job was asked to end; it may still finish before. False if it had finished or failed.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.

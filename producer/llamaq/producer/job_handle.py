@@ -75,7 +75,7 @@ class AsyncJob:
     async def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
-        If the job has reached a deadline, this call ends it.
+        If the job has reached a deadline, this call ends it, also without a worker.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.
@@ -83,7 +83,9 @@ class AsyncJob:
         return await with_progress(self._connection, await read_status(self._connection, self.id))
 
     async def position(self) -> int | None:
-        """Return how many jobs get a slot before this waiting job.
+        """Return how many jobs get a slot before this waiting job. `status().position` is the same number.
+
+        The call is one short script in Redis, so it may be repeated for many jobs.
 
         Returns:
             The number. None: the job is not due, has a slot, has ended or does not exist.
@@ -148,7 +150,7 @@ class AsyncJob:
     async def stream(self, *, timeout: float | None = None) -> AsyncGenerator[Chunk, None]:
         """Yield all chunks of the job from its first token on, even if the job started or finished before this call.
 
-        Closing the iterator early does not cancel the job.
+        Several readers may stream one job. Closing the iterator early does not cancel the job.
 
         Args:
             timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
@@ -156,7 +158,7 @@ class AsyncJob:
         Yields:
             The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
             A job submitted with `prompt_progress=True` also yields chunks with `progress` while its prompt is computed;
-            a call that begins later misses those before it.
+            a call that begins later misses those before it. `client.stream` listens before it submits the job.
 
         Raises:
             ResultTimeout: No chunk arrived in time. The job is not cancelled.

@@ -97,7 +97,7 @@ class Client(BlockingClient):
         """Submit a text prompt and wait for the result.
 
         If the call times out or is interrupted, its job is cancelled. A job with an idempotency key is never cancelled,
-        because other callers may share it.
+        because other callers may share it. The timeout bounds everything that the call waits for.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -113,7 +113,7 @@ class Client(BlockingClient):
             RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
             JobFailed: The job failed; `code` and `message` give the reason.
             NoWorker: No worker serves the queue, and the timeout was reached or the client has `require_worker`.
-            ResultTimeout: The timeout was reached.
+            ResultTimeout: The timeout was reached. The message says what the call waited for.
         """
         return self._call(lambda client: client.generate(prompt, timeout=timeout, **options))
 
@@ -154,8 +154,9 @@ class Client(BlockingClient):
     def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Stream:
         """Submit a text prompt and return the stream of the generated text in chunks.
 
-        This call raises the errors of the submit, and `started` of the stream those until the first chunk. The job is
-        cancelled when the stream ends early, see `Stream`.
+        This call raises the errors of the submit. `started` of the stream raises the errors until the first chunk. So a
+        web backend gets both before it starts a response. The job is cancelled when the stream ends early, see
+        `Stream`.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -241,7 +242,7 @@ class Client(BlockingClient):
             QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
             NotDurable: Fewer than `durable` replicas have confirmed the job. The job was submitted; `job_id` is its id.
-            ResultTimeout: Redis has not answered in time. It may have the job.
+            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         """
         job = self._call(
             lambda client: client.submit(prompt, tokens=tokens, messages=messages, durable=durable, **options)
@@ -253,7 +254,8 @@ class Client(BlockingClient):
 
             client.submit_many([{"prompt": text, "max_tokens": 64} for text in texts])
 
-        Redis accepts or refuses each job separately, as for `submit`.
+        All jobs are validated first: if one job is not valid, no job is submitted. Redis then accepts or refuses each
+        job separately, as for `submit`.
 
         Args:
             jobs: The arguments of `submit` for each job.
@@ -263,11 +265,12 @@ class Client(BlockingClient):
             InvalidRequest: A job is not valid. The message begins with its index, such as `jobs[3]`. No job was
                 submitted.
             NoWorker: The client has `require_worker`, and no worker serves the queue. No job was submitted.
-            BatchIncomplete: Some jobs were refused. For each job, `errors` has the reason, or `job_ids` its id.
-                `__cause__` is a `NotDurable` if too few replicas have confirmed the submitted jobs.
+            BatchIncomplete: Some jobs were refused, for example with `QueueFull`. For each job, `errors` has the
+                reason, or `job_ids` has its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if
+                too few replicas have confirmed the submitted jobs.
             NotDurable: Fewer than `durable` replicas have confirmed the jobs. The jobs were submitted; `job_ids` are
                 their ids.
-            ResultTimeout: Redis has not answered in time. It may have some of the jobs.
+            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
         """
         return tuple(
             Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)
@@ -292,7 +295,7 @@ class Client(BlockingClient):
             job_id: The id of the job, in any queue.
 
         Returns:
-            Whether the job was asked to end. False: it had finished or failed.
+            True if the job was asked to end; it may still finish before. False if it had finished or failed.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.
@@ -339,13 +342,14 @@ class Client(BlockingClient):
             for result in client.map({"prompt": text, "max_tokens": 64} for text in texts):
                 print(result.index, result.text)
 
-        A request is read when an earlier one has ended, so `requests` may be endless. A full queue, a full Redis and a
-        Redis that does not answer slow the call down: it has no timeout.
+        A request is read when an earlier one has ended, so `requests` may be endless. Requests that share a prefix are
+        submitted one after the other. A full queue, a full Redis and a Redis that does not answer slow the call down:
+        it has no timeout.
 
         Args:
             requests: Text prompts, or mappings with the arguments of `submit`. A generator runs in the thread of the
-                caller. Results that are ready wait until it yields a request. In asyncio it must not block; an
-                asynchronous one may wait, and delays no result.
+                caller, and may use a blocking client there. Results that are ready wait until it yields a request. In
+                asyncio it must not block; an asynchronous one may wait, and delays no result.
             ordered: Whether the results have the order of the requests. False: the order in which the jobs end.
             window: Largest number of jobs in the queue. None: 4 for each slot of the queue's workers, at least 256.
             resume: A name for these requests. If the process dies, the same call with the same name and requests
@@ -373,14 +377,14 @@ class Client(BlockingClient):
         """Pause the queue: no job gets its first slot until `resume`.
 
         Jobs that have a slot, or had one, continue, also on another worker. New jobs are still accepted, and their
-        deadlines count.
+        deadlines count. `queue_depth().mode` is the mode of the queue.
         """
         self._call(lambda client: client.pause())
 
     def drain(self) -> None:
         """Drain the queue: until `resume`, `submit` raises `QueueDraining`, and workers run the jobs in the queue.
 
-        `drain` starts the waiting jobs of a paused queue.
+        A queue cannot be paused and draining at the same time: `drain` starts the waiting jobs of a paused queue.
         """
         self._call(lambda client: client.drain())
 
@@ -391,7 +395,8 @@ class Client(BlockingClient):
     def queues(self) -> tuple[QueueSummary, ...]:
         """Return all queues with this client's `key_prefix`, sorted by name, also those that no worker serves.
 
-        The call examines all keys of Redis, and finds at most 10,000 partitions.
+        A queue exists from its first job or worker on. The call examines all keys of the Redis server, and finds at
+        most 10,000 partitions.
         """
         return self._call(lambda client: client.queues())
 
@@ -436,7 +441,7 @@ class Client(BlockingClient):
     ) -> tuple[str, ...]:
         """Cancel the waiting jobs of the queue that match all arguments. Without arguments, cancel all waiting jobs.
 
-        Each job finishes with the reason `cancelled`, which its readers receive.
+        Each job finishes with the reason `cancelled`, which its readers receive. Running jobs continue.
 
         Args:
             priority: Only jobs of this priority. None: all.
@@ -447,7 +452,7 @@ class Client(BlockingClient):
             dry_run: If true, cancel nothing, and return the matching jobs.
 
         Returns:
-            The ids of the cancelled jobs, or of the matching jobs.
+            The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.
         """
         return self._call(
             lambda client: client.purge(
@@ -466,7 +471,8 @@ class Client(BlockingClient):
     def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Return the dead letters of the queue, newest first.
 
-        A dead letter is a job that crashed several workers in a row, failed after its last retry, or is damaged.
+        A dead letter is a job that crashed several workers in a row, failed after its last retry, or is damaged. It can
+        also be a stream entry that is not a job.
         """
         return self._call(lambda client: client.dead_letters())
 
@@ -485,8 +491,8 @@ class Client(BlockingClient):
     def retry_dead_letter(self, letter_id: str) -> Job:
         """Submit the job of a dead letter again as a new job, and remove the letter.
 
-        The new job has the same request, seed and metadata, and no idempotency key. Concurrent retries return the same
-        job.
+        The new job starts from its prompt, with the same request, seed and metadata. The idempotency key stays with
+        the old job. Concurrent retries of one letter return the same new job.
 
         Args:
             letter_id: The `id` of a dead letter, in any queue.
@@ -522,6 +528,9 @@ class Client(BlockingClient):
         Args:
             worker: The id of one worker. None: all workers of the queue.
             timeout: Longest wait for the replies in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            One object for each worker.
 
         Raises:
             NoWorker: No worker serves the queue.
@@ -559,7 +568,8 @@ class Client(BlockingClient):
     ) -> SlotFile:
         """Load a saved state into an idle slot, and into the worker's prefix cache.
 
-        Later jobs with the same beginning and cache salt reuse its KV cells.
+        If the prompt of a later job begins with the same tokens and the job has the same cache salt, it reuses their KV
+        cells.
 
         Args:
             slot: The index of the slot, from 0 on.
@@ -568,7 +578,7 @@ class Client(BlockingClient):
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            Its name and size.
+            The name and size of the saved state.
 
         Raises:
             LlamaqError: The same errors as `save_slot`.
@@ -618,6 +628,8 @@ class Client(BlockingClient):
             answer = answers.read(client.chat(messages, **answers.options))
             print(answer.reasoning, answer.content, answer.tool_calls)
 
+        The parts of a stream are `answers.parts(client.stream_chat(messages, **answers.options))`.
+
         Args:
             messages: The messages, oldest first.
             tool_choice: `auto`: the model decides whether it calls a tool. `none`: it has no tools. `required`, or
@@ -625,8 +637,11 @@ class Client(BlockingClient):
             parallel_tool_calls: Whether further calls may follow a required call.
             **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
 
+        Returns:
+            The object. Its `options` are the job options for the chat, and its methods split the answer.
+
         Raises:
-            InvalidRequest: An argument is not valid.
+            InvalidRequest: The tools or their choice are not valid.
             NoWorker: No worker serves the queue.
         """
         return self._call(
@@ -636,14 +651,14 @@ class Client(BlockingClient):
         )
 
     def tokenize(self, text: str, *, timeout: float | None = None) -> list[int]:
-        """Return the tokens of a text prompt, as a worker of the queue tokenizes it.
+        """Return the tokens of a text prompt, as a worker of the queue tokenizes it. llama.cpp is not needed here.
 
         Args:
             text: The text of the prompt. Special tokens in it are parsed.
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            The token ids. They start with the BOS token if the model requires it.
+            The token ids. They start with the BOS token if the model's metadata requires it.
 
         Raises:
             InvalidRequest: The text is larger than `max_request_bytes`, or llama.cpp cannot tokenize it.
@@ -657,7 +672,7 @@ class Client(BlockingClient):
         """Return the tokens of a chat, as a worker of the queue renders and tokenizes it.
 
         Args:
-            messages: The messages, oldest first.
+            messages: The messages, oldest first. Special tokens in their contents are treated as text.
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
@@ -689,7 +704,7 @@ class Client(BlockingClient):
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            The text of the prompt.
+            The text of the prompt, which ends where the answer begins.
 
         Raises:
             InvalidRequest: The model has no chat template, or the template refuses the messages.
@@ -700,8 +715,10 @@ class Client(BlockingClient):
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the queue's model, for many texts in this process. It needs `llamaq[tokenizer]`.
 
+        `tokenize`, `detokenize` and `apply_template` ask a worker instead, and need no extra.
+
         Returns:
-            The tokenizer, read from Redis once per process and model.
+            The tokenizer. It is downloaded from Redis once per process and model.
 
         Raises:
             NoWorker: No worker serves the queue.
@@ -724,18 +741,21 @@ class Client(BlockingClient):
             for embedding in client.embed(["one text", "another"]):
                 print(embedding.vector)
 
-        When the call fails, times out or is interrupted, its jobs are cancelled, unless it has an idempotency key.
+        Each job computes at most 32 texts. When the call fails, times out or is interrupted, its jobs that have not
+        ended are cancelled, unless the call has an idempotency key.
 
         Args:
             inputs: A text, a list of token ids, or a list of texts and lists of token ids. No token is added to token
                 ids.
-            dimensions: Number of values of each embedding that are returned, from the first on. None: all.
+            dimensions: Number of values of each embedding that are returned, from the first on. Use it only with models
+                that were trained for it. None: all.
             normalization: How embeddings are scaled. None: to the Euclidean length 1.
             timeout: Longest wait for the embeddings in seconds. None: the client's `timeout_s`.
             **options: Job options.
 
         Returns:
-            One embedding for each input, in their order.
+            One embedding for each input, in their order: `vector` is a list of floats, `data` the same as bytes, and
+            `n_tokens` the number of tokens.
 
         Raises:
             InvalidRequest: An argument is not valid.
@@ -785,7 +805,7 @@ class Job(BlockingJob):
     def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
-        If the job has reached a deadline, this call ends it.
+        If the job has reached a deadline, this call ends it, also without a worker.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.
@@ -793,7 +813,9 @@ class Job(BlockingJob):
         return self._call(lambda job: job.status())
 
     def position(self) -> int | None:
-        """Return how many jobs get a slot before this waiting job.
+        """Return how many jobs get a slot before this waiting job. `status().position` is the same number.
+
+        The call is one short script in Redis, so it may be repeated for many jobs.
 
         Returns:
             The number. None: the job is not due, has a slot, has ended or does not exist.
@@ -848,7 +870,7 @@ class Job(BlockingJob):
     def stream(self, *, timeout: float | None = None) -> Generator[Chunk, None, None]:
         """Yield all chunks of the job from its first token on, even if the job started or finished before this call.
 
-        Closing the iterator early does not cancel the job.
+        Several readers may stream one job. Closing the iterator early does not cancel the job.
 
         Args:
             timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
@@ -856,7 +878,7 @@ class Job(BlockingJob):
         Yields:
             The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
             A job submitted with `prompt_progress=True` also yields chunks with `progress` while its prompt is computed;
-            a call that begins later misses those before it.
+            a call that begins later misses those before it. `client.stream` listens before it submits the job.
 
         Raises:
             ResultTimeout: No chunk arrived in time. The job is not cancelled.

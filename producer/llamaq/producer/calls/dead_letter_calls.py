@@ -16,7 +16,8 @@ class DeadLetterCalls(ClientCalls):
     async def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Return the dead letters of the queue, newest first.
 
-        A dead letter is a job that crashed several workers in a row, failed after its last retry, or is damaged.
+        A dead letter is a job that crashed several workers in a row, failed after its last retry, or is damaged. It can
+        also be a stream entry that is not a job.
         """
         n_partitions = await self.connection.n_partitions()
         return await dead_letters.read_all(self.redis, self.keys, self.queue, n_partitions)
@@ -36,8 +37,8 @@ class DeadLetterCalls(ClientCalls):
     async def retry_dead_letter(self, letter_id: str) -> AsyncJob:
         """Submit the job of a dead letter again as a new job, and remove the letter.
 
-        The new job has the same request, seed and metadata, and no idempotency key. Concurrent retries return the same
-        job.
+        The new job starts from its prompt, with the same request, seed and metadata. The idempotency key stays with
+        the old job. Concurrent retries of one letter return the same new job.
 
         Args:
             letter_id: The `id` of a dead letter, in any queue.

@@ -29,18 +29,21 @@ class EmbeddingCalls(ClientCalls):
             for embedding in client.embed(["one text", "another"]):
                 print(embedding.vector)
 
-        When the call fails, times out or is interrupted, its jobs are cancelled, unless it has an idempotency key.
+        Each job computes at most 32 texts. When the call fails, times out or is interrupted, its jobs that have not
+        ended are cancelled, unless the call has an idempotency key.
 
         Args:
             inputs: A text, a list of token ids, or a list of texts and lists of token ids. No token is added to token
                 ids.
-            dimensions: Number of values of each embedding that are returned, from the first on. None: all.
+            dimensions: Number of values of each embedding that are returned, from the first on. Use it only with models
+                that were trained for it. None: all.
             normalization: How embeddings are scaled. None: to the Euclidean length 1.
             timeout: Longest wait for the embeddings in seconds. None: the client's `timeout_s`.
             **options: Job options.
 
         Returns:
-            One embedding for each input, in their order.
+            One embedding for each input, in their order: `vector` is a list of floats, `data` the same as bytes, and
+            `n_tokens` the number of tokens.
 
         Raises:
             InvalidRequest: An argument is not valid.

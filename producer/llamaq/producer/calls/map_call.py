@@ -57,13 +57,14 @@ class MapCall(ClientCalls):
             async for result in client.map({"prompt": text, "max_tokens": 64} for text in texts):
                 print(result.index, result.text)
 
-        A request is read when an earlier one has ended, so `requests` may be endless. A full queue, a full Redis and a
-        Redis that does not answer slow the call down: it has no timeout.
+        A request is read when an earlier one has ended, so `requests` may be endless. Requests that share a prefix are
+        submitted one after the other. A full queue, a full Redis and a Redis that does not answer slow the call down:
+        it has no timeout.
 
         Args:
             requests: Text prompts, or mappings with the arguments of `submit`. A generator runs in the thread of the
-                caller. Results that are ready wait until it yields a request. In asyncio it must not block; an
-                asynchronous one may wait, and delays no result.
+                caller, and may use a blocking client there. Results that are ready wait until it yields a request. In
+                asyncio it must not block; an asynchronous one may wait, and delays no result.
             ordered: Whether the results have the order of the requests. False: the order in which the jobs end.
             window: Largest number of jobs in the queue. None: 4 for each slot of the queue's workers, at least 256.
             resume: A name for these requests. If the process dies, the same call with the same name and requests

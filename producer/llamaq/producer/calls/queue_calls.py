@@ -29,14 +29,14 @@ class QueueCalls(ClientCalls):
         """Pause the queue: no job gets its first slot until `resume`.
 
         Jobs that have a slot, or had one, continue, also on another worker. New jobs are still accepted, and their
-        deadlines count.
+        deadlines count. `queue_depth().mode` is the mode of the queue.
         """
         await self._set_mode(QueueMode.PAUSED)
 
     async def drain(self) -> None:
         """Drain the queue: until `resume`, `submit` raises `QueueDraining`, and workers run the jobs in the queue.
 
-        `drain` starts the waiting jobs of a paused queue.
+        A queue cannot be paused and draining at the same time: `drain` starts the waiting jobs of a paused queue.
         """
         await self._set_mode(QueueMode.DRAINING)
 
@@ -50,7 +50,8 @@ class QueueCalls(ClientCalls):
     async def queues(self) -> tuple[QueueSummary, ...]:
         """Return all queues with this client's `key_prefix`, sorted by name, also those that no worker serves.
 
-        The call examines all keys of Redis, and finds at most 10,000 partitions.
+        A queue exists from its first job or worker on. The call examines all keys of the Redis server, and finds at
+        most 10,000 partitions.
         """
         return await queue_list.read_queues(self.connection)
 
@@ -92,7 +93,7 @@ class QueueCalls(ClientCalls):
     ) -> tuple[str, ...]:
         """Cancel the waiting jobs of the queue that match all arguments. Without arguments, cancel all waiting jobs.
 
-        Each job finishes with the reason `cancelled`, which its readers receive.
+        Each job finishes with the reason `cancelled`, which its readers receive. Running jobs continue.
 
         Args:
             priority: Only jobs of this priority. None: all.
@@ -103,7 +104,7 @@ class QueueCalls(ClientCalls):
             dry_run: If true, cancel nothing, and return the matching jobs.
 
         Returns:
-            The ids of the cancelled jobs, or of the matching jobs.
+            The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.
         """
         wanted = job_list.build_filter(JobState.QUEUED, priority, older_than_s, metadata, tenant)
         return await job_list.purge(self.connection, wanted, dry_run=dry_run)

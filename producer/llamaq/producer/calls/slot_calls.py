@@ -17,6 +17,9 @@ class SlotCalls(ClientCalls):
             worker: The id of one worker. None: all workers of the queue.
             timeout: Longest wait for the replies in seconds. None: the client's `timeout_s`.
 
+        Returns:
+            One object for each worker.
+
         Raises:
             NoWorker: No worker serves the queue.
             InvalidRequest: `worker` does not serve the queue.
@@ -56,7 +59,8 @@ class SlotCalls(ClientCalls):
     ) -> SlotFile:
         """Load a saved state into an idle slot, and into the worker's prefix cache.
 
-        Later jobs with the same beginning and cache salt reuse its KV cells.
+        If the prompt of a later job begins with the same tokens and the job has the same cache salt, it reuses their KV
+        cells.
 
         Args:
             slot: The index of the slot, from 0 on.
@@ -65,7 +69,7 @@ class SlotCalls(ClientCalls):
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            Its name and size.
+            The name and size of the saved state.
 
         Raises:
             LlamaqError: The same errors as `save_slot`.

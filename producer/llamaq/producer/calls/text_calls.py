@@ -39,6 +39,8 @@ class TextCalls(QueueCalls):
             answer = answers.read(client.chat(messages, **answers.options))
             print(answer.reasoning, answer.content, answer.tool_calls)
 
+        The parts of a stream are `answers.parts(client.stream_chat(messages, **answers.options))`.
+
         Args:
             messages: The messages, oldest first.
             tool_choice: `auto`: the model decides whether it calls a tool. `none`: it has no tools. `required`, or
@@ -46,22 +48,25 @@ class TextCalls(QueueCalls):
             parallel_tool_calls: Whether further calls may follow a required call.
             **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
 
+        Returns:
+            The object. Its `options` are the job options for the chat, and its methods split the answer.
+
         Raises:
-            InvalidRequest: An argument is not valid.
+            InvalidRequest: The tools or their choice are not valid.
             NoWorker: No worker serves the queue.
         """
         choice = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
         return await read_form(self._answer_forms, self.connection, messages, options, choice)
 
     async def tokenize(self, text: str, *, timeout: float | None = None) -> list[int]:
-        """Return the tokens of a text prompt, as a worker of the queue tokenizes it.
+        """Return the tokens of a text prompt, as a worker of the queue tokenizes it. llama.cpp is not needed here.
 
         Args:
             text: The text of the prompt. Special tokens in it are parsed.
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            The token ids. They start with the BOS token if the model requires it.
+            The token ids. They start with the BOS token if the model's metadata requires it.
 
         Raises:
             InvalidRequest: The text is larger than `max_request_bytes`, or llama.cpp cannot tokenize it.
@@ -75,7 +80,7 @@ class TextCalls(QueueCalls):
         """Return the tokens of a chat, as a worker of the queue renders and tokenizes it.
 
         Args:
-            messages: The messages, oldest first.
+            messages: The messages, oldest first. Special tokens in their contents are treated as text.
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
@@ -108,7 +113,7 @@ class TextCalls(QueueCalls):
             timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
 
         Returns:
-            The text of the prompt.
+            The text of the prompt, which ends where the answer begins.
 
         Raises:
             InvalidRequest: The model has no chat template, or the template refuses the messages.
@@ -119,8 +124,10 @@ class TextCalls(QueueCalls):
     async def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the queue's model, for many texts in this process. It needs `llamaq[tokenizer]`.
 
+        `tokenize`, `detokenize` and `apply_template` ask a worker instead, and need no extra.
+
         Returns:
-            The tokenizer, read from Redis once per process and model.
+            The tokenizer. It is downloaded from Redis once per process and model.
 
         Raises:
             NoWorker: No worker serves the queue.
