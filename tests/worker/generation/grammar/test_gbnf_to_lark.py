@@ -16,7 +16,8 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar import lexeme_conflicts
-from llamaq.worker.generation.grammar.gbnf_reader import MAX_NESTING
+from llamaq.worker.generation.grammar.endless_rules import without_endless_rules
+from llamaq.worker.generation.grammar.gbnf_reader import MAX_NESTING, read_gbnf
 from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
@@ -44,6 +45,7 @@ BAD_GRAMMARS = {
     "unknown token": ('root ::= "a" <nothing>', "<nothing>, which is not one token of this model's vocabulary"),
     "token without an id": ('root ::= "a" !<[EOS]>', "<[EOS]>, which is not one token of this model's vocabulary"),
     "no token": ('root ::= root "x"', "cannot be used"),
+    "no finite text": ('root ::= "x" a\na ::= ("y" | "z" root) a', "no text of its rule 'root' has an end"),
 }
 
 
@@ -110,6 +112,16 @@ def too_complex_or_empty() -> Iterator[None]:
     except JobRejected as exc:
         if TOO_COMPLEX not in exc.message and "is allowed first" not in exc.message:
             raise
+
+
+@pytest.mark.parametrize("end", ["a", "(a)", '(a "y"){2}', 'a | "b" | a "c"', 'a* "b"'])
+def test_a_rule_whose_texts_have_no_end_is_never_begun(vocab: Vocab, end: str) -> None:
+    """Llguidance does not return from the mask after such a text, because it forces one x after the other."""
+    gbnf = f'root ::= "xb" | t ({end})\na ::= a u\nt ::= "x"*\nu ::= "y"*'
+    assert "a" not in without_endless_rules(read_gbnf(gbnf)), "the next lines would not return"
+    text = "xxxb" if '"b"' in end else "xb"
+    assert accepts(vocab, gbnf, text)
+    assert not accepts(vocab, gbnf, "xx")
 
 
 JSON = r"""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+from llamaq.worker.generation.grammar.endless_rules import without_endless_rules
 from llamaq.worker.generation.grammar.gbnf_reader import (
     Alternatives,
     CharacterClass,
@@ -39,7 +40,8 @@ def gbnf_to_lark(
         token_of: Returns the token with a text such as `<think>`. None: no single token has this text.
 
     Raises:
-        JobRejected: The grammar has a syntax error, refers to a rule or a token that does not exist, or nests too deep.
+        JobRejected: The grammar has a syntax error, refers to a rule or a token that does not exist, nests too deep, or
+            has no finite text.
     """
     rules = read_gbnf(text, end_tokens, token_of)
     if not rules:
@@ -47,6 +49,10 @@ def gbnf_to_lark(
     if root not in rules:
         raise rejected(f"it has no rule {root!r}; `grammar_root` names the rule that it starts with")
     try:
+        _check_references(rules)
+        rules = without_endless_rules(rules)
+        if root not in rules:
+            raise rejected(f"no text of its rule {root!r} has an end, so no token is allowed first")
         return _translate(rules, root)
     except RecursionError as exc:
         raise rejected("its repetitions nest too deep") from exc
@@ -118,21 +124,25 @@ def _repetition(least: int, most: int | None) -> str:
     return "?" if (least, most) == (0, 1) else f"{{{least},{most}}}"
 
 
-def _regular(rules: dict[str, Alternatives]) -> set[str]:
-    """Return the rules that are regular expressions: they reach neither themselves nor a token.
+def _check_references(rules: dict[str, Alternatives]) -> None:
+    """Raise `JobRejected` if a rule refers to one that does not exist."""
+    for name, body in rules.items():
+        if missing := _references(body) - rules.keys():
+            raise rejected(f"rule {name!r} refers to {min(missing)!r}, which is not defined")
 
-    Raises:
-        JobRejected: A rule refers to one that does not exist.
-    """
+
+def _regular(rules: dict[str, Alternatives]) -> set[str]:
+    """Return the rules that are regular expressions: they reach neither themselves nor a token."""
     references: dict[str, set[str]] = {}
     for name, body in rules.items():
-        symbols = list(_symbols(body))
-        references[name] = {one.name for one in symbols if isinstance(one, Reference)}
-        if missing := references[name] - rules.keys():
-            raise rejected(f"rule {name!r} refers to {min(missing)!r}, which is not defined")
-        if any(isinstance(one, TokenSet) for one in symbols):
+        references[name] = _references(body)
+        if any(isinstance(one, TokenSet) for one in _symbols(body)):
             references[name].add(name)  # a token cannot be part of a regular expression
     return _reducible(references)
+
+
+def _references(body: Alternatives) -> set[str]:
+    return {one.name for one in _symbols(body) if isinstance(one, Reference)}
 
 
 def _symbols(body: Alternatives) -> Iterator[Symbol]:
