@@ -17,10 +17,11 @@ from llamaq.worker.generation.grammar.gbnf_reader import EMPTY, Alternatives, Gr
 def without_endless_rules(rules: dict[str, Alternatives]) -> dict[str, Alternatives]:
     """Return the rules that match a finite text, without the alternatives that match none."""
     finite: set[str] = set()
-    n_before = -1
+    order, n_before = list(rules), -1
     while len(finite) > n_before:
         n_before = len(finite)
-        for name in reversed(rules):  # rules are mostly defined after the rules that refer to them
+        order.reverse()  # a rule may be defined before or after the rules that it refers to
+        for name in order:
             if name not in finite and _finite_alternatives(rules[name], finite):
                 finite.add(name)
     return {name: _finite_parts(body, finite) for name, body in rules.items() if name in finite}

@@ -1,14 +1,16 @@
 """Translates a grammar in GBNF, the language of llama.cpp, into a Lark grammar for llguidance.
 
-A rule that cannot reach itself becomes a terminal of Lark, which is one regular expression: llguidance matches it much
-faster than a rule. llguidance matches each terminal with the longest possible text, as the lexer of a programming
-language does, where llama.cpp tries every length. So a rule becomes a terminal only if the longest text is never wrong
-(`LexemeConflicts`). The other rules, and the literals for which it may be wrong, are matched character by character.
+A rule or group that cannot reach itself becomes a terminal of Lark, which is one regular expression: llguidance matches
+it much faster than a rule. llguidance matches each terminal with the longest possible text, as the lexer of a
+programming language does, where llama.cpp tries every length. So a rule becomes a terminal only if the longest text is
+never wrong (`LexemeConflicts`). The other rules, and the literals for which it may be wrong, are matched character by
+character.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 from llamaq.worker.generation.grammar.endless_rules import without_endless_rules
 from llamaq.worker.generation.grammar.gbnf_reader import (
@@ -53,7 +55,7 @@ def gbnf_to_lark(
         rules = without_endless_rules(rules)
         if root not in rules:
             raise rejected(f"no text of its rule {root!r} has an end, so no token is allowed first")
-        return _translate(rules, root)
+        return _translate(_with_named_groups(rules), root)
     except RecursionError as exc:
         raise rejected("its repetitions nest too deep") from exc
 
@@ -129,6 +131,25 @@ def _check_references(rules: dict[str, Alternatives]) -> None:
     for name, body in rules.items():
         if missing := _references(body) - rules.keys():
             raise rejected(f"rule {name!r} refers to {min(missing)!r}, which is not defined")
+
+
+def _with_named_groups(rules: dict[str, Alternatives]) -> dict[str, Alternatives]:
+    """Return the rules with each group as a rule of its own, so that it can be a terminal where its rule cannot."""
+    named: dict[str, Alternatives] = {}
+
+    def add(name: str, body: Alternatives) -> None:
+        named[name] = []  # a rule is defined before those that it refers to
+        named[name] = [[add_group(one) if isinstance(one, Group) else one for one in symbols] for symbols in body]
+
+    def add_group(group: Group) -> Reference:
+        name = f"({len(named)})"  # no rule of GBNF has such a name
+        add(name, group.alternatives)
+        named[name] = [[replace(group, alternatives=named[name])]]
+        return Reference(name)
+
+    for name, body in rules.items():
+        add(name, body)
+    return named
 
 
 def _regular(rules: dict[str, Alternatives]) -> set[str]:
