@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from random import Random
+from types import ModuleType
 
 import pytest
 from tests.support.gbnf_oracle import TextsOf, random_gbnf
@@ -15,10 +16,10 @@ from tests.support.grammars import allows, constraint_of, token_of
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.generation.grammar import lexeme_conflicts
+from llamaq.worker.generation.grammar import lexeme_automaton, lexeme_conflicts
 from llamaq.worker.generation.grammar.endless_rules import without_endless_rules
 from llamaq.worker.generation.grammar.gbnf_reader import MAX_NESTING, read_gbnf
-from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark
+from llamaq.worker.generation.grammar.gbnf_to_lark import NO_FORCING, gbnf_to_lark
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
 
@@ -224,6 +225,21 @@ def test_a_grammar_that_is_too_large_to_compare_its_lexemes_keeps_its_terminals(
     assert n_divided(ARITHMETIC) == 6 + 5
     monkeypatch.setattr(lexeme_conflicts, "MAX_STEPS", 100)
     assert n_divided(ARITHMETIC) == 3 + 4
+
+
+@pytest.mark.parametrize(
+    ("module", "limit"), [(lexeme_conflicts, "MAX_STEPS"), (lexeme_automaton, "MAX_STATES")], ids=["steps", "states"]
+)
+def test_no_text_is_forced_without_end_if_lexemes_were_not_compared(
+    monkeypatch: pytest.MonkeyPatch, vocab: Vocab, module: ModuleType, limit: str
+) -> None:
+    gbnf = 'root ::= "b" t "a" root | "c"\nt ::= "a"+'
+    assert accepts(vocab, gbnf, "baaac")
+    monkeypatch.setattr(module, limit, 0)
+    assert gbnf_to_lark(gbnf, "root").startswith(NO_FORCING), "the next lines would not return"
+    constraint = constraint_of(vocab, gbnf)
+    constraint.accept([token_of(vocab, text) for text in "baa"])
+    assert allows(constraint, token_of(vocab, "a"))
 
 
 def test_a_negated_token_is_no_end_token(sandbox: GrammarSandbox, vocab: Vocab) -> None:

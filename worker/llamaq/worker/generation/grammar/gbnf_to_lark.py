@@ -26,6 +26,10 @@ from llamaq.worker.generation.grammar.gbnf_reader import (
 )
 from llamaq.worker.generation.grammar.lexeme_conflicts import LexemeConflicts
 
+NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Stops llguidance from looking for forced texts. Where a longest text is wrong, a forced text may have no end: in
+`t "a"` with `t ::= "a"+`, each text forces one more a, and llguidance never returns."""
+
 
 def gbnf_to_lark(
     text: str,
@@ -69,7 +73,8 @@ def _translate(rules: dict[str, Alternatives], root: str) -> str:
         {name: f"{'T' if name in conflicts.terminals else 'r'}{number}" for number, name in enumerate(rules)},
         conflicts.divided,
     )
-    lines = [f"start: {outside.names[root]}"]
+    lines = [] if conflicts.is_exact else [NO_FORCING]
+    lines += [f"start: {outside.names[root]}"]
     lines += [inside.rule(name, body) for name, body in rules.items() if name in regular]
     lines += [outside.rule(name, body) for name, body in rules.items() if name not in conflicts.terminals]
     return "\n".join(lines)

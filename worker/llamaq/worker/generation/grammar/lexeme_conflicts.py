@@ -56,6 +56,7 @@ class LexemeConflicts:
     Attributes:
         terminals: The names of the rules that can be terminals without a conflict.
         divided: The literals that must be divided into characters outside of terminals.
+        is_exact: Whether all lexemes were compared. If not, some match the longest text although it may be wrong.
     """
 
     def __init__(self, rules: Mapping[str, Alternatives], root: str, terminals: Collection[str]) -> None:
@@ -63,6 +64,7 @@ class LexemeConflicts:
         self._root = root
         self.terminals = set(terminals)
         self.divided: set[str] = set()
+        self.is_exact = True
         self._n_left = MAX_STEPS
         self._automaton = cache(self._make_automaton)
         if root in self.terminals:
@@ -72,7 +74,7 @@ class LexemeConflicts:
                 for lexeme in too_long:
                     self._divide(lexeme)
         except _OutOfSteps:
-            return
+            self.is_exact = False
 
     def _divide(self, lexeme: Lexeme) -> None:
         """Divide a lexeme into its parts."""
@@ -157,9 +159,12 @@ class LexemeConflicts:
 
     def _make_automaton(self, lexeme: Lexeme) -> Automaton | None:
         """Return the automaton of a lexeme. None: it is a token, or too large or deep."""
+        if isinstance(lexeme, TokenSet):
+            return None
         try:
-            return None if isinstance(lexeme, TokenSet) else Automaton(lexeme, self._rules)
+            return Automaton(lexeme, self._rules)
         except (TooManyStates, RecursionError):
+            self.is_exact = False
             return None
 
     def _count_steps(self, n_steps: int) -> None:
