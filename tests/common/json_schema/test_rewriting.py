@@ -61,6 +61,21 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**A_AND_B, "unevaluatedProperties": False},
         {**A_AND_B, "additionalProperties": False},
     ),
+    "unevaluated items after a list of items are additional ones": (
+        {"items": [INTEGER], "unevaluatedItems": False},
+        {"items": [INTEGER], "additionalItems": False},
+    ),
+    "unevaluated properties have the names that are allowed": (
+        {"propertyNames": {"enum": ["a"]}, "unevaluatedProperties": INTEGER},
+        {"properties": {"a": INTEGER}, "additionalProperties": False},
+    ),
+    "a property that needs another one evaluates none": (
+        {"dependentRequired": {"a": ["b"]}, "unevaluatedProperties": INTEGER},
+        {
+            "additionalProperties": INTEGER,
+            "allOf": [{"anyOf": [{"properties": {"a": False}}, {"required": ["a", "b"]}]}],
+        },
+    ),
     "names from an enum": (
         {"propertyNames": {"$ref": "#/$defs/n"}, "additionalProperties": INTEGER, "$defs": {"n": {"enum": ["a", "b"]}}},
         {"properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False},

@@ -51,7 +51,7 @@ IMPLEMENTED = frozenset({
     "minLength", "maxLength", "pattern", "format",
 })  # fmt: skip
 """The keywords that llguidance implements. All other keywords are removed: they describe a value, but do not constrain
-it. llguidance does not accept unknown keywords in recursive schemas."""
+it. In recursive schemas, llguidance does not accept them."""
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
 """Keywords whose schemas describe the same value as the schema that has them."""
 _ONE = ("items", "additionalProperties", "additionalItems")
@@ -126,6 +126,10 @@ class _Rewriting:
 
     def _simplify(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
         """Return a schema with some keywords expressed by others."""
+        if schema.keys().isdisjoint(_IN_PLACE):
+            schema = _renamed(schema, "unevaluatedProperties", "additionalProperties")
+            items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+            schema = _renamed(schema, "unevaluatedItems", items)
         schema = rewrite_format(schema)
         schema = rewrite_dependencies(schema)
         schema = rewrite_property_names(schema, self._references)
@@ -134,9 +138,6 @@ class _Rewriting:
             schema = rewrite_bounds(schema, place, is_part=self._has_parts)
         if schema.get("uniqueItems") is False or _is_at_most_one(schema.get("maxItems")):
             schema = _without(schema, "uniqueItems")
-        if schema.keys().isdisjoint(_IN_PLACE):
-            schema = _renamed(schema, "unevaluatedProperties", "additionalProperties")
-            schema = _renamed(schema, "unevaluatedItems", "items")
         return schema
 
     def _rewrite_parts(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
@@ -172,7 +173,7 @@ class _Rewriting:
         return {**rest, "anyOf": branches}
 
     def _overlap(self, branches: Sequence[Schema], rest: dict[str, Any]) -> tuple[int, int] | None:
-        """Return the places of two schemas that may match the same value beside the other keywords, or None."""
+        """Return the places of two schemas that may match the same value, or None."""
         for place, branch in enumerate(branches):
             for earlier in range(place):
                 if not self._overlaps.are_disjoint([rest, branches[earlier]], [rest, branch]):
@@ -180,12 +181,11 @@ class _Rewriting:
         return None
 
     def _with_discriminator(self, branches: list[Schema], rest: dict[str, Any]) -> list[Schema] | None:
-        """Return the schemas, each of which requires a property whose value differs in each schema. None: there is no
-        such property.
+        """Return the schemas, which require a property whose value differs in each. None: there is no such property.
 
-        pydantic does not require the discriminator of a union if the discriminator has a default. If a schema is a
-        reference, `required` is added to its target, because llguidance does not allow keywords beside a reference in a
-        recursive schema.
+        pydantic does not require the discriminator of a union if it has a default. If a schema is a reference,
+        `required` is added to its target, because llguidance does not allow keywords beside a reference in a recursive
+        schema.
         """
         for name in self._overlaps.discriminators(branches):
             if self._overlap(branches, {**rest, "required": [*_list(rest.get("required")), name]}) is not None:
@@ -248,7 +248,7 @@ def _without(schema: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _renamed(schema: dict[str, Any], name: str, other: str) -> dict[str, Any]:
-    """Return a schema with a keyword renamed. If the schema also has the new name, the old keyword is dropped."""
+    """Return a schema with a keyword renamed, or without it if the schema also has the new name."""
     if name not in schema:
         return schema
     return {other: schema[name], **_without(schema, name)}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from random import Random
+from types import ModuleType
 
 import pytest
 from tests.support.gbnf_oracle import TextsOf, random_gbnf
@@ -15,9 +16,10 @@ from tests.support.grammars import allows, constraint_of, token_of
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.generation.grammar import lexeme_conflicts
-from llamaq.worker.generation.grammar.gbnf_reader import MAX_NESTING
-from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark
+from llamaq.worker.generation.grammar import lexeme_automaton, lexeme_conflicts
+from llamaq.worker.generation.grammar.endless_rules import without_endless_rules
+from llamaq.worker.generation.grammar.gbnf_reader import MAX_NESTING, read_gbnf
+from llamaq.worker.generation.grammar.gbnf_to_lark import NO_FORCING, gbnf_to_lark
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
 
@@ -44,6 +46,7 @@ BAD_GRAMMARS = {
     "unknown token": ('root ::= "a" <nothing>', "<nothing>, which is not one token of this model's vocabulary"),
     "token without an id": ('root ::= "a" !<[EOS]>', "<[EOS]>, which is not one token of this model's vocabulary"),
     "no token": ('root ::= root "x"', "cannot be used"),
+    "no finite text": ('root ::= "x" a\na ::= ("y" | "z" root) a', "no text of its rule 'root' has an end"),
 }
 
 
@@ -110,6 +113,16 @@ def too_complex_or_empty() -> Iterator[None]:
     except JobRejected as exc:
         if TOO_COMPLEX not in exc.message and "is allowed first" not in exc.message:
             raise
+
+
+@pytest.mark.parametrize("end", ["a", "(a)", '(a "y"){2}', 'a | "b" | a "c"', 'a* "b"'])
+def test_a_rule_whose_texts_have_no_end_is_never_begun(vocab: Vocab, end: str) -> None:
+    """Llguidance does not return from the mask after such a text, because it forces one x after the other."""
+    gbnf = f'root ::= "xb" | t ({end})\na ::= a u\nt ::= "x"*\nu ::= "y"*'
+    assert "a" not in without_endless_rules(read_gbnf(gbnf)), "the next lines would not return"
+    text = "xxxb" if '"b"' in end else "xb"
+    assert accepts(vocab, gbnf, text)
+    assert not accepts(vocab, gbnf, "xx")
 
 
 JSON = r"""
@@ -186,18 +199,47 @@ def test_random_grammars_accept_the_texts_that_gbnf_defines(vocab: Vocab) -> Non
     assert n_compared > 18 * len(texts)
 
 
+def n_divided(gbnf: str) -> int:
+    """Return the number of rules and groups that are not matched as terminals."""
+    return len(re.findall(r"^r\d+:", gbnf_to_lark(gbnf, "root"), re.MULTILINE))
+
+
 def test_the_rules_of_json_are_matched_as_terminals() -> None:
     """Rules that are matched character by character take several times as long."""
-    lark = gbnf_to_lark(JSON, "root")
-    assert len(re.findall(r"^r\d+:", lark, re.MULTILINE)) == 4, "not strings, numbers and white space"
+    assert n_divided(JSON) == 4 + 8, "not strings, numbers and white space"
+
+
+def test_a_word_is_a_terminal_also_if_the_white_space_after_it_is_divided() -> None:
+    gbnf = 'root ::= "(" root ")" | word "\\n"\nword ::= [a-z]+ ws\nws ::= [ \\n]*'
+    assert "r1: T2 r3" in gbnf_to_lark(gbnf, "root").splitlines()
+
+
+def test_an_identifier_is_a_terminal_also_if_it_can_begin_with_a_keyword() -> None:
+    gbnf = 'root ::= "{" root "}" | type name | name " =" root\ntype ::= ("int" | "char") " "\nname ::= [a-z]+'
+    assert n_divided(gbnf) == 2, "not only the root, and the keyword from its space"
 
 
 def test_a_grammar_that_is_too_large_to_compare_its_lexemes_keeps_its_terminals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert len(re.findall(r"^r\d+:", gbnf_to_lark(ARITHMETIC, "root"), re.MULTILINE)) == 6
+    assert n_divided(ARITHMETIC) == 6 + 5
     monkeypatch.setattr(lexeme_conflicts, "MAX_STEPS", 100)
-    assert len(re.findall(r"^r\d+:", gbnf_to_lark(ARITHMETIC, "root"), re.MULTILINE)) == 3
+    assert n_divided(ARITHMETIC) == 3 + 4
+
+
+@pytest.mark.parametrize(
+    ("module", "limit"), [(lexeme_conflicts, "MAX_STEPS"), (lexeme_automaton, "MAX_STATES")], ids=["steps", "states"]
+)
+def test_no_text_is_forced_without_end_if_lexemes_were_not_compared(
+    monkeypatch: pytest.MonkeyPatch, vocab: Vocab, module: ModuleType, limit: str
+) -> None:
+    gbnf = 'root ::= "b" t "a" root | "c"\nt ::= "a"+'
+    assert accepts(vocab, gbnf, "baaac")
+    monkeypatch.setattr(module, limit, 0)
+    assert gbnf_to_lark(gbnf, "root").startswith(NO_FORCING), "the next lines would not return"
+    constraint = constraint_of(vocab, gbnf)
+    constraint.accept([token_of(vocab, text) for text in "baa"])
+    assert allows(constraint, token_of(vocab, "a"))
 
 
 def test_a_negated_token_is_no_end_token(sandbox: GrammarSandbox, vocab: Vocab) -> None:

@@ -112,6 +112,19 @@ def test_the_whole_chain_gives_the_distribution_of_llama_cpp(params: dict[str, A
     np.testing.assert_allclose([found[token] for token in both], [expected[token] for token in both], rtol=3e-3)
 
 
+def test_a_dynamic_temperature_of_0_leaves_the_most_probable_token() -> None:
+    params = SamplingDefaults(
+        temperature=0.3,
+        dynatemp_range=0.3,
+        dynatemp_exponent=100,
+        repeat_penalty=2,
+        samplers=["temperature", "penalties"],
+    )
+    logits = np.array([9, 6, 0, -3], np.float32)
+    expected = normalized(llama_chain(logits, llama_samplers(params, 4), [0]))
+    assert distribution(LogitSampler(params, seed=1), logits, [0]) == expected == {0: 1.0}
+
+
 @given(
     seed=st.integers(0, 10**6),
     order=st.permutations(get_args(SamplerName)),

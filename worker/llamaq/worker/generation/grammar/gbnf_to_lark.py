@@ -1,15 +1,18 @@
 """Translates a grammar in GBNF, the language of llama.cpp, into a Lark grammar for llguidance.
 
-A rule that cannot reach itself becomes a terminal of Lark, which is one regular expression: llguidance matches it much
-faster than a rule. llguidance matches each terminal with the longest possible text, as the lexer of a programming
-language does, where llama.cpp tries every length. So a rule becomes a terminal only if the longest text is never wrong
-(`LexemeConflicts`). The other rules, and the literals for which it may be wrong, are matched character by character.
+A rule or group that cannot reach itself becomes a terminal of Lark, which is one regular expression: llguidance matches
+it much faster than a rule. llguidance matches each terminal with the longest possible text, as the lexer of a
+programming language does, where llama.cpp tries every length. So a rule becomes a terminal only if the longest text is
+never wrong (`LexemeConflicts`). The other rules, and the literals for which it may be wrong, are matched character by
+character.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
+from llamaq.worker.generation.grammar.endless_rules import without_endless_rules
 from llamaq.worker.generation.grammar.gbnf_reader import (
     Alternatives,
     CharacterClass,
@@ -22,6 +25,10 @@ from llamaq.worker.generation.grammar.gbnf_reader import (
     rejected,
 )
 from llamaq.worker.generation.grammar.lexeme_conflicts import LexemeConflicts
+
+NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Stops llguidance from looking for forced texts. Where a longest text is wrong, a forced text may have no end: in
+`t "a"` with `t ::= "a"+`, each text forces one more a, and llguidance never returns."""
 
 
 def gbnf_to_lark(
@@ -39,7 +46,8 @@ def gbnf_to_lark(
         token_of: Returns the token with a text such as `<think>`. None: no single token has this text.
 
     Raises:
-        JobRejected: The grammar has a syntax error, refers to a rule or a token that does not exist, or nests too deep.
+        JobRejected: The grammar has a syntax error, refers to a rule or a token that does not exist, nests too deep, or
+            has no finite text.
     """
     rules = read_gbnf(text, end_tokens, token_of)
     if not rules:
@@ -47,7 +55,11 @@ def gbnf_to_lark(
     if root not in rules:
         raise rejected(f"it has no rule {root!r}; `grammar_root` names the rule that it starts with")
     try:
-        return _translate(rules, root)
+        _check_references(rules)
+        rules = without_endless_rules(rules)
+        if root not in rules:
+            raise rejected(f"no text of its rule {root!r} has an end, so no token is allowed first")
+        return _translate(_with_named_groups(rules), root)
     except RecursionError as exc:
         raise rejected("its repetitions nest too deep") from exc
 
@@ -61,7 +73,8 @@ def _translate(rules: dict[str, Alternatives], root: str) -> str:
         {name: f"{'T' if name in conflicts.terminals else 'r'}{number}" for number, name in enumerate(rules)},
         conflicts.divided,
     )
-    lines = [f"start: {outside.names[root]}"]
+    lines = [] if conflicts.is_exact else [NO_FORCING]
+    lines += [f"start: {outside.names[root]}"]
     lines += [inside.rule(name, body) for name, body in rules.items() if name in regular]
     lines += [outside.rule(name, body) for name, body in rules.items() if name not in conflicts.terminals]
     return "\n".join(lines)
@@ -118,21 +131,44 @@ def _repetition(least: int, most: int | None) -> str:
     return "?" if (least, most) == (0, 1) else f"{{{least},{most}}}"
 
 
-def _regular(rules: dict[str, Alternatives]) -> set[str]:
-    """Return the rules that are regular expressions: they reach neither themselves nor a token.
+def _check_references(rules: dict[str, Alternatives]) -> None:
+    """Raise `JobRejected` if a rule refers to one that does not exist."""
+    for name, body in rules.items():
+        if missing := _references(body) - rules.keys():
+            raise rejected(f"rule {name!r} refers to {min(missing)!r}, which is not defined")
 
-    Raises:
-        JobRejected: A rule refers to one that does not exist.
-    """
+
+def _with_named_groups(rules: dict[str, Alternatives]) -> dict[str, Alternatives]:
+    """Return the rules with each group as a rule of its own, so that it can be a terminal where its rule cannot."""
+    named: dict[str, Alternatives] = {}
+
+    def add(name: str, body: Alternatives) -> None:
+        named[name] = []  # a rule is defined before those that it refers to
+        named[name] = [[add_group(one) if isinstance(one, Group) else one for one in symbols] for symbols in body]
+
+    def add_group(group: Group) -> Reference:
+        name = f"({len(named)})"  # no rule of GBNF has such a name
+        add(name, group.alternatives)
+        named[name] = [[replace(group, alternatives=named[name])]]
+        return Reference(name)
+
+    for name, body in rules.items():
+        add(name, body)
+    return named
+
+
+def _regular(rules: dict[str, Alternatives]) -> set[str]:
+    """Return the rules that are regular expressions: they reach neither themselves nor a token."""
     references: dict[str, set[str]] = {}
     for name, body in rules.items():
-        symbols = list(_symbols(body))
-        references[name] = {one.name for one in symbols if isinstance(one, Reference)}
-        if missing := references[name] - rules.keys():
-            raise rejected(f"rule {name!r} refers to {min(missing)!r}, which is not defined")
-        if any(isinstance(one, TokenSet) for one in symbols):
+        references[name] = _references(body)
+        if any(isinstance(one, TokenSet) for one in _symbols(body)):
             references[name].add(name)  # a token cannot be part of a regular expression
     return _reducible(references)
+
+
+def _references(body: Alternatives) -> set[str]:
+    return {one.name for one in _symbols(body) if isinstance(one, Reference)}
 
 
 def _symbols(body: Alternatives) -> Iterator[Symbol]:

@@ -6,8 +6,8 @@ lexeme could end, but another lexeme or the same one could also match the next c
 first one end. This loses outputs if the next character could also begin what follows the first one: a conflict. With
 `num ::= [0-9]+ ws` and `ws ::= [ \t\n]*`, there is one in `num "\n"`, because `num` takes the line feed.
 
-Both lexemes of a conflict are divided into their parts. Where each lexeme has one character, there is no conflict. A
-lexeme that is divided without need takes longer to match, but its texts are the same.
+The lexeme that could match the next character is divided into its parts. Where each lexeme has one character, there is
+no conflict. A lexeme that is divided without need takes longer to match, but its texts are the same.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class LexemeConflicts:
     Attributes:
         terminals: The names of the rules that can be terminals without a conflict.
         divided: The literals that must be divided into characters outside of terminals.
+        is_exact: Whether all lexemes were compared. If not, some match the longest text although it may be wrong.
     """
 
     def __init__(self, rules: Mapping[str, Alternatives], root: str, terminals: Collection[str]) -> None:
@@ -63,20 +64,17 @@ class LexemeConflicts:
         self._root = root
         self.terminals = set(terminals)
         self.divided: set[str] = set()
+        self.is_exact = True
         self._n_left = MAX_STEPS
         self._automaton = cache(self._make_automaton)
         if root in self.terminals:
             return  # the only lexeme is the whole output
         try:
-            while divisible := [lexeme for lexeme in self._conflicting() if self._is_divisible(lexeme)]:
-                for lexeme in divisible:
+            while too_long := self._too_long():
+                for lexeme in too_long:
                     self._divide(lexeme)
         except _OutOfSteps:
-            return
-
-    @staticmethod
-    def _is_divisible(lexeme: Lexeme) -> bool:
-        return isinstance(lexeme, Reference) or (isinstance(lexeme, Literal) and len(lexeme.text) > 1)
+            self.is_exact = False
 
     def _divide(self, lexeme: Lexeme) -> None:
         """Divide a lexeme into its parts."""
@@ -85,8 +83,8 @@ class LexemeConflicts:
         elif isinstance(lexeme, Literal):
             self.divided.add(lexeme.text)
 
-    def _conflicting(self) -> set[Lexeme]:
-        """Return the lexemes that have a conflict.
+    def _too_long(self) -> set[Lexeme]:
+        """Return the lexemes that have a conflict with a lexeme that could end earlier.
 
         Two lexemes are compared if both are allowed after the same text. This is so at the beginning, and after two
         lexemes that have a text in common.
@@ -101,7 +99,7 @@ class LexemeConflicts:
         )
         following = cache(neighbours.following)
         next_ranges = cache(lambda lexeme: self._next_ranges(following(lexeme)))
-        conflicting: set[Lexeme] = set()
+        too_long: set[Lexeme] = set()
         seen: set[tuple[Lexeme, Lexeme]] = set()
         waiting = self._pairs(neighbours.first, neighbours.first)
         while waiting:
@@ -112,10 +110,10 @@ class LexemeConflicts:
             one, other = pair
             have_common_text, have_conflict = self._compare(one, other, next_ranges(one))
             if have_conflict:
-                conflicting |= {one, other}
+                too_long.add(other)
             if have_common_text:
                 waiting += self._pairs(following(one), following(other))
-        return conflicting
+        return too_long
 
     def _pairs(self, lexemes: Collection[Lexeme], others: Collection[Lexeme]) -> list[tuple[Lexeme, Lexeme]]:
         self._count_steps(len(lexemes) * len(others))
@@ -161,9 +159,12 @@ class LexemeConflicts:
 
     def _make_automaton(self, lexeme: Lexeme) -> Automaton | None:
         """Return the automaton of a lexeme. None: it is a token, or too large or deep."""
+        if isinstance(lexeme, TokenSet):
+            return None
         try:
-            return None if isinstance(lexeme, TokenSet) else Automaton(lexeme, self._rules)
+            return Automaton(lexeme, self._rules)
         except (TooManyStates, RecursionError):
+            self.is_exact = False
             return None
 
     def _count_steps(self, n_steps: int) -> None:

@@ -157,12 +157,7 @@ def _temperature(params: SamplingDefaults) -> Apply | None:
     if fixed == 1:
         return None
 
-    def apply(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
-        if fixed < GREEDY_BELOW:
-            return candidates.take(np.array([candidates.logits.argmax()]))
-        return _divided(candidates, fixed)
-
-    return apply
+    return lambda candidates, *_: _divided(candidates, fixed)
 
 
 def dynamic_temperature_step(params: SamplingDefaults, masked: MaskedCount) -> Apply:
@@ -176,5 +171,8 @@ def dynamic_temperature_step(params: SamplingDefaults, masked: MaskedCount) -> A
 
 
 def _divided(candidates: Candidates, temperature: float) -> Candidates:
-    logits = candidates.logits / np.float32(max(temperature, GREEDY_BELOW))
+    """Divide the logits by a temperature. If it means greedy decoding, return only the most probable candidate."""
+    if temperature < GREEDY_BELOW:
+        return candidates.take(np.array([candidates.logits.argmax()]))
+    logits = candidates.logits / np.float32(temperature)
     return candidates.with_logits(logits, is_sorted=candidates.is_sorted)
