@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
 from llamaq.common.errors import NotDurable
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.redis.wait_for_replicas import wait_for_replicas
+from llamaq.common.redis.client import RetryingRedis
+from llamaq.common.redis.shared_round_trips import Command
 from llamaq.producer.argument_checks import check_count
 from llamaq.producer.queue_connection import QueueConnection
 
@@ -39,7 +43,25 @@ async def confirm(connection: QueueConnection, job_ids: Sequence[str], durable: 
     configs = [connection.keys.config(queue, partition) for queue, partition in partitions]
     timeout_ms = int(REPLICA_WAIT_S * 1000)
     confirmed = min(
-        await asyncio.gather(*(wait_for_replicas(connection.redis, config, durable, timeout_ms) for config in configs))
+        await asyncio.gather(*(_wait_for_replicas(connection.redis, config, durable, timeout_ms) for config in configs))
     )
     if confirmed < durable:
         raise NotDurable(tuple(job_ids), confirmed, durable)
+
+
+async def _wait_for_replicas(redis: Redis, config: str, n_replicas: int, timeout_ms: int) -> int:
+    """Wait until replicas have all earlier writes to the server of a partition, and return their number.
+
+    WAIT only waits for writes of its own connection, and the earlier writes may have used another one. So this function
+    writes once more, to a field of the partition's settings (the key `config`) whose value has no meaning.
+    """
+    if not isinstance(redis, RetryingRedis):
+        raise TypeError("connect() did not create this client of Redis")
+    commands: list[Command] = [
+        (("HSET", config, "durable", n_replicas), {}),
+        (("WAIT", n_replicas, timeout_ms), {}),
+    ]
+    written, confirmed = await redis.call_with_retry(lambda: redis.send_together(config, commands))
+    if isinstance(confirmed, ResponseError):
+        raise confirmed
+    return 0 if isinstance(written, ResponseError) else int(confirmed)

@@ -23,8 +23,8 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_types import JobFlush
+from llamaq.common.redis.client import retry_until_deadline
 from llamaq.common.redis.connect import RETRY_S, connect, make_connection, robust_connection
-from llamaq.common.redis.retry import retry_until_deadline
 from llamaq.worker.testing import ManualClock
 
 

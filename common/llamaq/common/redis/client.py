@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.commands.core import AsyncScript
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from llamaq.common.backoff import Backoff
 from llamaq.common.redis.pool import BoundedPool
-from llamaq.common.redis.retry import retry_until_deadline
 from llamaq.common.redis.shared_round_trips import CLOSED, Command, SharedRoundTrips
 
 T = TypeVar("T")
@@ -21,6 +23,8 @@ BLOCKING = ("XREAD", "XREADGROUP", "BLPOP", "WAIT")
 """Commands that may block in Redis. No other command may wait for them."""
 LARGE_PIPELINE = 16
 """A pipeline with more commands has a connection of its own, so that single commands do not wait for it."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+"""The pauses between the tries of a command."""
 
 
 class RetryingRedis(Redis):
@@ -185,3 +189,29 @@ class RetryingPipeline(Pipeline):
         if raise_on_error:
             self.raise_first_error(commands, replies)
         return replies
+
+
+async def retry_until_deadline(call: Callable[[], Awaitable[T]], longest_s: float) -> T:
+    """Return the result of `call`. While the server cannot be reached, call again, with growing pauses.
+
+    The deadline is `longest_s` seconds after the first failure. The limit is a deadline and not a number of retries. So
+    the call is retried for the same time if the server refuses connections and if it does not reply. There is at least
+    one retry, because the first failure may only mean that an idle connection was broken.
+
+    The call must not keep a connection of a pool between two tries, see `RetryingRedis`.
+
+    Raises:
+        RedisError: The error of the last try.
+    """
+    clock = asyncio.get_running_loop().time
+    backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    deadline_s: float | None = None
+    while True:
+        try:
+            return await call()
+        except (RedisConnectionError, RedisTimeoutError):
+            if deadline_s is None:
+                deadline_s = clock() + longest_s
+            elif clock() >= deadline_s:
+                raise
+        await asyncio.sleep(backoff.next_delay_s())

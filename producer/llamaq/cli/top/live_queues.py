@@ -10,7 +10,6 @@ from typing import Any
 
 from llamaq.cli.top.reading_types import QueueReading, Reading
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.common.protocol.oldest_waiting import oldest_waiting_s
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode
@@ -20,7 +19,7 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.job_list import JobFilter, read_jobs_of
 from llamaq.producer.queries.queue_list import find_queues
-from llamaq.producer.queries.queue_snapshots import RECENT_JOBS, read_depth, read_recent, read_workers
+from llamaq.producer.queries.queue_snapshots import RECENT_JOBS, oldest_waiting_s, read_depth, read_recent, read_workers
 
 MAX_QUEUES = 100
 """Largest number of queues that are read at once. `--queue` selects others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -18,7 +18,6 @@ from llamaq.gateway.responses.answer_reader import answer_message, read_response
 from llamaq.gateway.responses.input_items import Messages
 from llamaq.gateway.responses.record import ResponseRecord, ResponseStore, missing
 from llamaq.gateway.responses.request_body import ResponseBody
-from llamaq.gateway.responses.truncation import newest_that_fit
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS
 from llamaq.producer.openai_format.tools import form_options
@@ -146,5 +145,31 @@ async def _prompt_of(queues: QueueDirectory, client: AsyncClient, body: Response
         n_answer = min(wanted, n_answer)
     return [
         *body.instructions,
-        *await newest_that_fit(messages, context - n_answer, partial(count_tokens, client, body)),
+        *await _newest_that_fit(messages, context - n_answer, partial(count_tokens, client, body)),
     ]
+
+
+async def _newest_that_fit(messages: Messages, limit: int, count: Callable[[Messages], Awaitable[int]]) -> Messages:
+    """Return the newest messages that have at most `limit` tokens, beginning with a message of the user.
+
+    If even the messages from the last message of the user on do not fit, these messages are returned. Then the job
+    fails with the reason.
+
+    Args:
+        messages: The conversation.
+        limit: Largest number of tokens.
+        count: Returns the number of tokens of a conversation.
+    """
+    if await count(messages) <= limit:
+        return messages
+    starts = [number for number, message in enumerate(messages) if message["role"] == "user" and number > 0]
+    if not starts:
+        return messages
+    first, last = 0, len(starts) - 1
+    while first < last:  # a later start has fewer tokens
+        middle = (first + last) // 2
+        if await count(messages[starts[middle] :]) <= limit:
+            last = middle
+        else:
+            first = middle + 1
+    return messages[starts[first] :]

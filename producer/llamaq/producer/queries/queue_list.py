@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from llamaq.common.protocol.oldest_waiting import oldest_waiting_s
 from llamaq.common.protocol.queue_and_worker_state import QueueSummary
-from llamaq.producer.queries.queue_snapshots import read_depth, read_workers
+from llamaq.producer.queries.queue_snapshots import oldest_waiting_s, read_depth, read_workers
 from llamaq.producer.queue_connection import QueueConnection
 
 SCAN_COUNT = 1000

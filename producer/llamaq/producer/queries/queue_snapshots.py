@@ -1,16 +1,19 @@
-"""Reads the state of a queue: its depth, its live workers, and the stats of its last finished jobs."""
+"""Reads the state of a queue: its waiting jobs, its live workers, and the stats of its last finished jobs."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from redis.asyncio import Redis
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, RecentJob, Worker
 from llamaq.common.protocol.queue_depth import queue_depth
+from llamaq.common.protocol.script_source import source
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer.queries.handle_deadlines_and_delays import handle_due
 from llamaq.producer.queue_connection import QueueConnection
@@ -30,6 +33,26 @@ async def read_depth(connection: QueueConnection, queue: str, partitions: int) -
     """
     await handle_due(connection, queue, partitions)
     return await queue_depth(connection.redis, connection.keys, queue, partitions, max_tenants=MAX_TENANTS)
+
+
+async def oldest_waiting_s(redis: Redis, keys: Keys, queue: str, partitions: int) -> float | None:
+    """Return for how many seconds the oldest waiting job has waited since its submit, or since it was due.
+
+    Returns:
+        The seconds. None: no job waits.
+
+    Raises:
+        RedisError: A partition did not answer.
+    """
+    oldest = redis.register_script(source("oldest"))
+
+    async def search(partition: int) -> int:
+        streams = [keys.jobs(queue, partition, priority) for priority in Priority]
+        reply: Any = await oldest(keys=[keys.later(queue, partition), *streams], args=[GROUP])
+        return int(reply)
+
+    longest_ms = max(await asyncio.gather(*map(search, range(partitions))))
+    return None if longest_ms < 0 else longest_ms / 1000
 
 
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:

@@ -10,8 +10,8 @@ from tests.support.fake_redis import replace_redis
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.oldest_waiting import oldest_waiting_s
 from llamaq.producer import AsyncClient
+from llamaq.producer.queries.queue_snapshots import oldest_waiting_s
 from llamaq.producer.testing import FakeWorker
 
 PAUSE_S = 0.05
