@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -29,11 +30,8 @@ def wait_until_served(server: HttpServerProcess) -> None:
     deadline_s = time.monotonic() + 30
     while time.monotonic() < deadline_s:
         server.check()
-        try:
+        with suppress(httpx.TransportError):  # the socket accepts connections, but no process answers yet
             httpx.get(f"{url}/openapi.json", timeout=0.5).raise_for_status()
-        except httpx.TransportError:
-            time.sleep(0.02)
-        else:
             return
     pytest.fail("the server does not answer")
 

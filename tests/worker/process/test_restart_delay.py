@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
+from llamaq.worker.process import restart_delay
 from llamaq.worker.process.restart_delay import FIRST_DELAY_S, STEADY_S, RestartDelay
 
 
@@ -19,9 +20,12 @@ def test_after_a_long_life_the_delay_is_short_again() -> None:
     assert delay.begin(STEADY_S + 1) == FIRST_DELAY_S
 
 
-def test_a_delay_is_over_after_its_time() -> None:
+def test_a_delay_is_over_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(restart_delay, "time", SimpleNamespace(monotonic=lambda: now_s))
     delay = RestartDelay(30)
-    until_s = time.monotonic() + delay.begin()
+    delay_s = delay.begin()
+    now_s += 0.9 * delay_s
     assert not delay.is_over
-    time.sleep(until_s - time.monotonic() + 0.01)
+    now_s += 0.2 * delay_s
     assert delay.is_over

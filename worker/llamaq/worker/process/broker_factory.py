@@ -99,7 +99,6 @@ class BrokerFactory:
         self._shared = shared
         self._slot_commands = slot_commands
         self._text_commands = text_commands
-
         self._keys = Keys(settings.key_prefix)
 
     def make_access(self, redis: Redis) -> QueueAccess:

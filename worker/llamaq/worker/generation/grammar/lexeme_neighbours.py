@@ -60,7 +60,6 @@ class LexemeNeighbours:
         has_empty: Callable[[Lexeme], bool],
         count_steps: Callable[[int], None],
     ) -> None:
-        self._rules = rules
         self._terminals = terminals
         self._divided = divided
         self._has_empty = has_empty
