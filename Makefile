@@ -90,7 +90,7 @@ test-rq: $(VENV)/dev.stamp ## the tests of bulk runs and generations in RQ jobs,
 # compiled worker; COMPILED=1 does so for the benchmarks. The hook compiles beside the sources, so it gets a copy.
 COMPILED_DIR := build/compiled
 COMPILED_PYTHON := $(COMPILED_DIR)/python
-COMPILED_SOURCES := worker/pyproject.toml worker/mypyc.ini $(shell find common worker -name '*.py')
+COMPILED_SOURCES := worker/pyproject.toml worker/mypyc.ini $(shell find common worker -name '*.py' -o -name '*.cpp')
 COMPILED ?=
 SELECT_COMPILED := $(if $(COMPILED),export PYTHONPATH="$(CURDIR)/$(COMPILED_PYTHON)")
 

@@ -18,7 +18,6 @@ from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
-from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 from llamaq.worker.generation.sampling.logit_adjustment import LogitAdjustment, check_finite
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
@@ -161,11 +160,8 @@ class LogitSampler:
                 return self._draw_of_few(top_k, candidates, len(history) - n_prompt)
             if candidates.tokens is not None:
                 return self._choose(candidates, len(history) - n_prompt, history, logits.size)
-        tokens, largest = top_k_superset(logits, top_k.k)
-        check_finite(largest)
-        if not tokens.size:
-            return self._allowed.end_token()
-        return top_k.draw(logits.take(tokens), tokens, self._uniform.at(len(history) - n_prompt))
+        token = top_k.draw(logits, self._uniform.at(len(history) - n_prompt))
+        return self._allowed.end_token() if token is None else token
 
     def _draw_of_few(self, top_k: TopKDraw, candidates: Candidates, position: int) -> int:
         candidates = candidates.without_masked()
@@ -175,7 +171,7 @@ class LogitSampler:
         if len(candidates) == 1:  # usual where a grammar forces a text
             return candidates.token_at(0)
         tokens = np.arange(len(candidates)) if candidates.tokens is None else candidates.tokens
-        return top_k.draw(candidates.logits, tokens, self._uniform.at(position))
+        return top_k.draw_of(candidates.logits, tokens, self._uniform.at(position))
 
     def _sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         candidates = self._penalized(logits, history, n_prompt)
