@@ -64,6 +64,8 @@ class NgramSpeculation(Speculation):
         """The last prediction. Another thread may replace it when it records a tick."""
         self._is_measuring = False
         """Whether a draft is verified whose time is the first one to be measured."""
+        self._n_since_trial = 0
+        """Number of ticks with drafts since the last trial, in which no draft promised a gain."""
 
     def _with_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with drafts; see `add_drafts`."""
@@ -139,14 +141,19 @@ class NgramSpeculation(Speculation):
         options = [DraftOption(len(one.draft), one.probability) for one in proposals]
         lengths = choose_lengths(options, n_decode, plain_s, times, room)
         chosen = {one.slot: one.draft.first(length) for one, length in zip(proposals, lengths, strict=True) if length}
-        return chosen or self._try_one(proposals, room)
+        return chosen or self._try_one(proposals, room, n_decode)
 
-    def _try_one(self, proposals: Sequence[_ProposedDraft], room: int) -> dict[Slot, Draft]:
+    def _try_one(self, proposals: Sequence[_ProposedDraft], room: int, n_decode: int) -> dict[Slot, Draft]:
         """Return a trial of one job, the one with the fewest drafted tokens, if a trial is due.
 
         The first draft of each grade of a job is tried at once: its text may be of another kind than those of the jobs
-        before.
+        before. But a trial delays all streams of the tick, so with several streams, trials come in as many ticks as
+        there are streams.
         """
+        self._n_since_trial += 1
+        if self._n_since_trial < n_decode:
+            self._pass({one.draft.grade for one in proposals})
+            return {}
         candidates = [one for one in proposals if one.draft.grade not in one.drafting.acceptance]
         if not candidates:
             grades = {one.draft.grade for one in proposals}
@@ -156,6 +163,7 @@ class NgramSpeculation(Speculation):
                 return {}
             self._n_passed[grade], self._trial_after[grade] = 0, min(2 * self._ticks_to_trial(grade), TRIAL_AFTER)
             candidates = [one for one in proposals if one.draft.grade == grade]
+        self._n_since_trial = 0
         least = min(candidates, key=lambda one: one.drafting.n_drafted)
         return {least.slot: least.draft.first(min(TRIAL_TOKENS, room))}
 
