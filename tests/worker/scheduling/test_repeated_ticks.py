@@ -343,10 +343,9 @@ def test_after_a_prompt_texts_are_searched_for_drafts_in_each_tick_again() -> No
 
 
 def test_ticks_are_repeated_up_to_the_next_search_if_this_search_needs_a_plan() -> None:
-    sequences = DraftSequences(2, n_cells=1000, n_vocab=1000, held_cells=0)
+    sequences = DraftSequences(2, n_cells=1000, n_vocab=ByteVocab.n_tokens, held_cells=0)
     slow = DraftWork(n_steps=1, n_step_drafts=1, steps_s=1.0)  # so slow that the draft model is not tried
-    end_tokens = frozenset({ByteVocab.eos})
-    speculation = DraftModelSpeculation(end_tokens, 8, sequences, max_missing=64, measured=[slow])
+    speculation = DraftModelSpeculation(ByteVocab.end_tokens, 8, sequences, max_missing=64, measured=[slow])
     rig = Rig(make_job(max_tokens=90, drafting=Drafting(None, 4)), speculation=speculation)
     rig.prefill()
     n_searches = 5 * SEARCHES_PER_TICK
