@@ -173,7 +173,7 @@ class JobPreparer:
             grammar=grammar,
             reasoning=self._reasoning_budget(request, prompt),
             n_logprobs=request.logprobs,
-            has_drawn_logprobs=request.post_sampling_probs and request.logprobs is not None,
+            has_drawn_logprobs=request.post_sampling_probs,
             breakers=breakers,
             draws=published.draws,
         )
