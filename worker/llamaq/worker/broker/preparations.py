@@ -1,4 +1,4 @@
-"""Prepares claimed jobs, slow ones on other threads, and hands over those that are ready in groups."""
+"""Prepares claimed jobs, the slow ones on other threads, and passes on the jobs that are ready in groups."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Preparer(Protocol):
 
 
 class PreparationPanic(RuntimeError):
-    """A preparation ended with something that is no `Exception`, which is the cause of this error."""
+    """A preparation raised an error that is no `Exception`, such as `SystemExit`: the cause of this error."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Builds what adds drafts to the batches, from the settings."""
+"""Builds the speculation that the settings ask for. It adds drafts to the batches."""
 
 from __future__ import annotations
 

@@ -82,10 +82,10 @@ class _Times:
 class ForcedTokenGain:
     """Compares the time that forced tokens save with the time that they cost.
 
-    Without the forced tokens, ticks whose graph is reused would generate them. They cost what their tick takes longer
-    than such a tick, and what the next tick takes longer. As long as one of these times is not known, forced tokens
-    pay, so that it is measured. Each measurement is forgotten after `FORGOTTEN_AFTER` ticks, so forced tokens that do
-    not pay are tried again.
+    They save the ticks that would otherwise generate them, in which llama.cpp reuses its graph. Compared with such a
+    tick, their own tick takes longer, and so does the tick after it: this is what they cost. As long as the cost is not
+    known, forced tokens pay, so that it is measured. Each measurement is forgotten after `FORGOTTEN_AFTER` ticks, so
+    forced tokens that do not pay are tried again.
 
     Threads: while the engine thread calls `pay` during repeated ticks, another thread may record earlier ones of these
     ticks. There is no other concurrent call.
