@@ -306,9 +306,7 @@ class JobStreams:
             self._last_peeked[stream.decode()] = entries[-1][0]
 
     def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
-        """Record the time of a partition's server and how long this worker has waited for the reply. `reclaim` uses
-        both.
-        """
+        """Record the time of a partition's server, and how long this worker has waited for it: for `reclaim`."""
         self._guards[partition].observe(server_ms, waited_s)
 
     async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:

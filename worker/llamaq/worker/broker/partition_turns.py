@@ -41,7 +41,7 @@ class PartitionTurns:
         return [partition for partition in order if partition not in self._probes] or order
 
     def leave_out(self, partition: int, stream: str) -> None:
-        """Leave out a partition until Redis returns the length of a stream of it."""
+        """Leave out a partition until Redis returns the length of `stream`, which is one of its streams."""
         if partition not in self._probes:
             log.warning("streams.partition_away partition=%d", partition)
             self._probes[partition] = asyncio.create_task(self._probe(partition, stream))

@@ -20,8 +20,8 @@ from llamaq.worker.core.job_times import JobTimes
 N_THREADS = 3
 """Number of threads that tokenize and compile grammars."""
 N_THREADS_OF_KIND = 2
-"""Number of them that prepare jobs with a grammar at the same time, and number that are started for other jobs. A
-grammar may take seconds, and other jobs do not wait for it."""
+"""At most this number of them prepare jobs with a grammar at the same time, and at most this number are started for
+other jobs. A grammar may take seconds, and other jobs do not wait for it."""
 QUICK_S = 0.002
 """How long the I/O thread prepares quick jobs before it leaves the rest to other threads. A quick job takes a tenth of
 this time; to wake another thread for it, and then the I/O thread, would take longer."""
@@ -143,7 +143,7 @@ class Preparations:
             self._loop.call_later(HELP_AFTER_S, self._help)
 
     def _start_thread(self) -> bool:
-        """Let one more thread take jobs, if there is one and a job waits for it. Return whether it does."""
+        """Let one more thread take jobs, if one is left and a job waits for it. Return whether it is started."""
         with self._lock:
             n_others = self._n_threads - self._n_grammar_threads
             is_useful = self._has_next_grammar() or (bool(self._waiting) and n_others < N_THREADS_OF_KIND)

@@ -179,7 +179,7 @@ class JobPreparer:
         )
 
     def _reasoning_budget(self, request: JobRequest, prompt: Sequence[int]) -> ReasoningBudget | None:
-        """Return what bounds the reasoning of a job. None: nothing does."""
+        """Return the bound on the reasoning of a job. None: there is none."""
         if request.reasoning_budget is None:
             return None
         tags = self._marked_tags

@@ -148,7 +148,7 @@ class DraftModelSpeculation(Speculation):
         return replace(batch, draft_plan=plan)
 
     def _budgets(self, costs: _Costs, room: int, limit_s: float) -> tuple[int, int]:
-        """Return how many draft tokens and how many missing tokens a tick may compute. Each get half of the time."""
+        """Return how many draft tokens and how many missing tokens a tick may compute. Each gets half of the time."""
         budget_s = (limit_s - costs.plain_s) / 2
         token_s = (costs.step_s or 0.0) + (0.0 if costs.times is None else costs.times.largest_token_s)
         room = int(min(room, self._max_tokens, n_within(budget_s, token_s)))

@@ -62,10 +62,10 @@ class _Times:
         """How much longer a tick takes for each of its forced tokens, for each class of `ahead_times`."""
 
     def forced_s(self, tick: int, n_forced: int) -> float | None:
-        """Return how much longer a tick takes with forced tokens, at least. None: nothing is measured.
+        """Return a lower bound on how much longer a tick takes with forced tokens. None: nothing is measured.
 
-        If no tick of the same class is measured, they take at least as long as those of a class with fewer tokens. With
-        more tokens, the time of each token is at most as long.
+        If no tick of the same class is measured, the bound is the time of a class with fewer tokens. Without such a
+        class, it comes from a class with more tokens, where each token takes less time.
         """
         place = class_of(n_forced)
         for fewer in range(place, -1, -1):
@@ -141,7 +141,7 @@ class ForcedTokenGain:
         self._is_after_forced = n_forced > 0
 
     def record_other(self) -> None:
-        """Record a tick with prompt tokens or drafts, or that ticks were not recorded: their shape is another one."""
+        """Record a tick of another shape: it has prompt tokens or drafts. Call this too if ticks were not recorded."""
         self._n_ticks += 1
         self._n_alike = 0
         self._is_after_forced = False
@@ -164,7 +164,7 @@ class ForcedTokenGain:
         return None
 
     def _forced_s(self, tick: int, n_decode: int, n_forced: int) -> float | None:
-        """Return how much longer a tick takes with forced tokens, or the last measured such tick. None: not known."""
+        """Return how much longer a tick takes with forced tokens, or took in the last such tick. None: not known."""
         for number in (n_decode, self._last_measured):
             times = self._times.get(number)
             forced_s = None if times is None else times.forced_s(tick, n_forced)
