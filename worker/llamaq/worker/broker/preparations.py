@@ -48,7 +48,7 @@ class Preparer(Protocol):
 
 
 class PreparationPanic(RuntimeError):
-    """A preparation raised an error that is no `Exception`, such as `SystemExit`: the cause of this error."""
+    """A preparation raised an error that is no `Exception`, such as a panic in Rust: the cause of this error."""
 
 
 @dataclass(slots=True)
@@ -146,12 +146,12 @@ class Preparations:
         """Let one more thread take jobs, if one is left and a job waits for it. Return whether it is started."""
         with self._lock:
             n_others = self._n_threads - self._n_grammar_threads
-            is_useful = self._has_next_grammar() or (bool(self._waiting) and n_others < N_THREADS_OF_KIND)
-            is_useful = is_useful and self._n_threads < N_THREADS
-            self._n_threads += is_useful
-        if is_useful:
-            self._executor.submit(self._work)
-        return is_useful
+            has_job = self._has_next_grammar() or (bool(self._waiting) and n_others < N_THREADS_OF_KIND)
+            if not has_job or self._n_threads >= N_THREADS:
+                return False
+            self._n_threads += 1
+        self._executor.submit(self._work)
+        return True
 
     def close(self) -> None:
         """Drop all jobs. `on_ready` is not called any more."""

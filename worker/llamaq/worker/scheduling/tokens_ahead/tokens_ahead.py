@@ -56,8 +56,8 @@ class TokensAhead:
     @property
     def needs_plan(self) -> bool:
         """Whether drafts are found only with a plan, or their tokens cannot be removed without one."""
-        is_simple = self._speculation is None or not self._speculation.needs_plan
-        return not (is_simple and self._memory.can_remove_draft)
+        search_needs_plan = self._speculation is not None and self._speculation.needs_plan
+        return search_needs_plan or not self._memory.can_remove_draft
 
     def add_drafts(self, batch: Batch) -> Batch:
         """Return the batch of a repeated tick with drafts. It has no forced tokens."""
