@@ -184,7 +184,7 @@ class RepeatedTicks:
         n_tokens = max([len(result.sampled) for result in results])
         if n_tokens > repetition.n_left:
             return None
-        if repetition.has_room_for_forced and self._tokens_ahead.forced_pay_after([one.slot.active for one in results]):
+        if repetition.has_room_for_forced and self._tokens_ahead.forces_after([one.slot.active for one in results]):
             return None
         repetition.n_left -= n_tokens
         self._record(results, repetition)

@@ -87,8 +87,8 @@ class ForcedTokenGain:
     known, forced tokens pay, so that it is measured. Each measurement is forgotten after `FORGOTTEN_AFTER` ticks, so
     forced tokens that do not pay are tried again.
 
-    Threads: while the engine thread calls `pay` during repeated ticks, another thread may record earlier ones of these
-    ticks. There is no other concurrent call.
+    Threads: while the engine thread calls `pays_off` during repeated ticks, another thread may record earlier ones of
+    these ticks. There is no other concurrent call.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class ForcedTokenGain:
         self._n_unknown = 0
         """Number of last ticks with numbers of decode tokens for which no time without forced tokens was known."""
 
-    def pay(self, n_decode: int, n_forced: int) -> bool:
+    def pays_off(self, n_decode: int, n_forced: int) -> bool:
         """Return whether a tick with this number of decode tokens should have this number of forced tokens."""
         tick = self._n_ticks
         plain_s = self._plain_s(tick, n_decode)

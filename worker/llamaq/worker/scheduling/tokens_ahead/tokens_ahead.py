@@ -69,9 +69,9 @@ class TokensAhead:
         """Return how many tokens can be added to a batch."""
         return min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
 
-    def forced_pay_after(self, runs: Sequence[Run]) -> bool:
-        """Return whether the next plan adds forced tokens; see `ForcedTokens.pay_after`."""
-        return self._forced.pay_after(runs)
+    def forces_after(self, runs: Sequence[Run]) -> bool:
+        """Return whether the next plan adds forced tokens; see `ForcedTokens.adds_after`."""
+        return self._forced.adds_after(runs)
 
     def n_unsearched(self, runs: Iterable[Run]) -> int:
         """Return the number of ticks before drafts of these runs are searched for. Unlimited if no job drafts."""
