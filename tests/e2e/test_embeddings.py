@@ -7,15 +7,12 @@ import base64
 import json
 import math
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 from redis import Redis
-from tests.support.http_server import serving_http
+from tests.support.http_clients import http_client
 from tests.support.lazy_import import lazy_import
 from tests.support.workers import only_worker
 from typer.testing import CliRunner
@@ -65,15 +62,6 @@ def embedder(start_worker: StartWorker, demo_model: Path) -> ServedQueue:
 def reranker(start_worker: StartWorker, rerank_model: Path) -> ServedQueue:
     """A worker that scores documents."""
     return start_worker("reranker", rerank_model, embeddings=True)
-
-
-@asynccontextmanager
-async def connected(served: ServedQueue, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        serving_http(served.url, served.queue, **settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as http,
-    ):
-        yield http
 
 
 def test_the_client_gets_one_scaled_embedding_for_each_text(embedder: ServedQueue) -> None:
@@ -127,7 +115,7 @@ def test_the_command_line_prints_lines_of_json(embedder: ServedQueue, reranker: 
 
 
 async def test_the_openai_package_gets_the_embeddings_of_the_client(embedder: ServedQueue) -> None:
-    async with connected(embedder) as http:
+    async with http_client(embedder) as http:
         api = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
         answer = await api.embeddings.create(model="embedder", input=TEXTS)
         tokens: Any = [[1, 5, 6], [1, 7]]
@@ -154,7 +142,7 @@ async def test_the_openai_package_gets_the_embeddings_of_the_client(embedder: Se
 
 async def test_documents_are_ranked_over_http_in_both_forms(reranker: ServedQueue, embedder: ServedQueue) -> None:
     body = {"query": "hello world", "documents": ["the cat", "paris", "i believe"], "top_n": 2}
-    async with connected(embedder) as http:  # the default queue computes embeddings, so the other queue is meant
+    async with http_client(embedder) as http:  # the default queue computes embeddings, so the other queue is meant
         ranked = (await http.post("/v1/rerank", json=body)).json()
         tei = (await http.post("/rerank", json={"query": body["query"], "texts": body["documents"]})).json()
     with reranker.client() as client:
@@ -166,7 +154,7 @@ async def test_documents_are_ranked_over_http_in_both_forms(reranker: ServedQueu
 
 
 async def test_a_queue_of_another_kind_is_a_501_and_a_long_text_a_400(demo: ServedQueue, embedder: ServedQueue) -> None:
-    async with connected(embedder) as http:
+    async with http_client(embedder) as http:
         refused = await http.post("/v1/embeddings", json={"input": "a", "model": demo.queue})
         chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
         long = await http.post("/v1/embeddings", json={"input": "This is a test " * 512})
@@ -215,7 +203,7 @@ async def test_a_batch_has_the_embeddings_of_each_line(embedder: ServedQueue, de
         for number, body in enumerate(bodies)
     ]
     other = {**lines[0], "body": {**bodies[0], "model": demo.queue}}
-    async with connected(embedder) as http:
+    async with http_client(embedder) as http:
         direct = [(await http.post("/v1/embeddings", json=line["body"])).json() for line in lines]
         batches = []
         for content in (lines, [other]):
@@ -253,7 +241,7 @@ async def test_langchain_gets_the_embeddings_of_its_texts_or_of_its_tokens(
 ) -> None:
     encoding = await encoding_of(embedder)
     monkeypatch.setattr("tiktoken.encoding_for_model", lambda _: encoding)  # those of OpenAI are downloaded
-    async with connected(embedder) as http:
+    async with http_client(embedder) as http:
         options: Any = {"model": embedder.queue, "base_url": f"{http.base_url}/v1", "api_key": "none", "max_retries": 0}
         options["http_async_client"] = http  # otherwise its connections are never closed
         by_text = langchain_openai.OpenAIEmbeddings(**options, check_embedding_ctx_length=False)

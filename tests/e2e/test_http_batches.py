@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from tests.support.http_clients import openai_client
 from tests.support.http_server import serving_http
 from tests.support.lazy_import import lazy_import
 
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import ServedQueue
 else:
     openai = lazy_import("openai")
-
-
-@asynccontextmanager
-async def connected(demo: ServedQueue) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        serving_http(demo.url, demo.queue) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 async def test_a_batch_from_the_upload_to_its_answers(demo: ServedQueue, client: Client) -> None:
@@ -43,7 +34,7 @@ async def test_a_batch_from_the_upload_to_its_answers(demo: ServedQueue, client:
         {**rows[0], "custom_id": "long", "body": {**body, "messages": [{"role": "user", "content": "x" * 9999}]}}
     )
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         file = await api.files.create(
             file=("in.jsonl", content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.support.http_server import serving_http
+from tests.support.http_clients import http_client
 
 from llamaq.producer import Client
 
@@ -22,15 +20,6 @@ PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-@asynccontextmanager
-async def connected(demo: ServedQueue, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        serving_http(demo.url, demo.queue, **settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as http,
-    ):
-        yield http
-
-
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -39,7 +28,7 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 async def test_completion_has_the_fields_of_llama_server(demo: ServedQueue, client: Client) -> None:
     expected = client.generate(PROMPT, max_tokens=8, temperature=0)
     body = {"prompt": PROMPT, "n_predict": 8, "temperature": 0, "return_tokens": True}
-    async with connected(demo) as http:
+    async with http_client(demo) as http:
         answer = (await http.post("/completion", json=body)).json()
         events = events_of(await http.post("/completions", json={**body, "stream": True}))
         several = (await http.post("/completion", json={**body, "prompt": [PROMPT, "A dog"]})).json()
@@ -61,7 +50,7 @@ async def test_prompts_and_biases_may_mix_texts_and_tokens(demo: ServedQueue, cl
     tokens = client.tokenize(PROMPT)
     expected = client.generate(PROMPT, max_tokens=8, temperature=0)
     common = {"n_predict": 8, "temperature": 0}
-    async with connected(demo) as http:
+    async with http_client(demo) as http:
 
         async def text_of(prompt: Any, **more: Any) -> str:
             answer = await http.post("/completion", json={"prompt": prompt, **common, **more})
@@ -87,7 +76,7 @@ async def test_an_answer_tells_what_the_request_asked_for(demo: ServedQueue) -> 
     chat = {"messages": MESSAGES, "max_tokens": 2, "temperature": 0}
     asked = {"prompt": PROMPT, "response_fields": ["content", "generation_settings/n_predict"]}
     long_chat = [{"role": "user", "content": "word " * 3000}]
-    async with connected(demo, default_max_tokens=3) as http:
+    async with http_client(demo, default_max_tokens=3) as http:
         fields = (await http.post("/completion", json=asked)).json()
         verbose = (await http.post("/v1/chat/completions", json={**chat, "verbose": True})).json()
         plain = (await http.post("/v1/chat/completions", json=chat)).json()
@@ -127,7 +116,7 @@ async def test_an_answer_tells_what_the_request_asked_for(demo: ServedQueue) -> 
 
 async def test_texts_become_tokens_and_tokens_texts(demo: ServedQueue, client: Client) -> None:
     tokens = client.tokenize("Once é")
-    async with connected(demo) as http:
+    async with http_client(demo) as http:
 
         async def post(path: str, **body: Any) -> Any:
             answer = await http.post(path, json=body)
@@ -164,7 +153,7 @@ async def test_slots_props_and_metrics_show_the_worker(
     served = start_worker("http-slots", demo_model, cache_dir=str(tmp_path))
     with served.client() as client:
         client.generate(PROMPT, max_tokens=4, slot=1)
-    async with connected(served) as http:
+    async with http_client(served) as http:
         slots = (await http.get("/slots")).json()
         props = (await http.get("/props", params={"model": served.queue})).json()
         saved = await http.post("/slots/1?action=save", json={"filename": "http.bin"})

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from pydantic import BaseModel
-from tests.support.http_server import serving_http
+from tests.support.http_clients import openai_client
 from tests.support.lazy_import import lazy_import
 
 from llamaq.producer import Client
@@ -28,18 +26,9 @@ class Place(BaseModel):
     is_warm: bool
 
 
-@asynccontextmanager
-async def connected(demo: ServedQueue, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        serving_http(demo.url, demo.queue, **settings) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
-
-
 async def test_a_chat_has_the_text_of_the_python_client_streamed_or_not(demo: ServedQueue, client: Client) -> None:
     expected = client.chat(HELLO, max_tokens=12, temperature=0)
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         answer = await api.chat.completions.create(
             model=demo.queue, messages=HELLO, max_completion_tokens=12, temperature=0
         )
@@ -71,7 +60,7 @@ async def test_a_chat_has_the_text_of_the_python_client_streamed_or_not(demo: Se
 async def test_n_answers_share_their_prompt_and_differ_by_their_seeds(demo: ServedQueue, client: Client) -> None:
     options: Any = {"max_tokens": 8, "temperature": 1.5}
     expected = [client.chat(HELLO, seed=seed, **options).text for seed in (5, 6, 7)]
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         answer = await api.chat.completions.create(model=demo.queue, messages=HELLO, n=3, seed=5, **options)
         stream = await api.chat.completions.create(
             model=demo.queue, messages=HELLO, n=3, seed=5, stream=True, **options
@@ -91,7 +80,7 @@ async def test_n_answers_share_their_prompt_and_differ_by_their_seeds(demo: Serv
 async def test_completions_continue_texts_and_tokens_and_echo_them(demo: ServedQueue, client: Client) -> None:
     prompts = ["Once upon a time", "The little dog"]
     expected = [client.generate(prompt, max_tokens=8, temperature=0).text for prompt in prompts]
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         several = await api.completions.create(model=demo.queue, prompt=prompts, max_tokens=8, temperature=0, echo=True)
         tokens = client.tokenize(prompts[0])
         stream = await api.completions.create(model=demo.queue, prompt=tokens, max_tokens=8, temperature=0, stream=True)
@@ -102,7 +91,7 @@ async def test_completions_continue_texts_and_tokens_and_echo_them(demo: ServedQ
 
 
 async def test_parse_returns_an_object_of_the_given_class(demo: ServedQueue) -> None:
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         answer = await api.chat.completions.parse(
             model=demo.queue, messages=HELLO, response_format=Place, temperature=0, max_tokens=200
         )
@@ -126,7 +115,7 @@ async def test_the_options_of_a_request_reach_the_job(demo: ServedQueue, client:
     ]
     same: Any = [{"role": "system", "content": "You are kind."}, {"role": "user", "content": "Hel\nlo"}]
     plain = client.chat(same, max_tokens=8, temperature=0)
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         biased = await api.chat.completions.create(
             model=demo.queue,
             messages=parts,
@@ -149,7 +138,7 @@ async def test_the_options_of_a_request_reach_the_job(demo: ServedQueue, client:
 
 async def test_logprobs_have_the_texts_of_tokens_streamed_or_not(demo: ServedQueue) -> None:
     options: Any = {"model": demo.queue, "max_tokens": 6, "temperature": 0}
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         answer = await api.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=3, **options)
         stream = await api.chat.completions.create(
             messages=HELLO, logprobs=True, top_logprobs=3, stream=True, **options
@@ -173,7 +162,7 @@ async def test_logprobs_have_the_texts_of_tokens_streamed_or_not(demo: ServedQue
 async def test_the_answer_continues_a_last_message_of_the_assistant(demo: ServedQueue, client: Client) -> None:
     whole = client.chat(HELLO, max_tokens=12, temperature=0).text
     begun: Any = [*HELLO, {"role": "assistant", "content": whole[:5]}]
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         answer = await api.chat.completions.create(model=demo.queue, messages=begun, max_tokens=4, temperature=0)
     assert whole.startswith(whole[:5] + (answer.choices[0].message.content or "x"))
 
@@ -192,7 +181,7 @@ async def test_a_demanded_tool_is_called_streamed_or_not(demo: ServedQueue) -> N
         "frequency_penalty": 2,  # without it, the demo model never ends its white space
         "max_tokens": 200,
     }
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         answer = await api.chat.completions.create(**options)
         stream = await api.chat.completions.create(**options, stream=True)
         chunks = [chunk async for chunk in stream]
@@ -211,7 +200,7 @@ async def test_a_demanded_tool_is_called_streamed_or_not(demo: ServedQueue) -> N
 
 
 async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> None:
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         with pytest.raises(openai.NotFoundError, match="GET /v1/models") as missing:
             await api.chat.completions.create(model="no-such-model", messages=HELLO)
         with pytest.raises(openai.BadRequestError) as unsupported:
@@ -231,7 +220,7 @@ async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> Non
 
 
 async def test_a_repeated_request_with_an_idempotency_key_gets_the_first_answer(demo: ServedQueue) -> None:
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         answers = [
             await api.chat.completions.create(
                 model=demo.queue, messages=HELLO, max_tokens=4, n=2, extra_headers={"Idempotency-Key": key}
@@ -243,7 +232,7 @@ async def test_a_repeated_request_with_an_idempotency_key_gets_the_first_answer(
 
 
 async def test_the_models_are_the_queues_with_their_context(demo: ServedQueue) -> None:
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         models = {model.id: model.model_dump() async for model in api.models.list()}
         shown = await api.models.retrieve(demo.queue)
         (card,) = [worker.card for worker in demo.client().workers()]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from pydantic import BaseModel
-from tests.support.http_server import serving_http
+from tests.support.http_clients import openai_client
 from tests.support.lazy_import import lazy_import
 from tests.support.workers import only_worker
 
@@ -31,23 +30,14 @@ class Choice(BaseModel):
     answer: Literal["yes", "no"]
 
 
-@asynccontextmanager
-async def connected(demo: ServedQueue) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        serving_http(demo.url, demo.queue) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api,
-    ):
-        yield api
-
-
 async def test_a_response_is_stored_and_continued(demo: ServedQueue, client: Client) -> None:
     chat: Any = [{"role": "system", "content": "You are kind."}, *HELLO]
     expected = client.chat(chat, temperature=0, max_tokens=12)
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         first = await api.responses.create(
             model=demo.queue, input="Hello", instructions="You are kind.", metadata={"a": "b"}, **GREEDY
         )
-    async with connected(demo) as other:  # another server
+    async with openai_client(demo) as other:  # another server
         again = await other.responses.retrieve(first.id)
         items = [item.model_dump() async for item in await other.responses.input_items.list(first.id)]
         second = await other.responses.create(
@@ -73,7 +63,7 @@ async def test_a_response_is_stored_and_continued(demo: ServedQueue, client: Cli
 
 
 async def test_a_stream_is_resumed_at_another_server_from_any_event(demo: ServedQueue) -> None:
-    async with connected(demo) as api, connected(demo) as other:
+    async with openai_client(demo) as api, openai_client(demo) as other:
         stream = await api.responses.create(model=demo.queue, input="Hello", stream=True, background=True, **GREEDY)
         events = [event async for event in stream]
         response_id = events[0].response.id
@@ -99,7 +89,7 @@ async def test_a_stream_is_resumed_at_another_server_from_any_event(demo: Served
 async def test_a_background_response_is_polled_and_cancelled(demo: ServedQueue) -> None:
     options: Any = {"model": demo.queue, "input": "Hello", "background": True}
     endless = {"ignore_eos": True}
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         done = await api.responses.create(**options, **GREEDY)
         while done.status in ("queued", "in_progress"):
             done = await api.responses.retrieve(done.id)
@@ -129,7 +119,7 @@ async def test_a_background_response_is_polled_and_cancelled(demo: ServedQueue) 
 
 
 async def test_parse_returns_an_object_of_the_given_class(demo: ServedQueue) -> None:
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         parsed = await api.responses.parse(model=demo.queue, input="Hello", text_format=Choice, temperature=0)
     assert isinstance(parsed.output_parsed, Choice)
 
@@ -157,7 +147,7 @@ async def test_a_function_is_called_and_its_output_answered(caller: ServedQueue)
         "reasoning": {"effort": "none"},
         "parallel_tool_calls": False,
     }
-    async with connected(caller) as api, connected(caller) as other:
+    async with openai_client(caller) as api, openai_client(caller) as other:
         async with api.responses.stream(input="Hello", **options, extra_body=WRITES_CALL) as stream:
             events = [event async for event in stream]
             first = await stream.get_final_response()
@@ -197,7 +187,7 @@ def finished(events: Iterable[Any]) -> list[Any]:
 async def test_reasoning_is_an_item_of_its_own(caller: ServedQueue) -> None:
     thinking: Any = {"chat_template_kwargs": {"enable_thinking": True}}
     options: Any = {"model": caller.queue, "input": "Hello", **GREEDY}
-    async with connected(caller) as api:
+    async with openai_client(caller) as api:
         stream = await api.responses.create(stream=True, extra_body=thinking, **options)
         events = [event async for event in stream]
         effortless = await api.responses.create(reasoning={"effort": "none"}, **options)
@@ -214,7 +204,7 @@ async def test_reasoning_is_an_item_of_its_own(caller: ServedQueue) -> None:
 
 async def test_probabilities_belong_to_the_text(demo: ServedQueue) -> None:
     options: Any = {"model": demo.queue, "input": "Hello", "include": ["message.output_text.logprobs"], **GREEDY}
-    async with connected(demo) as api, connected(demo) as other:
+    async with openai_client(demo) as api, openai_client(demo) as other:
         stream = await api.responses.create(**options, top_logprobs=2, stream=True)
         events = [event async for event in stream]
         response: Any = events[-1].response
@@ -234,7 +224,7 @@ async def test_a_conversation_that_is_too_long_is_shortened_if_the_request_says_
         card = only_worker(client).card
     n_context = min(card.n_ctx, card.n_ctx_train)
     options: Any = {"model": demo.queue, "input": turns, "max_output_tokens": n_context}
-    async with connected(demo) as api:
+    async with openai_client(demo) as api:
         with pytest.raises(openai.BadRequestError) as too_long:
             await api.responses.create(**options)
         answer = await api.responses.create(**options, truncation="auto", extra_body={"choice": ["yes"]})

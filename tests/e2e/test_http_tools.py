@@ -6,13 +6,11 @@ The model has random weights, so grammars stand for what a trained model decides
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict
-from tests.support.http_server import serving_http
+from tests.support.http_clients import openai_client
 from tests.support.lazy_import import lazy_import
 
 if TYPE_CHECKING:
@@ -32,15 +30,6 @@ class weather(BaseModel):  # noqa: N801  # the name of the tool
     unit: Literal["C", "F"]
 
 
-@asynccontextmanager
-async def connected(served: ServedQueue) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        serving_http(served.url, served.queue) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api,
-    ):
-        yield api
-
-
 async def test_the_model_may_call_tools_by_itself(caller: ServedQueue) -> None:
     answer = f"I look. \n{CALL}\n{CALL}"
     options: Any = {
@@ -49,7 +38,7 @@ async def test_the_model_may_call_tools_by_itself(caller: ServedQueue) -> None:
         "tools": [openai.pydantic_function_tool(weather)],
         "extra_body": {"lark": f"start: {json.dumps(answer)}"},
     }
-    async with connected(caller) as api:
+    async with openai_client(caller) as api:
         whole = await api.chat.completions.parse(**options)
         async with api.chat.completions.stream(**options) as stream:
             events = [event async for event in stream]
@@ -68,7 +57,7 @@ async def test_the_model_may_call_tools_by_itself(caller: ServedQueue) -> None:
 async def test_reasoning_comes_before_objects_and_calls(caller: ServedQueue) -> None:
     options: Any = {"model": caller.queue, "messages": HELLO, "response_format": weather}
     tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": weather.model_json_schema()}}]
-    async with connected(caller) as api:
+    async with openai_client(caller) as api:
         parsed = await api.chat.completions.parse(**options, max_tokens=60, reasoning_effort="none")
         either = await api.chat.completions.create(
             **options | {"response_format": {"type": "json_object"}}, tools=tools, max_completion_tokens=1,
@@ -94,7 +83,7 @@ async def test_the_usage_has_the_tokens_of_reasoning(served: str, request: pytes
     extra: Any = {"extra_body": {**THINKING, "reasoning_budget": 7}}
     chat: Any = {"model": queue.queue, "messages": HELLO, "n": 2, "max_tokens": 20, "temperature": 0, **extra}
     asked: Any = {"model": queue.queue, "input": "Hello", "max_output_tokens": 20, "temperature": 0, **extra}
-    async with connected(queue) as api:
+    async with openai_client(queue) as api:
         whole = await api.chat.completions.create(**chat)
         chunks = await api.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True})
         *_, last = [chunk async for chunk in chunks]

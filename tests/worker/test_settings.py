@@ -81,6 +81,7 @@ def test_settings_as_json_are_read_unchanged_by_a_child_process() -> None:
             "--n-parallel (LLAMAQ_N_PARALLEL): 8 slots need a batch of at least as many tokens",
         ),
         ({"n_batch": 4096, "n_ctx": 2048}, "--n-batch (LLAMAQ_N_BATCH): 4096 is more than --n-ctx 2048"),
+        ({"pooling": "mean"}, "--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools"),
     ],
 )
 def test_the_error_of_an_invalid_flag_also_names_its_variable(flags: dict[str, Any], message: str) -> None:

@@ -6,7 +6,8 @@ The value of a setting comes from the first of these sources that has it: the ar
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -16,6 +17,8 @@ from llamaq.common.protocol.job_request import MAX_PARTITIONS, QUEUE_PATTERN, TE
 
 ENV_PREFIX = "LLAMAQ_"
 DEFAULT_URL = "redis://localhost:6379/0"
+
+S = TypeVar("S", bound=BaseSettings)
 
 
 class QueueSettings(BaseSettings):
@@ -95,6 +98,14 @@ def explain_settings(exc: ValidationError) -> InvalidSettings:
     return InvalidSettings("; ".join(lines))
 
 
+def build_settings(kind: type[S], values: Mapping[str, Any]) -> S:
+    """Return settings of a kind; see `client_settings`."""
+    try:
+        return kind(**{name: value for name, value in values.items() if value is not None})
+    except ValidationError as exc:
+        raise explain_settings(exc) from exc
+
+
 def client_settings(**values: Any) -> ClientSettings:
     """Return the settings of a client.
 
@@ -104,7 +115,4 @@ def client_settings(**values: Any) -> ClientSettings:
     Raises:
         InvalidSettings: A value is not valid; the message names it.
     """
-    try:
-        return ClientSettings(**{name: value for name, value in values.items() if value is not None})
-    except ValidationError as exc:
-        raise explain_settings(exc) from exc
+    return build_settings(ClientSettings, values)

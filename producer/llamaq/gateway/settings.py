@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from llamaq.common.logging_setup import LogFormat
 from llamaq.common.protocol.job_request import MAX_GENERATED_TOKENS
-from llamaq.common.settings import ENV_PREFIX, ClientSettings, explain_settings
+from llamaq.common.settings import ENV_PREFIX, ClientSettings, build_settings
 
 
 class ServeSettings(ClientSettings):
@@ -144,7 +144,4 @@ def serve_settings(**values: Any) -> ServeSettings:
     Raises:
         InvalidSettings: A value is not valid; the message names it.
     """
-    try:
-        return ServeSettings(**{name: value for name, value in values.items() if value is not None})
-    except ValidationError as exc:
-        raise explain_settings(exc) from exc
+    return build_settings(ServeSettings, values)

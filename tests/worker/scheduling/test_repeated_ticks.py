@@ -14,6 +14,7 @@ from llamaq.common.errors import EngineError, ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
+from llamaq.worker.core.draft_plan import DraftWork
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, Output
 from llamaq.worker.core.slot import Slot
@@ -25,7 +26,9 @@ from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.strategies.tick_times import TickTime
-from llamaq.worker.scheduling.tokens_ahead.speculation import MAX_UNSEARCHED, SEARCHES_PER_TICK
+from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
+from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
+from llamaq.worker.scheduling.tokens_ahead.speculation import MAX_UNSEARCHED, SEARCHES_PER_TICK, Speculation
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,
@@ -56,6 +59,7 @@ class Rig:
         caches: bool = False,
         strategy: BatchStrategy | None = None,
         draft_tokens: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.engine = FakeEngine(n_ctx=n_ctx, n_seq_max=n_slots + 4, next_token=letter_then_end)
@@ -68,7 +72,12 @@ class Rig:
             offload=offload,
         )
         self.scheduler = make_scheduler(
-            self.engine, self.memory, strategy=strategy, draft_tokens=draft_tokens, clock=self.clock
+            self.engine,
+            self.memory,
+            strategy=strategy,
+            draft_tokens=draft_tokens,
+            speculation=speculation,
+            clock=self.clock,
         )
         self.outputs: list[Output] = []
         for job in jobs:
@@ -331,6 +340,16 @@ def test_after_a_prompt_texts_are_searched_for_drafts_in_each_tick_again() -> No
     rig.tick(20, n_late=1)
     expected = [at // SEARCHES_PER_TICK + 1 for at in range(3, 9)]
     assert gaps(drafter.searched[n_before:])[:6] == expected
+
+
+def test_ticks_are_repeated_up_to_the_next_search_if_this_search_needs_a_plan() -> None:
+    sequences = DraftSequences(2, n_cells=1000, n_vocab=ByteVocab.n_tokens, held_cells=0)
+    slow = DraftWork(n_steps=1, n_step_drafts=1, steps_s=1.0)  # so slow that the draft model is not tried
+    speculation = DraftModelSpeculation(ByteVocab.end_tokens, 8, sequences, max_missing=64, measured=[slow])
+    rig = Rig(make_job(max_tokens=90, drafting=Drafting(None, 4)), speculation=speculation)
+    rig.prefill()
+    n_searches = 5 * SEARCHES_PER_TICK
+    assert [rig.tick() for _ in range(n_searches)] == [at // SEARCHES_PER_TICK for at in range(1, n_searches + 1)]
 
 
 def drafting_job(max_tokens: int, wrong_at: int | None = None, **options: Any) -> Job:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from llamaq.common.errors import InvalidSettings
@@ -107,6 +107,14 @@ class ModelSettings(BaseModel):
         True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
     )
 
+    @model_validator(mode="after")
+    def _check_batch_and_pooling(self) -> Self:
+        if self.batch_budget > self.n_ctx:
+            raise ValueError(f"--n-batch (LLAMAQ_N_BATCH): {self.batch_budget} is more than --n-ctx {self.n_ctx}")
+        if self.pooling is not None and not self.embeddings:
+            raise ValueError("--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools")
+        return self
+
     @property
     def n_threads_alone(self) -> int:
         """Number of llama.cpp's threads while no other worker of this host computes."""
@@ -181,6 +189,12 @@ class DeviceSettings(BaseModel):
 
     _split = field_validator("devices", "tensor_split", "override_tensor", mode="before")(split_commas)
 
+    @model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        if len(set(self.devices)) != len(self.devices):
+            raise ValueError("--devices (LLAMAQ_DEVICES): a device is listed twice")
+        return self
+
 
 class RopeSettings(BaseModel):
     """Positions beyond the context that the model was trained on."""
@@ -202,6 +216,12 @@ class RopeSettings(BaseModel):
     yarn_attn_factor: float = Field(-1, description="Factor of the attention for YaRN. -1: as the model says.")
     yarn_beta_slow: float = Field(-1, description="High correction dimension of YaRN. -1: as the model says.")
     yarn_beta_fast: float = Field(-1, description="Low correction dimension of YaRN. -1: as the model says.")
+
+    @model_validator(mode="after")
+    def _check_scales(self) -> Self:
+        if self.rope_scale and self.rope_freq_scale:
+            raise ValueError("--rope-scale and --rope-freq-scale (its inverse) exclude each other: give one")
+        return self
 
     @property
     def extends_context(self) -> bool:

@@ -1,4 +1,4 @@
-"""A worker's settings: small groups, validated together.
+"""A worker's settings: small groups. Each group checks its own settings, and `WorkerSettings` checks them together.
 
 The value of a setting comes from the first of these sources that has it: the flag, the environment variable (`LLAMAQ_`
 and the name in capitals), the TOML file, the default.
@@ -77,6 +77,15 @@ class BatchSettings(BaseModel):
         description="Number of jobs that the worker claims and prepares in addition to its free slots, so that a slot "
         "does not wait for Redis.",
     )
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if self.target_itl_ms is not None and self.batch_strategy != "latency-target":
+            raise ValueError(
+                "--target-itl-ms (LLAMAQ_TARGET_ITL_MS): only --batch-strategy latency-target has a target, but "
+                f"--batch-strategy is {self.batch_strategy}"
+            )
+        return self
 
 
 class CacheSettings(BaseModel):
@@ -251,36 +260,19 @@ class WorkerSettings(
         return init_settings, sources["env_settings"], TomlSource(settings_cls)
 
     @model_validator(mode="after")
-    def _check_backend_sampling(self) -> Self:
-        if self.backend_sampling and self.speculation != "off":
-            raise ValueError(
-                "--backend-sampling (LLAMAQ_BACKEND_SAMPLING): not possible with --speculation, because this version "
-                "of llama.cpp returns wrong logits for several tokens of a sequence"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def _check_groups_together(self) -> Self:
         if self.n_parallel > self.batch_budget:
             raise ValueError(
                 f"--n-parallel (LLAMAQ_N_PARALLEL): {self.n_parallel} slots need a batch of at least as many tokens,"
                 f" but --n-batch is {self.batch_budget}"
             )
-        if self.batch_budget > self.n_ctx:
-            raise ValueError(f"--n-batch (LLAMAQ_N_BATCH): {self.batch_budget} is more than --n-ctx {self.n_ctx}")
-        if self.pooling is not None and not self.embeddings:
-            raise ValueError("--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools")
+        if self.speculation != "off" and self.backend_sampling:
+            raise ValueError(
+                "--backend-sampling (LLAMAQ_BACKEND_SAMPLING): not possible with --speculation, because this version "
+                "of llama.cpp returns wrong logits for several tokens of a sequence"
+            )
         if self.speculation != "off" and self.embeddings:
             raise ValueError("--speculation (LLAMAQ_SPECULATION): a worker with --embeddings generates no tokens")
-        if self.target_itl_ms is not None and self.batch_strategy != "latency-target":
-            raise ValueError(
-                "--target-itl-ms (LLAMAQ_TARGET_ITL_MS): only --batch-strategy latency-target has a target, but "
-                f"--batch-strategy is {self.batch_strategy}"
-            )
-        if len(set(self.devices)) != len(self.devices):
-            raise ValueError("--devices (LLAMAQ_DEVICES): a device is listed twice")
-        if self.rope_scale and self.rope_freq_scale:
-            raise ValueError("--rope-scale and --rope-freq-scale (its inverse) exclude each other: give one")
         for name in ("cache_type_v", "cache_type_v_draft"):
             cache_type = getattr(self, name)
             if self.flash_attn == "off" and cache_type not in ("f32", "f16", "bf16"):

@@ -110,7 +110,7 @@ class BulkQueue:
         self._check_dependencies(after)
         if Job.exists(run.run_id, connection=self.redis):  # an earlier run with this id, which has ended
             _delete(self._job(run.run_id))
-        options = _options(run, retries=retries, after=list(after), on_success=on_success, on_failure=on_failure)
+        options = _options(run, retries=retries, after=after, on_success=on_success, on_failure=on_failure)
         call = {"args": [_as_json(run)], "kwargs": {"queue": _named_queue(queue)}, **options}
         if at is None:
             job = self._rq.enqueue(bulk_jobs.run_bulk, **call)
@@ -216,14 +216,17 @@ class BulkQueue:
         try:
             job = Job.fetch(run_id, connection=self.redis, serializer=JSONSerializer)
         except NoSuchJobError as exc:
-            raise InvalidRequest(f"there is no run {run_id} in RQ queue {self._rq.name!r}: llamaq bulk list") from exc
+            raise InvalidRequest(
+                f"there is no run {run_id} in RQ queue {self._rq.name!r}; `llamaq bulk list` shows the runs"
+            ) from exc
         if not _executes_run(job):
             raise InvalidRequest(f"RQ job {run_id} is not a bulk run")
         return job
 
     def _jobs(self) -> list[Job]:
         rq = self._rq
-        registries = (
+        lists = (
+            rq,
             rq.started_job_registry,
             rq.scheduled_job_registry,
             rq.deferred_job_registry,
@@ -231,9 +234,7 @@ class BulkQueue:
             rq.failed_job_registry,
             rq.canceled_job_registry,
         )
-        ids = dict.fromkeys(rq.get_job_ids())
-        for registry in registries:
-            ids.update(dict.fromkeys(registry.get_job_ids()))
+        ids = dict.fromkeys(job_id for each in lists for job_id in each.get_job_ids())
         fetched = Job.fetch_many(list(ids), connection=self.redis, serializer=JSONSerializer)
         return [job for job in fetched if job is not None]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from redis import Redis
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.redis.url import Topology, read_url
-from llamaq.common.settings import ENV_PREFIX, client_settings, explain_settings
+from llamaq.common.settings import ENV_PREFIX, build_settings, client_settings
 
 
 class RqSettings(BaseSettings):
@@ -37,10 +37,7 @@ def rq_settings(**values: Any) -> RqSettings:
     Raises:
         InvalidSettings: A value is not valid; the message names it.
     """
-    try:
-        return RqSettings(**{name: value for name, value in values.items() if value is not None})
-    except ValidationError as exc:
-        raise explain_settings(exc) from exc
+    return build_settings(RqSettings, values)
 
 
 def connect_rq(settings: RqSettings, redis_url: str | None = None) -> Redis:

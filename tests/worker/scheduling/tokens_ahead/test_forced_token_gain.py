@@ -59,33 +59,33 @@ class Device:
 
 
 def test_forced_tokens_that_cost_more_than_they_save_do_not_pay() -> None:
-    assert not Device(gpu).measure(8, 4).gain.pay(8, 4)
-    assert not Device(gpu).measure(32, 8).gain.pay(32, 8)
-    assert Device(cpu).measure(8, 4).gain.pay(8, 4)
-    assert Device(cpu).measure(32, 8).gain.pay(32, 8)
+    assert not Device(gpu).measure(8, 4).gain.pays_off(8, 4)
+    assert not Device(gpu).measure(32, 8).gain.pays_off(32, 8)
+    assert Device(cpu).measure(8, 4).gain.pays_off(8, 4)
+    assert Device(cpu).measure(32, 8).gain.pays_off(32, 8)
 
 
 def test_the_time_of_the_next_tick_is_a_cost_too() -> None:
     def slow_after(n_decode: int, n_forced: int, is_alike: bool) -> float:
         return 10.0 if n_forced or is_alike else 40.0
 
-    assert not Device(slow_after).measure(4, 4).gain.pay(4, 4)
-    assert Device(lambda *_: 10.0).measure(4, 4).gain.pay(4, 4)
+    assert not Device(slow_after).measure(4, 4).gain.pays_off(4, 4)
+    assert Device(lambda *_: 10.0).measure(4, 4).gain.pays_off(4, 4)
 
 
 def test_many_forced_tokens_may_pay_where_few_do_not() -> None:
     device = Device(gpu).measure(8, 2)
-    assert [device.gain.pay(8, n_forced) for n_forced in (1, 2, 3, 4, 6)] == [False] * 5
-    assert device.gain.pay(8, 16), "they take at least as long as 2, so that only a tick can tell"
+    assert [device.gain.pays_off(8, n_forced) for n_forced in (1, 2, 3, 4, 6)] == [False] * 5
+    assert device.gain.pays_off(8, 16), "they take at least as long as 2, so that only a tick can tell"
     device.measure(8, 16)
-    assert device.gain.pay(8, 16)
-    assert not device.gain.pay(8, 6), "a larger number tells nothing new about a smaller one"
+    assert device.gain.pays_off(8, 16)
+    assert not device.gain.pays_off(8, 6), "a larger number tells nothing new about a smaller one"
 
 
 def test_fewer_forced_tokens_take_at_most_as_long_for_each_as_many() -> None:
     device = Device(gpu).measure(8, 4)
-    assert not device.gain.pay(8, 1)
-    assert not device.gain.pay(8, 2)
+    assert not device.gain.pays_off(8, 1)
+    assert not device.gain.pays_off(8, 2)
 
 
 @pytest.mark.parametrize(("excess", "pays"), [(0.95, True), (1.05, False)])
@@ -93,33 +93,33 @@ def test_the_costs_must_clearly_exceed_the_value(excess: float, pays: bool) -> N
     def times(n_decode: int, n_forced: int, is_alike: bool) -> float:
         return 8.0 + excess * LEAST_LOSS * n_forced * 8.0 / n_decode
 
-    assert Device(times).measure(8, 4).gain.pay(8, 4) is pays
+    assert Device(times).measure(8, 4).gain.pays_off(8, 4) is pays
 
 
 def test_forced_tokens_pay_until_all_their_costs_are_measured_several_times() -> None:
     device = Device(gpu)
-    assert device.gain.pay(8, 4)
+    assert device.gain.pays_off(8, 4)
     for _ in range(N_SETTLING + N_LEAST):
         device.tick(8)
     for _ in range(N_LEAST - 1):
         device.tick(8, 4)
         device.tick(8)
-        assert device.gain.pay(8, 4)
+        assert device.gain.pays_off(8, 4)
     device.tick(8, 4)
     device.tick(8)
-    assert not device.gain.pay(8, 4)
+    assert not device.gain.pays_off(8, 4)
 
 
 def test_forced_tokens_that_do_not_pay_are_tried_again_when_their_times_are_forgotten() -> None:
     device = Device(gpu).measure(8, 4)
     n_plain = 0
-    while not device.gain.pay(8, 4):
+    while not device.gain.pays_off(8, 4):
         device.tick(8)
         n_plain += 1
     assert 0 <= FORGOTTEN_AFTER - n_plain < 2 * N_LEAST
     n_tried = 0
     for _ in range(FORGOTTEN_AFTER):
-        pays = device.gain.pay(8, 4)
+        pays = device.gain.pays_off(8, 4)
         n_tried += pays
         device.tick(8, 4 if pays else 0)
     assert n_tried == N_LEAST, "then they are known to cost as much as before"
@@ -130,7 +130,7 @@ def test_a_device_that_has_become_quick_gets_forced_tokens_again() -> None:
     device.times = cpu
     pays = []
     for _ in range(2 * FORGOTTEN_AFTER):
-        pays.append(device.gain.pay(8, 4))
+        pays.append(device.gain.pays_off(8, 4))
         device.tick(8, 4 if pays[-1] else 0)
         device.tick(8)
     assert not any(pays[: FORGOTTEN_AFTER // 4])
@@ -141,7 +141,7 @@ def test_the_time_without_forced_tokens_is_measured_also_if_each_tick_could_have
     device = Device(gpu)
     pays = []
     for _ in range(PLAIN_PERIOD + N_PLAIN):
-        pays.append(device.gain.pay(32, 8))
+        pays.append(device.gain.pays_off(32, 8))
         device.tick(32, 8 if pays[-1] else 0)
     n_first = PLAIN_PERIOD - N_PLAIN
     assert all(pays[:n_first])
@@ -169,9 +169,9 @@ def test_only_ticks_whose_graph_is_reused_tell_the_time_without_forced_tokens() 
 
 def test_a_number_of_streams_that_was_not_measured_has_the_times_of_a_similar_one() -> None:
     device = Device(gpu).measure(32, 8)
-    assert not device.gain.pay(31, 8)
-    assert not device.gain.pay(29, 8)
-    assert device.gain.pay(16, 8), "not known"
+    assert not device.gain.pays_off(31, 8)
+    assert not device.gain.pays_off(29, 8)
+    assert device.gain.pays_off(16, 8), "not known"
 
 
 def chains(random: Random, n_slots: int) -> Callable[[bool], int]:
@@ -200,7 +200,7 @@ def test_on_a_cpu_nearly_all_forced_tokens_are_computed_ahead_also_under_load(n_
     device = Device(cpu, noise if is_loaded else lambda: 1.0)
     advance, n_forced, n_all, n_refused = chains(random, n_decode), 0, 0, 0
     for _ in range(4000):
-        pays = device.gain.pay(n_decode, n_forced) if n_forced else False
+        pays = device.gain.pays_off(n_decode, n_forced) if n_forced else False
         n_all += n_forced
         n_refused += 0 if pays else n_forced
         device.tick(n_decode, n_forced if pays else 0)
@@ -213,7 +213,7 @@ def test_on_a_gpu_most_forced_tokens_of_few_are_left_out() -> None:
     device = Device(gpu, lambda: random.uniform(0.97, 1.06))
     advance, n_forced, n_ticks, n_forced_ticks, n_tokens = chains(random, 8), 0, 4000, 0, 0
     for _ in range(n_ticks):
-        pays = n_forced > 0 and device.gain.pay(8, n_forced)
+        pays = n_forced > 0 and device.gain.pays_off(8, n_forced)
         n_tokens += 8 + (n_forced if pays else 0)
         n_forced_ticks += pays
         device.tick(8, n_forced if pays else 0)

@@ -212,7 +212,7 @@ def test_the_forced_tokens_of_all_slots_pay_together_or_not_at_all() -> None:
             forced.record_tick(with_forced, 0.011 if is_worthwhile else 0.400)
             forced.record_tick(batch, 0.010)
         assert forced.add(batch, 64, inf) == (with_forced if is_worthwhile else batch)
-        assert forced.pay_after(runs) is is_worthwhile
+        assert forced.adds_after(runs) is is_worthwhile
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
@@ -349,11 +349,11 @@ def test_forced_tokens_end_a_repetition_if_a_plan_with_the_same_limit_would_add_
     slot = decoding_slot(make_job(max_tokens=300, sampler=ForcingSampler(n_free=0)))
     batch = Batch((DecodeToken(slot),))
     assert not forced.add(batch, 64, 0.010).n_forced
-    assert forced.pay_after([slot.active])  # the tick of this plan tells the time without forced tokens
+    assert forced.adds_after([slot.active])  # the tick of this plan tells the time without forced tokens
     forced.record_tick(batch, 0.004)
     for limit_s in (0.010, 0.003, 0.010):
         n_forced = forced.add(batch, 64, limit_s).n_forced
-        assert forced.pay_after([slot.active]) is (n_forced > 0) is (limit_s > 0.004)
+        assert forced.adds_after([slot.active]) is (n_forced > 0) is (limit_s > 0.004)
 
 
 def test_ticks_before_the_first_grammar_tell_the_time_without_forced_tokens() -> None:

@@ -43,7 +43,7 @@ class DeadlineSweep:
             queue: The queue to search.
             partitions: The number of partitions of the queue.
             on_time: Called at each search, with a partition, the time of its server in milliseconds, and how long this
-                worker has asked for it, in seconds.
+                worker has waited for the answer, in seconds.
         """
         self._redis = redis
         self._keys = keys

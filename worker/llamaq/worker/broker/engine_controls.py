@@ -1,4 +1,4 @@
-"""What the I/O thread may ask of the engine thread about a job."""
+"""The calls by which the I/O thread ends a job on the engine thread."""
 
 from __future__ import annotations
 

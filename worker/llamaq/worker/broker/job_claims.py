@@ -186,7 +186,7 @@ class JobClaims:
         return [one for jobs in found for one in jobs][:count]
 
     def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
-        """Record the time of the server of a partition, and how long this worker has asked for it.
+        """Record the time of a partition's server, and how long this worker has waited for the answer.
 
         Leases are not trusted while the server does not answer, or after its clock has jumped.
         """

@@ -300,7 +300,7 @@ class JobProgress:
 
 
 def _usage(stats: JobStats) -> str:
-    """Return for the metrics how many prompt tokens an ended job has, computed and reused, and the tier."""
+    """Return, for the metrics, the prompt tokens of an ended job: all, computed and reused ones, and their tier."""
     n_cached = stats.prefix_cache_tokens
     tier = "unused" if stats.slot is None else stats.prefix_cache_tier or "none"
     return f"{stats.prompt_tokens} {stats.prompt_tokens - n_cached} {n_cached} {tier}"

@@ -1,4 +1,4 @@
-"""Starts jobs: claims those of entries that were read, prepares them, and passes them to the engine."""
+"""Starts jobs: claims the jobs of entries that were read, prepares them, and passes them to the engine."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -27,8 +27,11 @@ from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader, StreamEntries
 from llamaq.common.redis.connect import is_cluster
 from llamaq.worker.broker.lease_grace_period import LeaseGuard
+from llamaq.worker.broker.partition_turns import PartitionTurns
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Entries = list[tuple[str, StreamEntries]]
 """The entries of each stream."""
@@ -45,8 +48,6 @@ END_WAIT_S = 0.5
 """How long `end_wait` waits for Redis."""
 WAKE_TTL_S = 10
 """The stream that ends a wait is deleted after this time in seconds, longer than any wait."""
-PROBE_S = 0.5
-"""Interval at which a partition that was skipped is tested."""
 
 
 class JobStreams:
@@ -83,10 +84,7 @@ class JobStreams:
         """Whether `wait_and_read` may be called."""
         self.has_read_all = False
         """Whether the last read has left no entry. New entries end the next wait."""
-        self._first_partition = 0
-        """The partition that the next call starts with."""
-        self._probes: dict[int, asyncio.Task[None]] = {}
-        """Maps a partition of a cluster that does not answer to the task that waits until it answers again."""
+        self._turns = PartitionTurns(redis, partitions)
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that has ended a wait."""
         self._peeks: dict[tuple[int, tuple[Priority, ...]], asyncio.Task[Any]] = {}
@@ -134,7 +132,7 @@ class JobStreams:
             return await self._read_partition(count, priorities)
         found: Entries = []
         for priority in priorities:
-            streams = [self._partitions[partition][priority] for partition in self._in_order()]
+            streams = [self._partitions[partition][priority] for partition in self._turns.next_order()]
             try:
                 found += await self._read_fairly(streams, count - _size(found), self._read_new)
             except RedisError:
@@ -199,7 +197,7 @@ class JobStreams:
         results = await asyncio.gather(*(self._bounded(read, stream) for stream in streams), return_exceptions=True)
         for stream, reply in zip(streams, results, strict=True):
             if isinstance(reply, RedisError):
-                self._avoid(stream)
+                self._skip_partition_of(stream)
             elif isinstance(reply, BaseException):
                 raise reply
             replies.append((stream, reply))
@@ -215,51 +213,31 @@ class JobStreams:
         except TimeoutError as exc:
             raise RedisTimeoutError(f"the partition did not answer within {READ_TIMEOUT_S:g} s") from exc
 
-    def _avoid(self, stream: str) -> None:
+    def _skip_partition_of(self, stream: str) -> None:
         """On a cluster, do not read the partition of this stream until it answers again."""
-        partition = self._partition_of(stream)
-        if self._is_scattered and partition not in self._probes:
-            log.warning("streams.partition_away partition=%d", partition)
-            self._probes[partition] = asyncio.create_task(self._probe(partition, stream))
-
-    async def _probe(self, partition: int, stream: str) -> None:
-        """Wait until the partition answers."""
-        while True:
-            await asyncio.sleep(PROBE_S)
-            try:
-                await self._redis.xlen(stream)
-            except RedisError as exc:
-                log.debug("streams.probe_failed partition=%d error=%s", partition, exc)
-            else:
-                log.info("streams.partition_back partition=%d", partition)
-                del self._probes[partition]
-                return
-
-    def _in_order(self) -> list[int]:
-        """Return the partitions in the order of this call, without partitions that do not answer. If none answers,
-        return all.
-        """
-        self._first_partition = (self._first_partition + 1) % len(self._partitions)
-        order = [*range(self._first_partition, len(self._partitions)), *range(self._first_partition)]
-        return [partition for partition in order if partition not in self._probes] or order
+        if self._is_scattered:
+            self._turns.leave_out(self._partition_of(stream), stream)
 
     async def _read_group(self, streams: Sequence[str], count: int, total: int) -> Entries:
         return await self._received(streams, self._scripts.read(self._reader, streams, count, total))
 
     async def _received(self, streams: Sequence[str], read: Awaitable[Entries]) -> Entries:
         """Return the entries of a read of these streams."""
-        try:
-            found = await read
-        except ResponseError as exc:
-            if "NOGROUP" not in str(exc):
-                raise
-            # The stream and its group were deleted, for example by FLUSHALL: create them again.
-            for stream in streams:
-                await self._create_group(stream)
-            return []
+        found = await self._with_groups(streams, read)
         for stream, _ in found:
             self._reader.n_replies[stream] += 1
         return found
+
+    async def _with_groups(self, streams: Sequence[str], read: Awaitable[list[T]]) -> list[T]:
+        """Return the result of a read. If the streams were deleted, for example by FLUSHALL, create them again."""
+        try:
+            return await read
+        except ResponseError as exc:
+            if "NOGROUP" not in str(exc):
+                raise
+            for stream in streams:
+                await self._create_group(stream)
+            return []
 
     async def wait_and_read(self, wait_s: float, count: int) -> Entries:
         """Wait up to `wait_s` for a new entry of the only partition, then read up to `count` entries like `read`.
@@ -300,7 +278,7 @@ class JobStreams:
         """
         peeked = tuple(priorities)
         self.has_read_all = False
-        for partition in self._in_order() if self._is_scattered else [0]:
+        for partition in self._turns.next_order() if self._is_scattered else [0]:
             if (partition, peeked) not in self._peeks:
                 partitions = [self._partitions[partition]] if self._is_scattered else self._partitions
                 streams = [one[priority] for one in partitions for priority in peeked]
@@ -319,7 +297,7 @@ class JobStreams:
             reply: Any = await self._redis.xread(after, count=MAX_PEEKED, block=int(wait_s * 1000))
         except RedisError as exc:  # if the error persists, the next read raises it
             log.debug("streams.peek_failed streams=%s error=%s", streams, exc)
-            self._avoid(streams[0])
+            self._skip_partition_of(streams[0])
             return []
         return reply
 
@@ -328,40 +306,32 @@ class JobStreams:
             self._last_peeked[stream.decode()] = entries[-1][0]
 
     def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
-        """Record the time of a partition's server and how long this worker has waited for the reply. `reclaim` uses
-        both.
-        """
+        """Record the time of a partition's server, and how long this worker has waited for it: for `reclaim`."""
         self._guards[partition].observe(server_ms, waited_s)
 
     async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
         """Take up to `count` entries that were requeued or whose lease has expired, interactive jobs first."""
 
         async def reclaim_from(stream: str, share: int) -> StreamEntries:
+            lease_ms = self._reader.claimant.lease_ms
             trusted_until_ms = self._guards[self._partition_of(stream)].trusted_until_ms()
-            try:
-                return await self._scripts.reclaim(
-                    stream, share, self._reader.claimant.lease_ms, trusted_until_ms=trusted_until_ms
-                )
-            except ResponseError as exc:
-                if "NOGROUP" not in str(exc):
-                    raise
-                await self._create_group(stream)
-                return []
+            reading = self._scripts.reclaim(stream, share, lease_ms, trusted_until_ms=trusted_until_ms)
+            return await self._with_groups([stream], reading)
 
         async def reclaim_some(streams: Sequence[str], share: int) -> list[Reply]:
             return await self._read_each(streams, lambda stream: reclaim_from(stream, share))
 
         found: Entries = []
         for priority in priorities:
-            streams = [self._partitions[partition][priority] for partition in self._in_order()]
+            streams = [self._partitions[partition][priority] for partition in self._turns.next_order()]
             found += await self._read_fairly(streams, count - _size(found), reclaim_some)
         return found
 
     async def close(self) -> None:
         """End the waits for new entries."""
-        await cancel_tasks(*self._peeks.values(), *self._probes.values())
+        await cancel_tasks(*self._peeks.values())
         self._peeks.clear()
-        self._probes.clear()
+        await self._turns.close()
 
 
 def _size(found: Entries) -> int:

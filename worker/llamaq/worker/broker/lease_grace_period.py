@@ -18,10 +18,9 @@ less than a lease.
 class LeaseGuard:
     """Watches the clock of the Redis server of one partition.
 
-    After an outage of Redis, or after a jump of its clock, leases look expired although their workers are alive: the
-    workers could not renew them, or no time has passed. Then these workers get `lease_s` seconds to renew their leases.
-    After a short outage they get one second. The leases of workers with the same `lease_s` have not expired then, but
-    other workers may have shorter leases.
+    After an outage of Redis, leases look expired because their workers could not renew them. After a jump of its clock,
+    they look expired although no time has passed. In both cases, the workers get `lease_s` seconds to renew them. After
+    a short outage, they get one second: leases of this worker's length have not expired yet, but shorter ones may have.
 
     Args:
         lease_s: The lease of this worker, in seconds.

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 """Longest time between two flushes in seconds. A flush of all jobs detects cancelled jobs and lost leases."""
 WHOLE_EVERY_S = 0.005
-"""A flush has all jobs if the last such flush is older, in seconds. Otherwise it has only the jobs with news."""
+"""A flush has all jobs if the last flush of all jobs is older than this. Otherwise it has only the jobs with news."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 MAX_BYTES_IN_CALL = 1024 * 1024
 """Largest size of the outputs that one call of `finish.lua` stores, unless one output is larger."""

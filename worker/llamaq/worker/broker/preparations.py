@@ -1,4 +1,4 @@
-"""Prepares claimed jobs, slow ones on other threads, and hands over those that are ready in groups."""
+"""Prepares claimed jobs, the slow ones on other threads, and passes on the jobs that are ready in groups."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from llamaq.worker.core.job_times import JobTimes
 N_THREADS = 3
 """Number of threads that tokenize and compile grammars."""
 N_THREADS_OF_KIND = 2
-"""Number of them that prepare jobs with a grammar at the same time, and number that are started for other jobs. A
-grammar may take seconds, and other jobs do not wait for it."""
+"""At most this number of them prepare jobs with a grammar at the same time, and at most this number are started for
+other jobs. A grammar may take seconds, and other jobs do not wait for it."""
 QUICK_S = 0.002
 """How long the I/O thread prepares quick jobs before it leaves the rest to other threads. A quick job takes a tenth of
 this time; to wake another thread for it, and then the I/O thread, would take longer."""
@@ -48,7 +48,7 @@ class Preparer(Protocol):
 
 
 class PreparationPanic(RuntimeError):
-    """A preparation ended with something that is no `Exception`, which is the cause of this error."""
+    """A preparation raised an error that is no `Exception`, such as a panic in Rust: the cause of this error."""
 
 
 @dataclass(slots=True)
@@ -143,15 +143,15 @@ class Preparations:
             self._loop.call_later(HELP_AFTER_S, self._help)
 
     def _start_thread(self) -> bool:
-        """Let one more thread take jobs, if there is one and a job waits for it. Return whether it does."""
+        """Let one more thread take jobs, if one is left and a job waits for it. Return whether it is started."""
         with self._lock:
             n_others = self._n_threads - self._n_grammar_threads
-            is_useful = self._has_next_grammar() or (bool(self._waiting) and n_others < N_THREADS_OF_KIND)
-            is_useful = is_useful and self._n_threads < N_THREADS
-            self._n_threads += is_useful
-        if is_useful:
-            self._executor.submit(self._work)
-        return is_useful
+            has_job = self._has_next_grammar() or (bool(self._waiting) and n_others < N_THREADS_OF_KIND)
+            if not has_job or self._n_threads >= N_THREADS:
+                return False
+            self._n_threads += 1
+        self._executor.submit(self._work)
+        return True
 
     def close(self) -> None:
         """Drop all jobs. `on_ready` is not called any more."""

@@ -14,7 +14,7 @@ class TextCommandHandler:
 
     Args:
         vocab: The vocabulary.
-        ends_texts: Whether texts have the special tokens at their end that the model asks for, as for embeddings.
+        ends_texts: Whether a text ends with the special tokens that the model asks for, as texts for embeddings do.
     """
 
     def __init__(self, vocab: Vocab, *, ends_texts: bool = False) -> None:

@@ -30,7 +30,7 @@ class Acceptance:
     def record(self, n_drafted: int, n_accepted: int) -> None:
         """Record the outcome of a draft. After the first token that is not accepted, the others tell nothing."""
         self._accepted = self._decay * self._accepted + n_accepted
-        self._rejected = self._decay * self._rejected + (n_accepted < n_drafted)
+        self._rejected = self._decay * self._rejected + (1 if n_accepted < n_drafted else 0)
 
     def __repr__(self) -> str:
         return f"<Acceptance {self.probability:.2f}>"

@@ -21,7 +21,7 @@ class JobTimes:
     first_slot_s: float | None = None
     """When this attempt had its first slot. None: not yet."""
     preempted_s: float = 0.0
-    """Seconds that this attempt waited for another slot after preemptions, without a wait that continues."""
+    """Seconds that this attempt waited for another slot after preemptions. A wait that has not ended does not count."""
     slot_lost_s: float | None = None
     """When this attempt lost its slot. None: it has a slot, or had none so far."""
 

@@ -69,7 +69,7 @@ Output = SlotAcquired | SlotLost | PromptAdvanced | NewToken | JobEnded
 
 
 class TickOutcome(NamedTuple):
-    """What a tick has brought about."""
+    """The outputs of a tick, and how many draft tokens it has accepted."""
 
     outputs: Sequence[Output]
     """The outputs of all jobs, in order."""

@@ -248,7 +248,7 @@ def _sample_single(part: Part, row: Row, best: int | None) -> SlotResult:
 
 
 def _sample_rows(part: Part, rows: Sequence[Row]) -> SlotResult:
-    """Sample the next token of a part and, while this is the next token of the draft, one more.
+    """Sample the next token of a part. As long as it equals the next token of the draft, sample one more.
 
     Forced tokens count as sampled. The token after them is sampled.
     """

@@ -28,8 +28,8 @@ class ComputedTick(NamedTuple):
 class LateOutputs:
     """Makes and publishes the outputs of the ticks after which `TickRepeater` has made the next batch.
 
-    To wake the publishing thread takes longer than to make the outputs of one token. So `begin` passes all ticks on
-    that have been added since the last call.
+    To wake the publishing thread takes longer than to make the outputs of one token. So one call of `begin` makes the
+    outputs of all ticks that have been added since the last call.
 
     Threads: the engine thread calls all methods. From `begin` to `wait`, the publisher belongs to the publishing
     thread, and the engine thread must not use it.

@@ -60,7 +60,7 @@ class TickRecord(NamedTuple):
 
 @dataclass(slots=True)
 class _Report:
-    """What is published together: the measurements of ticks, then their messages."""
+    """Measurements of ticks, and messages, which are published together: the measurements first."""
 
     ticks: list[TickRecord] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)

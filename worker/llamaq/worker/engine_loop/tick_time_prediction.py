@@ -1,4 +1,8 @@
-"""Predicts how long the next tick takes. The scheduler may move KV cells for this time between two ticks."""
+"""Predicts how long the engine computes in the next tick.
+
+The scheduler may move KV cells for this time between two ticks. The tick loop publishes the tokens of several short
+ticks together. `tick_times` says how this model differs from the others.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ IDLE_TICK_S = 0.002
 
 
 class TickTimePredictor:
-    """Records how long ticks took and predicts how long the next tick takes."""
+    """Predicts the time of the next tick from that of the last one, and from the time of a prompt token."""
 
     def __init__(self) -> None:
         self._last_tick_s = IDLE_TICK_S

@@ -173,13 +173,13 @@ class JobPreparer:
             grammar=grammar,
             reasoning=self._reasoning_budget(request, prompt),
             n_logprobs=request.logprobs,
-            has_drawn_logprobs=request.post_sampling_probs and request.logprobs is not None,
+            has_drawn_logprobs=request.post_sampling_probs,
             breakers=breakers,
             draws=published.draws,
         )
 
     def _reasoning_budget(self, request: JobRequest, prompt: Sequence[int]) -> ReasoningBudget | None:
-        """Return what bounds the reasoning of a job. None: nothing does."""
+        """Return the bound on the reasoning of a job. None: there is none."""
         if request.reasoning_budget is None:
             return None
         tags = self._marked_tags

@@ -265,7 +265,7 @@ class KvMemory:
         return self._eviction.make_room_for_entry(n_cells)
 
     def save_ahead(self) -> bool:
-        """Save cells that will be evicted when the next job runs, for less time than a tick. Call it when no job runs.
+        """Save a part of the cells that the next job will evict, in less time than a tick. Call it when no job runs.
 
         Returns:
             False if there is nothing to save now.

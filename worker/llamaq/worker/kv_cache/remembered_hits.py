@@ -9,6 +9,8 @@ from llamaq.worker.kv_cache.prefix_lookup import PrefixHit, PrefixLookup
 
 
 class _RememberedHit(NamedTuple):
+    """A hit, and when it was found."""
+
     hit: PrefixHit
     tick: int
     """Number of the tick of the lookup."""

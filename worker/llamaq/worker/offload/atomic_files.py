@@ -46,7 +46,7 @@ def claim_folder(folder: Path, key: str) -> tuple[Path, int]:
         lock = lock_folder(claimed)
         if lock is not None:
             return claimed, lock
-    raise OSError(f"{MAX_FOLDERS} other workers use {folder}")
+    raise OSError(f"{MAX_FOLDERS} other workers use {folder}: name another folder")
 
 
 def lock_folder(folder: Path) -> int | None:

@@ -26,7 +26,7 @@ from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_files_interface import BlockFiles, NoBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
-from llamaq.worker.offload.save_costs import SaveCosts
+from llamaq.worker.offload.save_costs import NoSaveCosts, SaveCosts
 
 log = logging.getLogger(__name__)
 
@@ -101,13 +101,13 @@ class BlockTransfers:
             sequences: Saves and loads the cells of the engine's sequences.
             files: The disk tier. None: there is no disk.
             arena: Provides memory for saved cells. None: every save allocates its memory.
-            costs: Decides which blocks are worth saving. None: all of them.
+            costs: Decides which blocks are worth saving. None: all of them are.
         """
         self.store = store
         self._sequences = sequences
         self._files = files or NoBlockFiles()
         self._arena = arena
-        self._costs = costs
+        self._costs = costs or NoSaveCosts()
         self._saves: deque[SaveTransfer] = deque()
         self._loads: deque[LoadTransfer] = deque()
         self._pacer = TransferPacer()
@@ -169,8 +169,7 @@ class BlockTransfers:
             self._end_load(load)
 
     def step(self, budget_s: float, prefill_token_s: float = 0.0) -> OffloadStep:
-        if self._costs is not None:
-            self._costs.prefill_token_s = prefill_token_s
+        self._costs.prefill_token_s = prefill_token_s
         for block in self._files.drain_failed_blocks():
             self.store.mark_file_lost(block)
         if self.has_transfers:
@@ -220,14 +219,11 @@ class BlockTransfers:
         """Return the spans of the entry that are worth saving and are not stored."""
         if entry.n_tokens < MIN_ENTRY_TOKENS:
             return deque()
-        missing = self.store.missing_spans(entry.tokens, entry.scope)
-        if (costs := self._costs) is None:
-            return deque(missing)
 
         def is_worth_saving(span: TokenSpan) -> bool:
-            return costs.is_worth_saving(span.end - span.start, _n_scattered(entry, span), is_idle=is_idle)
+            return self._costs.is_worth_saving(span.end - span.start, _n_scattered(entry, span), is_idle=is_idle)
 
-        return deque(takewhile(is_worth_saving, missing))
+        return deque(takewhile(is_worth_saving, self.store.missing_spans(entry.tokens, entry.scope)))
 
     def _save_one_block(self, save: SaveTransfer) -> None:
         if not self._save_span(save.entry, save.spans.popleft()):
@@ -235,7 +231,7 @@ class BlockTransfers:
 
     def _save_span(self, entry: CachedSequence, span: TokenSpan) -> bool:
         """Save these cells of the entry. Returns False if llama.cpp or the store refuses them."""
-        if self._costs is not None:
+        if self._costs.are_measured:
             self._sequences.wait()  # only the copies are measured
         started_s = time.perf_counter()
         try:
@@ -245,9 +241,7 @@ class BlockTransfers:
         except EngineError as exc:
             log.warning("cache.save_failed entry=%r error=%s", entry, exc)
             return False
-        if self._costs is not None:
-            seconds = time.perf_counter() - started_s
-            self._costs.record(span.end - span.start, _n_scattered(entry, span), seconds)
+        self._costs.record(span.end - span.start, _n_scattered(entry, span), time.perf_counter() - started_s)
         return self.store.insert(entry.tokens, entry.scope, span, data) is not None
 
     def _allocate(self, n_bytes: int, span: TokenSpan) -> memoryview | None:

@@ -1,4 +1,4 @@
-"""Erases prefixes of other models and settings, which no worker uses now, when they take too much of the disk."""
+"""Erases the blocks of earlier models and settings, which no worker uses now, if they take too much of the disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def erase_old_blocks(cache_dir: Path, max_bytes: int) -> None:
     """Erase the blocks in folders that no worker has locked, those unused for the longest time first.
 
     A worker with another model, other settings or another version of llama.cpp uses another folder. Without this call,
-    the folders of earlier versions would stay for ever.
+    the folders of earlier versions would stay forever.
 
     Args:
         cache_dir: The cache folder, shared by all models and workers.

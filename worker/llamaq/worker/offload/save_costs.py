@@ -53,8 +53,11 @@ class SaveCosts:
         clock: A monotonic clock in seconds.
 
     Attributes:
+        are_measured: Whether the time of a save counts. Then the device must be idle when the save begins.
         prefill_token_s: The time in which a token of a prompt is computed, in seconds. 0: not known.
     """
+
+    are_measured = True
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prefill_token_s = 0.0
@@ -86,3 +89,16 @@ class SaveCosts:
     def __repr__(self) -> str:
         times_us = [round(one * 1e6) for one in (self._adjacent.read(), self._scattered.read(), self.prefill_token_s)]
         return f"<SaveCosts microseconds to save adjacent and scattered cells, and to compute them: {times_us}>"
+
+
+class NoSaveCosts:
+    """Replaces `SaveCosts` where saves cost little: every block is worth saving, and no save is measured."""
+
+    are_measured = False
+    prefill_token_s = 0.0
+
+    def record(self, n_tokens: int, n_scattered: int, seconds: float) -> None:
+        """Do nothing."""
+
+    def is_worth_saving(self, n_tokens: int, n_scattered: int, *, is_idle: bool = False) -> bool:  # noqa: ARG002
+        return True

@@ -96,7 +96,7 @@ class Announcement:
 
 
 class CoreSharing:
-    """Adjusts the number of threads of one worker. A context manager: inside it, a separate thread looks for others."""
+    """Adjusts the number of threads of one worker. A context manager: inside it, a thread looks for other workers."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Returns the memory to the system that the start of a worker has allocated and freed."""
+"""Returns to the system the memory that the start of a worker has allocated and freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes spans of OpenTelemetry of the jobs that end in this worker, if OpenTelemetry is installed.
+"""Makes OpenTelemetry spans for the jobs that end in this worker, if OpenTelemetry is installed.
 
 Each job has a span with the children `llamaq.queue`, `llamaq.prefill` and `llamaq.decode`. They are made when the job
 has ended, with the times that were measured. The parent of the job's span is the span of the submit.

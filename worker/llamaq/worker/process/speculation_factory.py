@@ -1,4 +1,4 @@
-"""Builds what adds drafts to the batches, from the settings."""
+"""Builds the speculation that the settings ask for. It adds drafts to the batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_DRAFT_TOKENS_OF_TICK = 64
 def make_speculation(
     settings: WorkerSettings, engine: Engine, draft_model: DraftModel | None = None
 ) -> Speculation | None:
-    """Return what adds drafts to the batches. None: the worker drafts nothing.
+    """Return the speculation of a worker. None: the worker drafts nothing.
 
     Args:
         settings: The settings of the worker.
@@ -46,7 +46,7 @@ def make_speculation(
 def _make_draft_model_speculation(
     settings: WorkerSettings, engine: Engine, draft_model: DraftModel, max_tokens: int
 ) -> DraftModelSpeculation:
-    """Return what plans the drafts. `max_tokens` is the largest number of draft tokens in a tick.
+    """Return the speculation with a draft model. `max_tokens` is the largest number of draft tokens in a tick.
 
     Raises:
         EngineError: llama.cpp cannot compute a first draft.

@@ -53,9 +53,7 @@ class _Repetition:
     until_s: float
     """When the first deadline of a job is reached."""
     n_unsearched: int
-    """Number of ticks before the next search for drafts."""
-    drafts_need_plan: bool
-    """Whether only a plan may search for drafts."""
+    """Number of ticks before the next search for drafts. If only a plan may search, `n_left` is at most this number."""
     has_room_for_forced: bool
     """Whether the next plan may add forced tokens to the batch."""
 
@@ -131,19 +129,19 @@ class RepeatedTicks:
         if not self._would_be_planned_again(batch):
             return
         runs = [part.slot.active for part in batch.decode]
-        drafts_need_plan = self._tokens_ahead.needs_plan
-        if drafts_need_plan and batch.n_drafts:
-            return
+        n_unsearched = self._tokens_ahead.n_unsearched(runs)
         n_to_end = min([run.max_length - len(run.tokens) for run in runs]) - 1
+        n_left = min(n_to_end, self._memory.n_tokens_with_room(CELLS_AHEAD))
+        if self._tokens_ahead.needs_plan:
+            n_left = min(n_left, n_unsearched)  # without drafts, each stream gets one token in a tick
         self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
         self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
         self._repetition = _Repetition(
             batch,
             batch.without_drafts(),
-            n_left=min(n_to_end, self._memory.n_tokens_with_room(CELLS_AHEAD)),
+            n_left=n_left,
             until_s=self._first_deadline_s(runs, now_s),
-            n_unsearched=self._tokens_ahead.n_unsearched(runs),
-            drafts_need_plan=drafts_need_plan,
+            n_unsearched=n_unsearched,
             has_room_for_forced=self.can_prepare and batch.n_tokens < self._strategy.limits.budget,
         )
 
@@ -156,6 +154,7 @@ class RepeatedTicks:
             and not self._preemption.may_preempt
             and batch.draft_plan is NO_DRAFT_PLAN
             and not batch.n_forced
+            and not (batch.n_drafts and self._tokens_ahead.needs_plan)
         )
 
     def _first_deadline_s(self, runs: Iterable[Run], now_s: float) -> float:
@@ -182,10 +181,10 @@ class RepeatedTicks:
             return None
         if not all(self._continues(result) for result in results):
             return None
-        if repetition.has_room_for_forced and self._forced_pay(results):
-            return None
         n_tokens = max([len(result.sampled) for result in results])
-        if n_tokens > repetition.n_left or (repetition.drafts_need_plan and not repetition.n_unsearched):
+        if n_tokens > repetition.n_left:
+            return None
+        if repetition.has_room_for_forced and self._tokens_ahead.forces_after([one.slot.active for one in results]):
             return None
         repetition.n_left -= n_tokens
         self._record(results, repetition)
@@ -200,10 +199,6 @@ class RepeatedTicks:
         if error is not None or not n_sampled or not has_cells or sampled[-1].token in self._end_tokens:
             return False
         return n_sampled == 1 or not (run.job.detokenizer.has_stop_strings or run.job.sampler.can_prepare)
-
-    def _forced_pay(self, results: Sequence[SlotResult]) -> bool:
-        """Whether the next plan has forced tokens."""
-        return self._tokens_ahead.forced_pay_after([result.slot.active for result in results])
 
     def _record(self, results: Iterable[SlotResult], repetition: _Repetition) -> None:
         """Record the sampled tokens and the cells of the streams, and the outcomes of the drafts."""

@@ -223,7 +223,7 @@ class Scheduler:
         return self._memory.move(budget_s, prefill_token_s)
 
     def save_ahead(self) -> bool:
-        """Save cells that the next job will evict, for less time than a tick takes. Call it while there is no work.
+        """Save a part of the cells that the next job will evict, in less time than a tick. Call it when idle.
 
         Returns:
             False when there is nothing to save now.

@@ -130,7 +130,7 @@ class SlotCommandHandler:
 
     def _require_files(self) -> SavedSlotFiles:
         if self._files is None:
-            raise SlotCommandRefused("this worker cannot save slots: start it with --cache-dir and the prefix cache")
+            raise SlotCommandRefused("this worker cannot save slots: start it with --cache-dir and --cache-prompt")
         return self._files
 
     async def _between_ticks(self, call: Callable[[], T]) -> T:

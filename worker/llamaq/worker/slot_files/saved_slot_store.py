@@ -108,7 +108,10 @@ class SavedSlotFiles:
         header = HEADER.pack(MAGIC, FORMAT, len(text), self._fingerprint, len(tokens), len(data))
         size = len(header) + len(text) + len(tokens) + len(data) + CHECKSUM_BYTES
         if size > self._max_file_bytes:
-            raise InvalidRequest(f"slot state {name!r}: a file of {size} bytes, {self._max_file_bytes} are allowed")
+            raise InvalidRequest(
+                f"slot state {name!r}: a file of {size} bytes, {self._max_file_bytes} are allowed (the larger of "
+                "--cache-ram-mb and --cache-disk-mb)"
+            )
         self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private_folder(self.folder)
         self._remove_abandoned()

@@ -35,10 +35,12 @@ ALL: Range = (0, MAX_CODE_POINT)
 
 
 class _OutOfSteps(Exception):
-    pass
+    """The comparison of all lexemes would take too many steps."""
 
 
 class _Comparison(NamedTuple):
+    """What two lexemes have in common."""
+
     have_common_text: bool
     """Whether both lexemes have a text in common."""
     have_conflict: bool

@@ -35,7 +35,7 @@ and at most 30 characters. They have few tokens, and masks take as long without 
 MAX_STEP_S = 1.0
 """If one step takes more processor time than this, the job fails, because the next steps could take as long."""
 DEAD_END = "NoExtension"
-"""Begins the error of llguidance where no token can continue the output."""
+"""The beginning of llguidance's error if no token can continue the output."""
 MAX_ERROR_CHARS = 300
 MAX_COMPILED = 4
 """Number of grammars whose compiled form is kept. A usual JSON schema takes 0.25 MB and 2 ms to compile, so that

@@ -65,32 +65,31 @@ class LogitSampler:
     ) -> None:
         self.logprobs: TokenLogprobs | None = None
         self.draw_probability: float | None = None
-        self._n_logprobs = n_logprobs
-        self._has_drawn_logprobs = has_drawn_logprobs
+        self._n_model_logprobs = None if has_drawn_logprobs else n_logprobs
+        """Number of alternatives in `logprobs`, if these are the probabilities of the model."""
+        self._n_drawn_logprobs = n_logprobs if has_drawn_logprobs else None
+        """Number of alternatives in `logprobs`, if these are the probabilities of the draw."""
+        self._is_greedy = is_greedy(params)
         self._uniform = UniformNumbers(seed)
         self._adjustment = adjustment = LogitAdjustment(logit_bias or {}, masked_tokens)
-        self._is_greedy = is_greedy(params)
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         accepts_masked = self._feedback is None or self._feedback.accepts_masked
         self._chain = chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
-        is_bound = grammar is not None or reasoning is not None
-        is_reordered = adjustment.has_bias or chain.penalties
-        self._takes_best = self._is_greedy and not is_reordered and n_logprobs is None
-        """Whether the token with the largest logit of all is drawn if it is allowed."""
-        self._takes_all = not is_bound and not chain.penalties
-        """Whether neither a grammar nor a penalty changes the logits."""
-        is_plain = self._feedback is None and not has_drawn_logprobs
+        is_plain = self._feedback is None and self._n_drawn_logprobs is None
         self._top_k_draw = chain.top_k_draw if is_plain else None
-        self._never_best = adjustment.masked
+        is_restricted = grammar is not None or reasoning is not None
+        needs_all_logits = self._feedback is not None or n_logprobs is not None or adjustment.raises_logits
+        can_force = not needs_all_logits and not adjustment.has_bias
         self._allowed = AllowedTokens(
-            grammar,
-            reasoning,
-            n_best=None if chain.penalties else self._n_best(),
-            can_force=n_logprobs is None and self._feedback is None and not adjustment.has_bias,
-            never=adjustment.masked,
+            grammar, reasoning, n_best=self._n_best(), can_force=can_force, never=adjustment.masked
         )
-        self.n_largest = None if is_bound else self._with_adjusted(chain.n_largest)
-        self.checks_logits = self._top_k_draw is not None and not is_bound
+        self._takes_best = self._is_greedy and can_force and not chain.penalties
+        """Whether the token with the largest logit of all is drawn if it is allowed."""
+        self._takes_all = not is_restricted and not chain.penalties
+        """Whether neither a grammar nor a penalty changes the logits."""
+        n_largest = None if is_restricted or needs_all_logits else chain.n_largest
+        self.n_largest = None if n_largest is None else n_largest + adjustment.n_changed
+        self.checks_logits = self._top_k_draw is not None and not is_restricted
         self.can_prepare = grammar is not None
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
@@ -104,16 +103,17 @@ class LogitSampler:
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, best: int | None = None) -> int:
         """Draw the token that follows `history`; see `core.job_parts.Sampler`. Changes `logits`."""
         if best is not None and self._takes_best:
-            if best not in self._never_best and self._allowed.allows(best, history, n_prompt):
+            if best not in self._adjustment.masked and self._allowed.allows(best, history, n_prompt):
                 return best
             logits[best] = -inf
-        computed = None if self._n_logprobs is None or self._has_drawn_logprobs else logits.copy()
+        n_logprobs = self._n_model_logprobs
+        computed = logits if n_logprobs is None else logits.copy()
         if self._top_k_draw is None:
             token = self._sample(logits, history, n_prompt)
         else:
             token = self._sample_top_k(self._top_k_draw, logits, history, n_prompt)
-        if computed is not None:
-            self.logprobs = token_logprobs(computed, token, self._n_logprobs or 0)
+        if n_logprobs is not None:
+            self.logprobs = token_logprobs(computed, token, n_logprobs)
         return token
 
     def sample_largest(
@@ -134,18 +134,10 @@ class LogitSampler:
         """Free the memory of the grammar. May be called twice."""
         self._allowed.close()
 
-    def _with_adjusted(self, n_largest: int | None) -> int | None:
-        """Return the number of largest logits that determine a draw if bias and masks lower some of them.
-
-        None: the draw, or the probabilities that the job asks for, need all logits.
-        """
-        adjustment, needs_all = self._adjustment, self._feedback is not None or self._n_logprobs is not None
-        if n_largest is None or adjustment.raises_logits or needs_all:
-            return None
-        return n_largest + adjustment.n_changed
-
     def _n_best(self) -> int | None:
         """Return the number of tokens with the largest logits among which the token is drawn. None: all tokens."""
+        if self._chain.penalties:
+            return None
         if self._is_greedy:
             return 1
         return None if self._top_k_draw is None else self._top_k_draw.k
@@ -183,8 +175,8 @@ class LogitSampler:
             token = _best_token(candidates)
             if token is None:
                 return self._allowed.end_token()
-            if self._has_drawn_logprobs:
-                self.logprobs = drawn_logprobs(Candidates.only(token), 0, self._n_logprobs or 0)
+            if self._n_drawn_logprobs is not None:
+                self.logprobs = drawn_logprobs(Candidates.only(token), 0, self._n_drawn_logprobs)
             return token
         candidates = self._filtered(candidates, history, position)
         return self._draw(candidates, position, n_vocab) if len(candidates) else self._allowed.end_token()
@@ -223,8 +215,8 @@ class LogitSampler:
             candidates, probabilities = self._feedback.shape(candidates, position, n_vocab)
         sums = RunningSums(candidates.weights())
         index = sums.first_above(self._uniform.at(position) * sums.total)
-        if self._has_drawn_logprobs:
-            self.logprobs = drawn_logprobs(candidates, index, self._n_logprobs or 0)
+        if self._n_drawn_logprobs is not None:
+            self.logprobs = drawn_logprobs(candidates, index, self._n_drawn_logprobs)
         if self._feedback is not None and probabilities is not None:
             self.draw_probability = float(probabilities[index])
             self._feedback.record(self.draw_probability)

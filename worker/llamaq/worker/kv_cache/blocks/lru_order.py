@@ -46,7 +46,7 @@ class LruOrder:
         return None if block is self._root else block
 
     def fits_without(self, evictable: Iterable[Block], n_more: int = 0) -> bool:
-        """Whether `n_more` bytes fit once blocks are evicted: the first of `evictable`, as many as necessary."""
+        """Whether `n_more` bytes fit if blocks are evicted in the order of `evictable`, until there is room."""
         n_bytes = self.n_bytes + n_more
         if self.max_bytes < n_bytes and n_more <= self.max_bytes:
             for block in evictable:

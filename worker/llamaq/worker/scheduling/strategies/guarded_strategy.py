@@ -89,7 +89,7 @@ class GuardedStrategy:
             self._report(PlanFault.RAISED, exc)
 
     def draft_limit_s(self, slots: Sequence[Slot]) -> float:
-        """Return the limit of the strategy, if it is a `DraftLimit`. After an exception, which is logged, none."""
+        """Return the limit of the strategy: infinity if it has none, 0 after an exception, which is logged."""
         if self._draft_limit is None:
             return inf
         try:

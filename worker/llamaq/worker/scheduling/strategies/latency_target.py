@@ -39,7 +39,7 @@ class LatencyTarget(BuiltInStrategy):
         self._model.record(tick)
 
     def draft_limit_s(self, slots: Sequence[Slot]) -> float:
-        """Return the target. While prompts are computed, they get the time that the streams leave, and drafts none."""
+        """Return how long a tick may take. 0 while prompts are computed: they get the time that the streams leave."""
         if any(slot.state is SlotState.PREFILL for slot in slots):
             return 0.0
         return HEADROOM * self.target_itl_ms / 1000 / self._model.safety_factor

@@ -1,4 +1,20 @@
-"""Measures how long ticks take, and predicts how many prompt tokens fit into a tick of a given length."""
+"""Measures how long ticks take, and predicts how many prompt tokens fit into a tick of a given length.
+
+A worker has five models of times. Each predicts another time, and therefore learns from other ticks:
+
+    TickTimeModel      How many prompt tokens fit into a tick, for `LatencyTarget`. Learns from all ticks without tokens
+                       ahead. It also estimates its errors, because a target must be met.
+    DecodeTimes        A tick without prompts, and each token ahead in it: for the lengths of drafts, and for the limit
+                       of the strategy. Learns from ticks without prompts, for each number of decode tokens separately.
+    ForcedTokenGain    What forced tokens save and cost. Learns from ticks without prompts and drafts, and separates
+                       those in which llama.cpp reuses its graph from those in which it builds the graph again.
+    DraftModelTimes    A step of the draft model. Learns from the work of the draft model, which `DecodeTimes` leaves
+                       out.
+    TickTimePredictor  The time of the engine in the next tick, for the work between two ticks. It is the time of the
+                       last tick, or longer if there is a prompt.
+
+The first three measure a tick from the end of the previous tick, because a stream waits that long for its next token.
+"""
 
 from __future__ import annotations
 

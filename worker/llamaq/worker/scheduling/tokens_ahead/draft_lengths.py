@@ -1,4 +1,4 @@
-"""Chooses how long the drafts of a tick are, so that the tick yields most tokens per second."""
+"""Chooses how long the drafts of a tick are, so that the tick yields the most tokens per second."""
 
 from __future__ import annotations
 

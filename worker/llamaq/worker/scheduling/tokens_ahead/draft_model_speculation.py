@@ -2,7 +2,7 @@
 
 The draft model takes time before a draft can be verified: one step for each token of the draft, and the computation of
 the tokens of the history that it has not computed yet (the missing tokens). So the lengths of the drafts are chosen
-before, from the acceptance of earlier drafts. If a slot whose drafts promise a gain lacks many tokens, the draft model
+first, from the acceptance of earlier drafts. If a slot whose drafts promise a gain lacks many tokens, the draft model
 computes them over several ticks.
 
 While no draft promises a gain, one slot gets a short draft from time to time as a trial, so that a change of the texts
@@ -42,6 +42,8 @@ FIRST_MISSING, LEAST_MISSING = 32, 16
 
 
 class _ProposedLength(NamedTuple):
+    """A draft that a slot may get, before its length is chosen."""
+
     slot: Slot
     drafting: Drafting
     n_max: int
@@ -146,7 +148,7 @@ class DraftModelSpeculation(Speculation):
         return replace(batch, draft_plan=plan)
 
     def _budgets(self, costs: _Costs, room: int, limit_s: float) -> tuple[int, int]:
-        """Return how many draft tokens and how many missing tokens a tick may compute. Each get half of the time."""
+        """Return how many draft tokens and how many missing tokens a tick may compute. Each gets half of the time."""
         budget_s = (limit_s - costs.plain_s) / 2
         token_s = (costs.step_s or 0.0) + (0.0 if costs.times is None else costs.times.largest_token_s)
         room = int(min(room, self._max_tokens, n_within(budget_s, token_s)))

@@ -8,9 +8,9 @@ from collections import deque
 from llamaq.worker.core.draft_plan import DraftWork
 
 N_TICKS = 5
-"""Number of newest ticks whose median is a time."""
+"""A predicted time is the median of the times of this number of newest ticks."""
 OLD_AFTER = 256
-"""A time is old after this many ticks."""
+"""A measured time is old after this many ticks."""
 
 
 class DraftModelTimes:

@@ -62,10 +62,10 @@ class _Times:
         """How much longer a tick takes for each of its forced tokens, for each class of `ahead_times`."""
 
     def forced_s(self, tick: int, n_forced: int) -> float | None:
-        """Return how much longer a tick takes with forced tokens, at least. None: nothing is measured.
+        """Return a lower bound on how much longer a tick takes with forced tokens. None: nothing is measured.
 
-        If no tick of the same class is measured, they take at least as long as those of a class with fewer tokens. With
-        more tokens, the time of each token is at most as long.
+        If no tick of the same class is measured, the bound is the time of a class with fewer tokens. Without such a
+        class, it comes from a class with more tokens, where each token takes less time.
         """
         place = class_of(n_forced)
         for fewer in range(place, -1, -1):
@@ -82,13 +82,13 @@ class _Times:
 class ForcedTokenGain:
     """Compares the time that forced tokens save with the time that they cost.
 
-    Without the forced tokens, ticks whose graph is reused would generate them. They cost what their tick takes longer
-    than such a tick, and what the next tick takes longer. As long as one of these times is not known, forced tokens
-    pay, so that it is measured. Each measurement is forgotten after `FORGOTTEN_AFTER` ticks, so forced tokens that do
-    not pay are tried again.
+    They save the ticks that would otherwise generate them, in which llama.cpp reuses its graph. Compared with such a
+    tick, their own tick takes longer, and so does the tick after it: this is what they cost. As long as the cost is not
+    known, forced tokens pay, so that it is measured. Each measurement is forgotten after `FORGOTTEN_AFTER` ticks, so
+    forced tokens that do not pay are tried again.
 
-    Threads: while the engine thread calls `pay` during repeated ticks, another thread may record earlier ones of these
-    ticks. There is no other concurrent call.
+    Threads: while the engine thread calls `pays_off` during repeated ticks, another thread may record earlier ones of
+    these ticks. There is no other concurrent call.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class ForcedTokenGain:
         self._n_unknown = 0
         """Number of last ticks with numbers of decode tokens for which no time without forced tokens was known."""
 
-    def pay(self, n_decode: int, n_forced: int) -> bool:
+    def pays_off(self, n_decode: int, n_forced: int) -> bool:
         """Return whether a tick with this number of decode tokens should have this number of forced tokens."""
         tick = self._n_ticks
         plain_s = self._plain_s(tick, n_decode)
@@ -141,7 +141,7 @@ class ForcedTokenGain:
         self._is_after_forced = n_forced > 0
 
     def record_other(self) -> None:
-        """Record a tick with prompt tokens or drafts, or that ticks were not recorded: their shape is another one."""
+        """Record a tick of another shape: it has prompt tokens or drafts. Call this too if ticks were not recorded."""
         self._n_ticks += 1
         self._n_alike = 0
         self._is_after_forced = False
@@ -164,7 +164,7 @@ class ForcedTokenGain:
         return None
 
     def _forced_s(self, tick: int, n_decode: int, n_forced: int) -> float | None:
-        """Return how much longer a tick takes with forced tokens, or the last measured such tick. None: not known."""
+        """Return how much longer a tick takes with forced tokens, or took in the last such tick. None: not known."""
         for number in (n_decode, self._last_measured):
             times = self._times.get(number)
             forced_s = None if times is None else times.forced_s(tick, n_forced)

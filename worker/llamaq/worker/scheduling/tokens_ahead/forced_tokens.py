@@ -34,7 +34,7 @@ class ForcedTokens:
             strings get no forced tokens: the job may end among them, and its sequence would then lose all cells.
         is_limited: Whether the strategy limits the time of ticks.
 
-    Threads: while the engine thread calls `pay_after` during repeated ticks, another thread may call `record_tick` for
+    Threads: while the engine thread calls `adds_after` during repeated ticks, another thread may call `record_tick` for
     earlier ones of these ticks. The engine thread makes all other calls.
     """
 
@@ -72,11 +72,11 @@ class ForcedTokens:
             room -= len(forced)
             n_forced += len(forced)
             decode.append(part._replace(forced=forced) if forced else part)
-        if not n_forced or not (batch.prefill or self._gain.pay(batch.n_decode, n_forced)):
+        if not n_forced or not (batch.prefill or self._gain.pays_off(batch.n_decode, n_forced)):
             return batch
         return replace(batch, decode=tuple(decode))
 
-    def pay_after(self, runs: Sequence[Run]) -> bool:
+    def adds_after(self, runs: Sequence[Run]) -> bool:
         """Return whether the next plan adds tokens that must follow the sampled ones, if the batch has room for them.
 
         Args:
@@ -89,7 +89,7 @@ class ForcedTokens:
         for run in runs:
             if self.may_follow(run):
                 n_forced += max(0, len(run.job.sampler.forced_tokens(run.tokens, run.n_prompt)) - 1)
-        return n_forced > 0 and self._gain.pay(len(runs), min(n_forced, self._n_max))
+        return n_forced > 0 and self._gain.pays_off(len(runs), min(n_forced, self._n_max))
 
     def may_follow(self, run: Run) -> bool:
         """Return whether forced tokens of this run may be added to a batch."""

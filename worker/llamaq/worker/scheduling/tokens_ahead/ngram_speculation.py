@@ -29,6 +29,8 @@ TRIAL_TOKENS = 1
 
 
 class _ProposedDraft(NamedTuple):
+    """A draft that the text of a job suggests, and the probability that its next token is accepted."""
+
     slot: Slot
     drafting: Drafting
     draft: Draft

@@ -56,8 +56,8 @@ class TokensAhead:
     @property
     def needs_plan(self) -> bool:
         """Whether drafts are found only with a plan, or their tokens cannot be removed without one."""
-        is_simple = self._speculation is None or not self._speculation.needs_plan
-        return not (is_simple and self._memory.can_remove_draft)
+        search_needs_plan = self._speculation is not None and self._speculation.needs_plan
+        return search_needs_plan or not self._memory.can_remove_draft
 
     def add_drafts(self, batch: Batch) -> Batch:
         """Return the batch of a repeated tick with drafts. It has no forced tokens."""
@@ -69,9 +69,9 @@ class TokensAhead:
         """Return how many tokens can be added to a batch."""
         return min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
 
-    def forced_pay_after(self, runs: Sequence[Run]) -> bool:
-        """Return whether the next plan adds forced tokens; see `ForcedTokens.pay_after`."""
-        return self._forced.pay_after(runs)
+    def forces_after(self, runs: Sequence[Run]) -> bool:
+        """Return whether the next plan adds forced tokens; see `ForcedTokens.adds_after`."""
+        return self._forced.adds_after(runs)
 
     def n_unsearched(self, runs: Iterable[Run]) -> int:
         """Return the number of ticks before drafts of these runs are searched for. Unlimited if no job drafts."""
