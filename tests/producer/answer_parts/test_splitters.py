@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -141,6 +141,8 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}',
         [("call", "a", '{"x": 1}'), ("call", "b", "{}")],
     ),
+    "mistral, objects": (MISTRAL, f"[TOOL_CALLS]{OWN}[TOOL_CALLS] {OWN}", [CALL, CALL]),
+    "mistral, no call": (MISTRAL, 'A [TOOL_CALLS][{"a": 1},{"b": 2}', [("content", 'A [TOOL_CALLS]{"a": 1}{"b": 2}')]),
     "harmony": (
         HARMONY,
         "<|channel|>analysis<|message|>Well<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
@@ -180,6 +182,13 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "xml, no call": (XML, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
     "xml, in JSON": (XML, f"<tool_call>\n{OWN}\n</tool_call>", [CALL]),
     "json": (PLAIN, OWN, [CALL]),
+    "json, white space": (PLAIN, f" \n{OWN}", [CALL]),
+    "json, white space and no call": (PLAIN, ' \n{"answer": 42} ', [("content", ' \n{"answer": 42}')]),
+    "json, reasoning before and after": (
+        R1,
+        f"Well</think>\n{OWN}<think>Ok</think>Bye",
+        [("reasoning", "Well"), CALL, ("reasoning", "Ok"), ("content", "Bye")],
+    ),
     **{
         f"hermes, no name: {name!r}": (
             QWEN,
@@ -212,6 +221,17 @@ def test_the_parts_do_not_depend_on_how_the_answer_arrives(name: str, cuts: list
     template, answer, expected = CASES[name]
     places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
     assert split(template, [answer[a:b] for a, b in pairwise([*places, len(answer)])]) == expected
+
+
+FRAGMENTS = ('{"name": "f", "arguments": {}}', "[TOOL_CALLS]", "<think>", "</think>", " ", "x")
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA3, MISTRAL, R1])
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_any_answer_has_the_same_parts_at_once_and_character_by_character(template: str, has_tokens: bool) -> None:
+    for answer in map("".join, product(FRAGMENTS, repeat=3)):
+        places = tag_places(answer) if has_tokens else None
+        assert split(template, list(answer), tag_offsets=places) == split(template, [answer], tag_offsets=places)
 
 
 SPELLED = {

@@ -60,7 +60,8 @@ class JsonCall:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._buffer = ""
+        self.text = ""
+        """The text of a call that was not streamed."""
         self._arguments: JsonValueReader | None = None
         self._whole = JsonValueReader()
 
@@ -80,8 +81,8 @@ class JsonCall:
         own, rest = text[:n_own], text[n_own:]
         if self._arguments is not None:
             return self._stream(self._arguments, own), rest
-        self._buffer += own
-        head = _HEAD.match(self._buffer)
+        self.text += own
+        head = _HEAD.match(self.text)
         if head is None:
             return [], rest
         try:
@@ -89,7 +90,7 @@ class JsonCall:
         except ValueError:  # no JSON text, so that the whole object is no call
             return [], rest
         self._arguments = JsonValueReader()
-        return [CallStarted(self._index, name), *self._stream(self._arguments, self._buffer[head.end() :])], rest
+        return [CallStarted(self._index, name), *self._stream(self._arguments, self.text[head.end() :])], rest
 
     def finish(self) -> list[Part] | None:
         """Return the parts of a call that was not streamed, because its fields have another order.
@@ -100,15 +101,10 @@ class JsonCall:
         if self._arguments is not None:
             return []
         try:
-            value = from_json(self._buffer)
+            value = from_json(self.text)
         except ValueError:
             return None
         return parts_of_call(self._index, value)
-
-    @property
-    def text(self) -> str:
-        """The text of a call that was not streamed."""
-        return self._buffer
 
     def _stream(self, arguments: JsonValueReader, text: str) -> list[Part]:
         n_own = arguments.read(text)

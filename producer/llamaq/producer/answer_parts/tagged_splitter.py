@@ -54,7 +54,7 @@ class TaggedSplitter:
         self._state: State = "reasoning" if starts_in_reasoning else "content"
         self._call: JsonCall | XmlCall | None = None
         self._opened_by = ""
-        """The white space and the tag before the call. Empty: the answer began with the call."""
+        """The white space and the tag before the next call."""
         self._space = ""
         """White space at the end of the content so far, which may come before a call."""
         self._n_calls = 0
@@ -90,41 +90,33 @@ class TaggedSplitter:
         return self._scanner.marked
 
     def _awaited(self) -> list[str]:
+        """Return the tags to find. They are the same in all states that text alone leads to."""
         tags = self._tags
-        awaited: dict[State, list[str]] = {
-            "content": [tags.reasoning_open, tags.reasoning_close, tags.call_open],
-            "reasoning": [tags.reasoning_close],
-            "call": [tags.call_close or tags.call_open],
-            "name": [tags.arguments_open],
-            "arguments": [tags.call_open],
-        }
-        return [tag for tag in awaited[self._state] if tag]
+        awaited: dict[State, list[str]] = {"reasoning": [tags.reasoning_close], "arguments": [tags.call_open]}
+        if tags.call_close:
+            awaited["call"] = [tags.call_close]
+        others = [tags.reasoning_open, tags.reasoning_close, tags.call_open, tags.arguments_open]
+        return [tag for tag in awaited.get(self._state, others) if tag]
 
     def _switch(self, tag: str) -> list[Part]:
         """Act on a tag."""
         tags = self._tags
-        if self._call is not None and self._call.can_contain_tag:
+        is_text = (tag == tags.arguments_open) != (self._state == "name")
+        if is_text or (self._call is not None and self._call.can_contain_tag):
             return self._take(tag)
+        parts = self._end_call(closed_by=tag if tag == tags.call_close else "")
         if tag == tags.reasoning_open:
             self._state, self._space = "reasoning", ""
-        elif tag == tags.reasoning_close:
-            self._state, self._skips_space = "content", True
         elif tag == tags.call_open:
-            parts = self._end_call()
             self._state, self._name = ("name" if tags.arguments_open else "call"), ""
             self._opened_by, self._space = self._space + tag, ""
-            return parts
         elif tag == tags.arguments_open:
             self._state = "arguments"
-            self._call = None
-            started = CallStarted(self._n_calls, self._name.strip())
+            parts.append(CallStarted(self._n_calls, self._name.strip()))
             self._n_calls += 1
-            return [started]
         else:
-            parts = self._end_call(closed_by=tag)
             self._state, self._skips_space = "content", True
-            return parts
-        return []
+        return parts
 
     def _take_scanned(self, text: str) -> list[Part]:
         """Return the parts of text that the scanner has returned."""
@@ -148,16 +140,17 @@ class TaggedSplitter:
             return []
         if self._state == "reasoning":
             return [Reasoning(text)]
-        if not self._has_begun and text.strip():
+        text = self._space + text
+        call = text.lstrip()
+        if not self._has_begun and call:
             self._has_begun = True
-            if self._tags.starts_with_call and text.lstrip().startswith("{"):
-                self._state = "call"
-                return self._take_call(text)
-        if self._tags.call_open:
-            text = self._space + text
-            self._space = text[len(text.rstrip()) :]
-            text = text[: len(text) - len(self._space)]
-        return [Content(text)] if text else []
+            if self._tags.starts_with_call and call.startswith("{"):
+                self._state, self._space, self._opened_by = "call", "", text[: -len(call)]
+                return self._take_call(call)
+        may_precede_call = self._tags.call_open or (self._tags.starts_with_call and not self._has_begun)
+        n_content = len(text.rstrip()) if may_precede_call else len(text)
+        self._space = text[n_content:]
+        return [Content(text[:n_content])] if n_content else []
 
     def _take_name(self, text: str) -> list[Part]:
         """Read the name of a call. An object or a list in its place is a call in the older form."""
@@ -188,8 +181,9 @@ class TaggedSplitter:
         call, self._call = self._call, None
         if call is None:
             return []
+        opened_by, self._opened_by = self._opened_by, ""
         last = call.finish()
         if last is None:
-            return [Content(self._opened_by + call.text + closed_by)]
+            return [Content(opened_by + call.text + closed_by)]
         self._n_calls += 1
         return last

@@ -35,7 +35,8 @@ class XmlCall:
     def __init__(self, index: int, text_parameters: TextParameters) -> None:
         self._index = index
         self._text_parameters = text_parameters
-        self._buffer = ""
+        self.text = ""
+        """The text of the call so far."""
         self._is_told = False
         self.has_ended = False
 
@@ -44,20 +45,15 @@ class XmlCall:
         """Whether a tag that comes next is text of the call: the value of a parameter may contain it."""
         return not self.has_ended
 
-    @property
-    def text(self) -> str:
-        """The text of the call so far."""
-        return self._buffer
-
     def feed(self, text: str) -> tuple[list[Part], str]:
         """Return the parts that the text completed, and the text after the call."""
         if self.has_ended:
             return [], text
-        self._buffer += text
-        before, close, rest = self._buffer.partition(CLOSE)
+        self.text += text
+        before, close, rest = self.text.partition(CLOSE)
         if not close:
             return [], ""
-        self._buffer, self.has_ended = before + close, True
+        self.text, self.has_ended = before + close, True
         parts = self._read()
         self._is_told = parts is not None
         return parts or [], rest
@@ -67,14 +63,14 @@ class XmlCall:
         return [] if self._is_told else self._read()
 
     def _read(self) -> list[Part] | None:
-        found = _NAME.match(self._buffer)
+        found = _NAME.match(self.text)
         if found is None:
             return None
         name = found["name"].strip()
         texts = self._text_parameters.get(name, ())
         arguments = {
             match["key"].strip(): _value_of(match["value"], is_text=match["key"].strip() in texts)
-            for match in _PARAMETER.finditer(self._buffer, found.end())
+            for match in _PARAMETER.finditer(self.text, found.end())
         }
         return [CallStarted(self._index, name), CallArguments(self._index, json.dumps(arguments, ensure_ascii=False))]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,57 @@ def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(vocab: Voc
             assert sandbox._process is None
     assert sandbox.compile(JobParams(grammar='root ::= "a"'))
     sandbox.close()
+
+
+def test_a_grammar_that_takes_long_does_not_delay_others(vocab: Vocab) -> None:
+    sandbox = GrammarSandbox(vocab, timeout_s=3)
+    with ThreadPoolExecutor(1) as thread:
+        hostile = thread.submit(sandbox.compile, JobParams(**HOSTILE[1]))
+        wait_until(lambda: sandbox._set_aside, "the process is set aside")
+        assert sandbox.compile(JobParams(regex="a"))
+        assert not hostile.done()
+        with pytest.raises(JobRejected, match="cannot be used"):
+            hostile.result()
+    assert not sandbox._set_aside
+    assert sandbox.compile(JobParams(regex="b"))
+    sandbox.close()
+
+
+@pytest.mark.parametrize("has_another", [False, True])
+def test_a_process_that_was_set_aside_is_used_again_if_there_is_no_other(
+    vocab: Vocab, monkeypatch: pytest.MonkeyPatch, has_another: bool
+) -> None:
+    sandbox = GrammarSandbox(vocab)
+    sandbox.compile(JobParams(regex="a"))
+    process = sandbox._process
+    assert process is not None
+    monkeypatch.setattr(sandbox_module, "PATIENCE_S", 0.01)
+    stop(process._popen)
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(sandbox.compile, JobParams(regex="b"))
+        wait_until(lambda: sandbox._set_aside, "the process is set aside")
+        monkeypatch.undo()
+        if has_another:
+            sandbox.compile(JobParams(regex="c"))
+        process._popen.send_signal(signal.SIGCONT)
+        assert slow.result()
+    assert (sandbox._process is process) is not has_another
+    assert (process._popen.poll() is None) is not has_another
+    sandbox.close()
+
+
+def test_a_sandbox_that_is_closed_ends_a_process_that_was_set_aside(
+    vocab: Vocab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = GrammarSandbox(vocab)
+    monkeypatch.setattr(sandbox_module, "PATIENCE_S", 0.01)
+    with ThreadPoolExecutor(1) as thread:
+        hostile = thread.submit(sandbox.compile, JobParams(**HOSTILE[1]))
+        wait_until(lambda: sandbox._set_aside, "the process is set aside")
+        sandbox.close()
+        with pytest.raises(JobRejected):
+            hostile.result(timeout=5)
+    assert not sandbox._set_aside
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -20,6 +20,7 @@ from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS, rewrite_schema
+from llamaq.worker.generation.grammar.endless_terminals import with_bounded_forcing
 from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark, lark_string
 from llamaq.worker.generation.grammar.grammar_vocabulary import CopiedVocabulary, GrammarVocabulary
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack
@@ -77,7 +78,7 @@ def _convert(request: dict[str, Any], end_tokens: frozenset[int], token_of: Call
             case "choice":
                 return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(lark_string, value))}")
             case "lark":
-                return LLMatcher.grammar_from_lark(value)
+                return LLMatcher.grammar_from_lark(with_bounded_forcing(value))
     except ValueError as exc:
         raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the {name} cannot be used: {exc}") from exc
     raise AssertionError(kind)
