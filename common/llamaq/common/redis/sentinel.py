@@ -58,6 +58,8 @@ class MasterFinder:
                 master = await self._ask()
             finally:
                 await self._sentinel.aclose()
+                for sentinel in self._sentinel.sentinels:
+                    sentinel.connection_pool.reset()  # a new connection reads the certificate files again
             self._master = master
             return master
 
