@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,23 @@ def test_a_child_that_cannot_be_started_at_the_moment_is_started_later(environme
     resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, limits)
     supervisor.await_output("worker.ready", 3)
     assert untouched in children_of(supervisor.pid)
+
+
+def test_a_child_whose_model_became_unreadable_is_tried_again_while_the_others_run(
+    environment: Environment, demo_model: Path
+) -> None:
+    model, damaged = environment.folder / "model.gguf", environment.folder / "damaged.gguf"
+    shutil.copy(demo_model, model)
+    supervisor = supervise(environment, 2, LLAMAQ_MODEL=str(model))
+    damaged.write_bytes(b"damaged")
+    damaged.replace(model)
+    os.kill(max(children_of(supervisor.pid)), signal.SIGKILL)
+    supervisor.await_output(r"child\.died code=2 ", 2)
+    with environment.client() as client:
+        assert client.generate(PROMPT, max_tokens=5).tokens
+    shutil.copy(demo_model, damaged)
+    damaged.replace(model)
+    supervisor.await_output("worker.ready", 3)
 
 
 def test_a_worker_is_supervised_by_default(environment: Environment) -> None:

@@ -23,7 +23,7 @@ from llamaq.cli.common_options import (
 from llamaq.cli.depth_watch import watch
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER
 from llamaq.common.errors import LlamaqError, NoWorker
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, Client, JobState, Worker
 from llamaq.producer.queries.queue_snapshots import read_workers
 

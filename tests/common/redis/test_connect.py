@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 from redis.asyncio import Connection, Redis
+from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests.support.ports import HOST, reserve_ports
@@ -68,6 +71,45 @@ async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connec
             await connection.send_command("SET", "key", b"x" * 50_000_000)
         assert not connection.is_connected
         await redis.aclose()
+
+
+async def test_a_reconnect_reads_the_certificate_files_again(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    shutil.copy(certifi.where(), file)
+    redis = connect(f"rediss://{HOST}:1?ssl_ca_certs={file}", name="test")
+    connection: Any = make_connection(redis, "")
+    with pytest.raises(RedisConnectionError, match="Error 111 connecting"):
+        await connection.connect()
+    file.write_text("replaced")
+    with pytest.raises(RedisConnectionError, match="no certificate"):
+        await connection.connect()
+    await redis.aclose()
+
+
+async def test_a_server_without_tls_is_named_as_the_probable_cause_of_a_silent_handshake() -> None:
+    with silent_listener() as port:
+        redis = connect(f"rediss://{HOST}:{port}?socket_connect_timeout=0.1", name="test")
+        with pytest.raises(RedisTimeoutError, match="without TLS needs redis:// in place of rediss://"):
+            await make_connection(redis, "").connect()  # type: ignore[no-untyped-call]
+        await redis.aclose()
+
+
+async def test_tls_is_named_as_the_probable_cause_of_a_connection_that_is_closed_before_the_first_reply() -> None:
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(close, HOST, 0) as server:
+        redis = connect(f"redis://{HOST}:{server.sockets[0].getsockname()[1]}", name="test")
+        with pytest.raises(RedisConnectionError, match="with TLS needs rediss:// in place of redis://"):
+            await make_connection(redis, "").connect()  # type: ignore[no-untyped-call]
+        await redis.aclose()
+
+
+async def test_a_refused_password_names_the_setting(redis_url: str) -> None:
+    redis = connect(f"{redis_url}{'&' if '?' in redis_url else '?'}username=nobody&password=wrong", name="test")
+    with pytest.raises(AuthenticationError, match=r"user or password of --redis-url .* refused: "):
+        await make_connection(redis, "").connect()  # type: ignore[no-untyped-call]
+    await redis.aclose()
 
 
 async def test_a_cancellation_is_never_swallowed(redis_url: str) -> None:

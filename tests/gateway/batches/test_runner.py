@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import httpx
 import pytest
@@ -12,6 +13,8 @@ from tests.support.http_server import serving_http
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.connect import connect
 from llamaq.gateway.files import blocks
 from llamaq.producer.testing import FakeWorker
 
@@ -101,3 +104,23 @@ async def test_a_batch_whose_input_is_deleted_fails_and_leaves_no_job(
     assert now["status"] == "failed"
     assert "deleted" in now["errors"]["data"][0]["message"]
     assert now["request_counts"]["completed"] == len(answers) < 40
+
+
+async def test_an_outage_of_redis_is_one_warning(redis_url: str, queue: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def n_refused() -> int:
+        return int((await redis.info("errorstats")).get("errorstat_WRONGTYPE", {"count": 0})["count"])
+
+    redis, key = connect(redis_url, name="test"), Keys(queue).http_open_batches()
+    await redis.set(key, "not a sorted set")
+    n_before = await n_refused()
+    with caplog.at_level(logging.INFO, "llamaq.gateway.batches.runner"):
+        async with serving_http(redis_url, queue, key_prefix=queue, batch_lease_s=0.1):
+            while await n_refused() < n_before + 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await redis.delete(key)
+            while "batch.redis_recovered" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    await redis.aclose()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "batch.redis_error error=WRONGTYPE Operation against a key holding the wrong kind of value"
+    ]

@@ -8,7 +8,7 @@ import pytest
 
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueConfig
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, FinishReason, InvalidRequest, JobState, Priority
 from llamaq.producer.queries import job_list
 from llamaq.producer.testing import FakeWorker

@@ -9,7 +9,7 @@ from tests.support.fake_redis import replace_redis
 
 from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.metric_definitions import Samples
-from llamaq.common.redis.server_memory import ServerMemory
+from llamaq.common.redis.server_state import ServerMemory
 from llamaq.common.settings import client_settings
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries.metrics import FIND_QUEUES_EVERY_S, MetricsReader

@@ -15,7 +15,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import Attempt
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep

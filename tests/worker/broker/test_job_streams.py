@@ -16,7 +16,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader
 from llamaq.common.redis.connect import connect
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.testing import FakeClaimScripts
 from llamaq.worker.broker.job_streams import JobStreams
 

@@ -12,7 +12,7 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.script_types import Attempt
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep

@@ -13,7 +13,7 @@ from llamaq.common.protocol import claim_script_calls
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_types import JobEntry, StreamEntries
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module

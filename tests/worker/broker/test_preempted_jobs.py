@@ -19,7 +19,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_types import Attempt, JobEntry
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.streaming.job_state import RUNNING_GRACE_MS
 from llamaq.producer.testing import LEASE_MS, FakeWorker

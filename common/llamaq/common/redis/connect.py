@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection, Connection
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.redis.client import RetryingRedis
@@ -62,7 +62,7 @@ def connect(url: str, *, name: str, failover_s: float = FAILOVER_S) -> Redis:
         "health_check_interval": HEALTH_CHECK_S,
         **target.options,
     }
-    connection_class = options.pop("connection_class", Connection)
+    connection_class = explaining_connection(options.pop("connection_class", Connection))
     if target.topology is Topology.CLUSTER:
 
         def make_node_pool(address: tuple[str, int], limit: int | None) -> BoundedPool:
@@ -117,6 +117,42 @@ def make_connection(redis: Redis, node: str) -> AbstractConnection:
     pool = redis.pool_of(node) if isinstance(redis, Cluster) else redis.connection_pool
     connection: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
     return connection
+
+
+def explaining_connection(kind: type[C]) -> type[C]:
+    """Return a subclass of this connection class whose errors name the probable cause of a failed attempt to connect.
+
+    Each attempt reads the certificate files again, because they may have been replaced.
+    """
+    uses_tls = issubclass(kind, SSLConnection)
+
+    class ExplainingConnection(kind):  # type: ignore[misc,valid-type]
+        async def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
+            if uses_tls:
+                self.ssl_context.context = None
+            try:
+                await super().connect_check_health(*args, **kwargs)
+            except (RedisConnectionError, RedisTimeoutError) as exc:
+                if (explained := _explain(exc, uses_tls)) is None:
+                    raise
+                raise explained from exc
+
+    return ExplainingConnection
+
+
+def _explain(error: RedisError, uses_tls: bool) -> RedisError | None:
+    """Return an error that names the probable cause of a failed attempt to connect. None: the error itself does.
+
+    A server without TLS waits for the rest of a TLS handshake. A server with TLS closes connections without TLS.
+    """
+    text = str(error)
+    if isinstance(error.__cause__ or error, AuthenticationError):  # the cause: redis-py wraps it for Unix sockets
+        return AuthenticationError(f"user or password of --redis-url (LLAMAQ_REDIS_URL) refused: {text}")
+    if uses_tls and isinstance(error, RedisTimeoutError):
+        return RedisTimeoutError(f"{text}; a server without TLS needs redis:// in place of rediss://")
+    if not uses_tls and ("closed by server" in text or "while reading" in text):
+        return RedisConnectionError(f"{text.rstrip('.')}; a server with TLS needs rediss:// in place of redis://")
+    return None
 
 
 def robust_connection(kind: type[C]) -> type[C]:

@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from redis.exceptions import RedisError
-
 from llamaq.common.redis.write_refusals import is_full
 
 REPEAT_S = 60.0
@@ -38,7 +36,7 @@ class OutageLog:
     def __repr__(self) -> str:
         return f"<OutageLog of {self._component}: {self._outage or 'none'}>"
 
-    def record_failure(self, error: RedisError) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Record that a command failed."""
         outage = "redis_full" if is_full(error) else "redis_error"
         now_s = self._clock()

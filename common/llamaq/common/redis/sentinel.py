@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Sentinel
 from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.redis.url import RedisUrl
 
@@ -32,8 +33,13 @@ class MasterFinder:
     """Asks the Sentinels for the address of the master, and remembers the answer."""
 
     def __init__(self, target: RedisUrl) -> None:
-        timeouts = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
-        self._sentinel: Any = Sentinel(target.hosts, sentinel_kwargs=timeouts | (target.sentinel_options or {}))  # type: ignore[no-untyped-call]
+        options = {
+            "socket_timeout": SENTINEL_TIMEOUT_S,
+            "socket_connect_timeout": SENTINEL_TIMEOUT_S,
+            "retry": Retry(NoBackoff(), 0),  # the next Sentinel is asked instead
+            **(target.sentinel_options or {}),
+        }
+        self._sentinel: Any = Sentinel(target.hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
         self._service = target.service
         self._lock = asyncio.Lock()
         self._master: tuple[str, int] | None = None
@@ -52,6 +58,8 @@ class MasterFinder:
                 master = await self._ask()
             finally:
                 await self._sentinel.aclose()
+                for sentinel in self._sentinel.sentinels:
+                    sentinel.connection_pool.reset()  # a new connection reads the certificate files again
             self._master = master
             return master
 
@@ -64,7 +72,7 @@ class MasterFinder:
         for place, sentinel in enumerate(sentinels):
             try:
                 state = (await sentinel.sentinel_masters()).get(self._service)
-            except (RedisConnectionError, RedisTimeoutError) as exc:
+            except RedisError as exc:
                 error = exc
                 continue
             if state and self._sentinel.check_master_state(state, self._service):

@@ -13,8 +13,7 @@ from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode
-from llamaq.common.redis.server_memory import read_server_memory
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import read_server_memory, server_time_ms
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.job_list import JobFilter, read_jobs_of

@@ -16,7 +16,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_status import JobSummary
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.wire_model import StrictModel
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.argument_checks import check_count
 from llamaq.producer.queries.handle_deadlines_and_delays import handle_due
 from llamaq.producer.queue_connection import QueueConnection

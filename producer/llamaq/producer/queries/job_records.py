@@ -15,7 +15,7 @@ from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result, TokenLogprobs
 from llamaq.common.protocol.job_status import JobStatus
 from llamaq.common.protocol.keys import JobKeys
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error
 from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state

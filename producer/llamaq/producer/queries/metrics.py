@@ -18,8 +18,7 @@ from llamaq.common.metrics.worker_samples import add_worker
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.server_memory import read_server_memory
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import read_server_memory, server_time_ms
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.producer.queries.dead_letters import count_all
 from llamaq.producer.queries.queue_list import find_queues, summarize

@@ -14,7 +14,7 @@ from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, RecentJob, Worker
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.script_source import source
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.queries.handle_deadlines_and_delays import handle_due
 from llamaq.producer.queue_connection import QueueConnection
 

@@ -16,7 +16,7 @@ from llamaq.common.errors import ResultTimeout, WorkerEnded
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.queries.queue_snapshots import read_workers
 from llamaq.producer.queue_connection import QueueConnection
 

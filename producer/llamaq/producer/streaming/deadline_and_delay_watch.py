@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.protocol.script_types import ExpireCode
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.streaming.job_listener_base import JobListener
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.redis.connect import dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 
 log = logging.getLogger(__name__)
 

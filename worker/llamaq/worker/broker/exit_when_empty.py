@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 
 log = logging.getLogger(__name__)
 

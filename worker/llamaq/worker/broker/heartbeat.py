@@ -19,7 +19,7 @@ from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.script_source import source
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop

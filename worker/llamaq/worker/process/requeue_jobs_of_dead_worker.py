@@ -62,7 +62,8 @@ def _run(settings: WorkerSettings, release: Release) -> None:
     try:
         asyncio.run(_connect_and_release(settings, release))
     except (RedisError, OSError, LlamaqError) as exc:
-        log.warning("dead_worker.release_failed error=%s: the jobs of a dead worker wait for their leases", exc)
+        reason = str(exc) or f"no reply within {RELEASE_TIMEOUT_S:g} s"
+        log.warning("dead_worker.release_failed error=%s: jobs of dead workers wait for their leases", reason)
 
 
 async def _connect_and_release(settings: WorkerSettings, release: Release) -> None:

@@ -47,6 +47,8 @@ class SupervisedChild:
         """The thread that releases the jobs of the last process that died."""
         self._started_s = 0.0
         self._restart_delay = RestartDelay(LONGEST_DELAY_S)
+        self._has_crashed = False
+        """Whether a process of this child has died."""
         self.is_done = False
         """Whether the worker has ended because its queue is empty (`exit_when_empty`). It is not restarted."""
         self.has_died_at_end = False
@@ -90,7 +92,8 @@ class SupervisedChild:
         """Kill a process that hangs, release the jobs of a dead process, and restart it after its restart delay.
 
         Returns:
-            The exit code of a process that cannot start, even after a restart. None otherwise.
+            The exit code of a process that cannot start. None otherwise, and after a crash: the process could start
+            before, so the reason may pass. Example: another program is replacing the model file.
         """
         if self.is_done:
             return None
@@ -103,11 +106,12 @@ class SupervisedChild:
             self._kill_if_hung(self._process)
             return None
         self._close()
-        if code == EXIT_CANNOT_START:
+        if code == EXIT_CANNOT_START and not self._has_crashed:
             return code
         if code == EXIT_OK and self.settings.exit_when_empty:
             self.is_done = True
             return None
+        self._has_crashed = True
         self._releasing = release_in_background(self.settings, self._worker_id)
         lived_s = time.monotonic() - self._started_s
         delay_s = self._restart_delay.begin(lived_s)

@@ -1,7 +1,8 @@
 """The supervisor: runs one worker process for each device, and restarts a worker that dies or hangs.
 
 A child that can never start, for example because its model does not exist, is not restarted. The supervisor then ends
-with the exit code of that child.
+with the exit code of that child. A child that crashed and then cannot start is tried again and again, while the other
+children run.
 """
 
 from __future__ import annotations

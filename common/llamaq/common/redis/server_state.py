@@ -1,4 +1,4 @@
-"""Reads how much memory Redis uses, and how much it may use."""
+"""Reads the clock of the Redis server, how much memory it uses, and how much it may use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from llamaq.common.redis.cluster import Cluster
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+
+async def server_time_ms(redis: Redis) -> int:
+    """Return the time of the Redis server in milliseconds since the epoch. Use it for times that several hosts compare.
+
+    The Lua scripts read the same clock with `now_ms` of `_lib.lua`.
+
+    Raises:
+        RedisError: The server cannot be reached.
+    """
+    seconds, microseconds = await redis.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.redis_servers import ClusterServers
 
 from llamaq.common.redis.connect import connect
-from llamaq.common.redis.server_memory import ServerMemory, read_server_memory
+from llamaq.common.redis.server_state import ServerMemory, read_server_memory
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 pytestmark = pytest.mark.starts_processes
