@@ -44,6 +44,10 @@ async def delete_fields(redis: Any, keys: JobKeys) -> None:
     await redis.hdel(keys.job, "submitted_ms", "ttl_ms")
 
 
+async def overwrite_priority(redis: Any, keys: JobKeys) -> None:
+    await redis.hset(keys.job, "priority", "urgent")
+
+
 def claims_of(worker: FakeWorker, name: str, ended: list[EndedJob] | None = None) -> JobClaims:
     """Return the claims of a worker. The jobs that end there are appended to `ended`."""
 
@@ -77,7 +81,7 @@ async def interrupted_job(url: str, queue: str) -> AsyncIterator[tuple[AsyncClie
 
 @pytest.mark.parametrize(
     "damage",
-    [delete_events, overwrite_events, delete_one_event, overwrite_hash, delete_fields],
+    [delete_events, overwrite_events, delete_one_event, overwrite_hash, delete_fields, overwrite_priority],
     ids=lambda it: it.__name__,
 )
 async def test_a_job_with_damaged_data_fails_once_and_is_a_dead_letter(

@@ -16,7 +16,7 @@ from redis.exceptions import (
 _FULL = "command not allowed when used memory"
 _JOB_KEY_ERRORS = (
     "WRONGTYPE", "not an integer", "not a valid float", "would overflow", "attempt to ", "bad argument",
-    "arguments must be strings or integers", "Bad data format", "Missing bytes",
+    "arguments must be strings or integers", "Bad data format", "Missing bytes", "is damaged",
 )  # fmt: skip
 # An error inside a script contains the error code of Redis. Outside scripts redis-py removes most codes and raises
 # special classes instead.

@@ -435,9 +435,15 @@ local function is_unproven(generated, generated_at_start)
 end
 
 -- Returns whether this entry was made for the job. The id alone does not prove it: entries of two streams have the same
--- id when they were added in the same millisecond.
+-- id when they were added in the same millisecond. An error if another client has damaged the priority.
 local function is_entry_of_job(own_entry, priority, stream, entry)
-  return own_entry == entry and string.sub(stream, -#priority - 1) == ':' .. priority
+  if own_entry ~= entry then
+    return false
+  end
+  if priority ~= 'interactive' and priority ~= 'bulk' then
+    error('the field priority is damaged')
+  end
+  return string.sub(stream, -#priority - 1) == ':' .. priority
 end
 
 -- Returns whether the attempt `number` of `own_worker` is the newest attempt of a job, so that this worker may write.
