@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tests.support.node import run_node
 
+from llamaq.producer.testing import FakeWorker
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "backend.md").read_text()
 
 BROWSER = """
@@ -68,6 +70,19 @@ def test_the_backend_answers_errors_with_a_status_or_an_event(test_module: Any, 
         waiting = f"/jobs/{http.post('/jobs', params={'prompt': 'hello'}).json()['id']}"
         assert http.delete(waiting).json() is True
         assert http.get(f"{waiting}/events").text == "event: end\ndata: \n\n"
+
+
+@pytest.mark.usefixtures("test_module")
+async def test_a_backend_that_stops_cancels_the_jobs_of_its_open_streams(redis_url: str, queue: str) -> None:
+    backend: Any = sys.modules["app"]
+    async with FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        async with backend.lifespan(backend.app):
+            stream = await backend.client.stream("hello")
+            attempt = await worker.start_next()
+            await attempt.emit([1], "one")
+            assert (await anext(stream)).text == "one"
+        assert (await attempt.emit([2], "two")).code == "cancel"
 
 
 def test_the_page_in_the_browser_shows_the_text_and_forgets_the_ended_job(tmp_path: Path) -> None:
