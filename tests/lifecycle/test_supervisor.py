@@ -206,6 +206,43 @@ def test_after_sigterm_every_child_finishes_its_running_jobs(environment: Enviro
         assert not environment.running_processes()
 
 
+def test_running_jobs_finish_where_sigterm_reaches_the_child_and_the_supervisor(
+    environment: Environment, read: Read
+) -> None:
+    supervisor = supervise(environment, 1, LLAMAQ_DRAIN_S="300", LINGER_TOKENS="20")
+    with environment.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=80, ignore_eos=True))
+        reader.await_tokens(3)
+        (child,) = children_of(supervisor.pid)
+        os.kill(child, signal.SIGTERM)  # systemd sends SIGTERM to all processes of a service
+        supervisor.await_output("worker.stopping")
+        supervisor.signal(signal.SIGTERM)
+        supervisor.await_output("worker.stopping", 2)
+        reader.await_tokens(reader.n_tokens + 5)
+        environment.let_jobs_finish()
+        assert len(reader.finish().tokens) == 80
+        assert reader.job.status().attempt == 1
+    assert supervisor.end() == 0
+    assert "job.unfinished" not in supervisor.output
+
+
+def test_a_second_signal_to_the_supervisor_requeues_the_jobs_of_its_child_at_once(
+    environment: Environment, read: Read
+) -> None:
+    supervisor = supervise(environment, 1, LLAMAQ_DRAIN_S="300", LINGER_TOKENS="20")
+    with environment.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True))
+        reader.await_tokens(3)
+        supervisor.signal(signal.SIGTERM)
+        supervisor.await_output("worker.draining")
+        supervisor.signal(signal.SIGTERM)
+        assert supervisor.end() == 130
+        assert reader.job.status().state is JobState.QUEUED
+        assert reader.job.cancel()
+        reader.finish()
+    assert "job.unfinished" in supervisor.output
+
+
 def test_the_jobs_of_a_child_that_dies_during_the_drain_are_released_at_once(
     environment: Environment, read: Read
 ) -> None:

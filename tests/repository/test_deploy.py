@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,7 @@ from tests.support.redis_servers import Server
 from llamaq.common.settings import QueueSettings
 from llamaq.gateway.settings import ServeSettings
 from llamaq.worker.process.supervisor import Supervisor
-from llamaq.worker.settings import WorkerSettings
+from llamaq.worker.settings import WorkerSettings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -348,3 +349,48 @@ def test_without_a_new_enough_python_make_names_the_required_version(tmp_path: P
     done = make("PYTHON=/bin/false", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/bin/python")
     assert done.returncode != 0
     assert "python >= 3.11" in done.stderr
+
+
+SERVICES = ["llamaq-worker", "llamaq-server"]
+"""The services of systemd."""
+
+
+def service_of_systemd(name: str) -> dict[str, str]:
+    """Return the settings of a service, each of which its file has once."""
+    text = (ROOT / f"deploy/systemd/{name}.service").read_text()
+    settings = re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)
+    assert len(dict(settings)) == len(settings)
+    return dict(settings)
+
+
+def test_systemd_waits_longer_than_a_worker_and_a_server_need_to_stop() -> None:
+    worker, server = (service_of_systemd(name) for name in SERVICES)
+    drain_s = WorkerSettings.model_fields["drain_s"].default
+    assert int(worker["TimeoutStopSec"]) > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
+    assert worker["KillMode"] == "mixed", "SIGTERM reaches the supervisor alone"
+    assert int(server["TimeoutStopSec"]) > ServeSettings.model_fields["shutdown_s"].default
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_services(name: str, tmp_path: Path) -> None:
+    text = (ROOT / f"deploy/systemd/{name}.service").read_text()
+    unit = tmp_path / f"{name}.service"
+    unit.write_text(text.replace("/opt/llamaq/bin/llamaq", sys.executable))  # systemd-analyze wants an existing program
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_files_of_the_services_are_those_that_the_page_of_operations_writes(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (settings,) = re.findall(r"^cat > /etc/llamaq/worker.toml <<'END'\n(.*?)^END$", page, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "worker.toml"
+    path.write_text(settings)
+    assert load_settings(path).devices == (0, 1)
+    for name in SERVICES:
+        service = service_of_systemd(name)
+        assert service["EnvironmentFile"] == "/etc/llamaq/redis.env"
+        assert service["EnvironmentFile"] in page
+    assert service_of_systemd("llamaq-worker")["ExecStart"].endswith(" worker --config /etc/llamaq/worker.toml")

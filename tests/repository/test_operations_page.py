@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.redis_servers import Server
 
 from llamaq.producer import AsyncClient, Priority
 from llamaq.producer.testing import FakeWorker
@@ -88,3 +89,28 @@ async def test_the_depth_of_a_queue_is_read_with_plain_redis_cli(own_redis: Embe
     assert claimed[0] == "2"
     assert dict(zip(claimed[3::2], claimed[4::2], strict=True)) == {"fake": "1", "waiting": "1"}
     assert oldest[:3] == [entries[0][0].decode(), "id", bulk_ids[0]]
+
+
+async def test_a_backup_has_the_jobs_and_a_new_redis_reads_it(
+    own_redis: EmbeddedRedis, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with AsyncClient(own_redis.url, QUEUE) as client, FakeWorker(own_redis.url, QUEUE) as worker:
+        ran = await client.submit("one")
+        await (await worker.start_next()).emit([1, 2], "one two")
+        waited = await client.submit("two")
+        (command,) = commands("backup")
+        run(command, own_redis.url, free_port)
+    own_redis.stop()
+    server = Server(tmp_path, free_port, ("--appendonly", "no"))
+    (tmp_path / str(free_port)).mkdir()
+    (tmp_path / "backup.rdb").rename(tmp_path / str(free_port) / "dump.rdb")
+    try:
+        server.start()
+        async with AsyncClient(own_redis.url, QUEUE) as client:
+            assert {job.job_id for job in await client.jobs()} == {ran.id, waited.id}
+            assert await client.purge() == (waited.id,)
+            assert await client.job(ran.id).cancel()
+            assert (await client.job(ran.id).status()).generated_tokens == 2
+    finally:
+        server.kill()

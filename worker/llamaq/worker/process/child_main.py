@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 ORPHAN_TIMEOUT_S = 15.0
 """How long a worker without a supervisor may take to requeue its jobs."""
 SIGNAL_EVERY_S = 0.2
-"""Seconds between the two signals. The system merges signals that arrive at the same moment."""
+"""Seconds between two signals, so that the first one is handled before the next one arrives."""
 
 
 def _end_with_supervisor() -> None:
@@ -37,9 +37,10 @@ def _end_with_supervisor() -> None:
     while os.read(sys.stdin.fileno(), 4096):  # a thread that waits in sys.stdin makes Python abort at exit
         pass
     deadline_s = time.monotonic() + ORPHAN_TIMEOUT_S
-    while time.monotonic() < deadline_s:  # the second signal skips the drain
-        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # ends a process that still loads its model
+    while time.monotonic() < deadline_s:
         time.sleep(SIGNAL_EVERY_S)
+        os.kill(os.getpid(), signal.SIGINT)  # skips the drain
     os._exit(EXIT_CRASHED)
 
 

@@ -104,7 +104,7 @@ class Supervisor:
         return EXIT_OK if has_drained else EXIT_CRASHED
 
     def stop(self, drain_s: float = 0.0) -> bool:
-        """Stop all children: send SIGTERM, SIGTERM again after `drain_s`, and SIGKILL another `KILL_AFTER_S` later.
+        """Stop all children: send SIGTERM, SIGINT after `drain_s`, and SIGKILL another `KILL_AFTER_S` later.
 
         Returns:
             True when all children ended after the first SIGTERM, and none of them died. The jobs of a child that died
@@ -114,7 +114,7 @@ class Supervisor:
         self._await_children(drain_s)
         ended_in_time = not any(child.is_running for child in self.children)
         if not ended_in_time:
-            self._signal_all(signal.SIGTERM)
+            self._signal_all(signal.SIGINT)
         for child in self.children:
             child.wait(self.KILL_AFTER_S)
         return ended_in_time and not any(child.has_died_at_end for child in self.children)

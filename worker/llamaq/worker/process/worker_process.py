@@ -63,7 +63,7 @@ class WorkerProcess:
         Args:
             settings: The settings of the worker.
             watch: Observes the tick loop while it runs.
-            token: Part of the worker's id. None: a random token.
+            token: Part of the worker's id. None: a random token, of a worker without a supervisor.
 
         Raises:
             ModelError: The model cannot be loaded.
@@ -74,7 +74,9 @@ class WorkerProcess:
         log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
         self._settings = settings
         self._watch = watch
+        self._is_supervised = token is not None
         self._n_signals = 0
+        self._is_forced = False
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
         # Before the model is loaded, so that a port in use is reported at once.
         self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.is_alive)
@@ -175,7 +177,7 @@ class WorkerProcess:
             self._shut_down()
         if self._io_thread.error is not None:
             return EXIT_CRASHED
-        return EXIT_FORCED if self._n_signals > 1 else EXIT_OK
+        return EXIT_FORCED if self._is_forced else EXIT_OK
 
     def stop(self, grace_s: float) -> None:
         """Stop claiming jobs. Running jobs may continue for `grace_s` seconds. Then unfinished jobs are requeued."""
@@ -183,8 +185,13 @@ class WorkerProcess:
         self._ticks.stop(grace_s)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Drain at the first signal. Stop at once at the second signal."""
+        """Drain at the first signal. Stop at once at the second signal, or with a supervisor at its SIGINT.
+
+        systemd sends SIGTERM to all processes of a service. The supervisor then sends its own SIGTERM, so a worker with
+        a supervisor may get SIGTERM twice, although the drain has just begun.
+        """
         self._n_signals += 1
+        self._is_forced |= number == signal.SIGINT if self._is_supervised else self._n_signals > 1
         log.info("worker.stopping signal=%s", signal.Signals(number).name)
         n_running = sum(slot.job_id is not None for slot in self._parts.scheduler.snapshot())
         if self._n_signals == 1 and n_running:
@@ -194,7 +201,7 @@ class WorkerProcess:
                 n_running,
                 self._settings.drain_s,
             )
-        self.stop(self._settings.drain_s if self._n_signals == 1 else 0)
+        self.stop(0 if self._is_forced else self._settings.drain_s)
 
     def _shut_down(self) -> None:
         """Requeue unfinished jobs, save the prefix cache, and free the model."""

@@ -1,0 +1,96 @@
+"""The examples of docs/backend.md run as they are written."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.support.node import run_node
+
+from llamaq.producer.testing import FakeWorker
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "backend.md").read_text()
+
+BROWSER = """
+globalThis.sessionStorage = {};
+globalThis.fetch = async (path) => ({ok: true, json: async () => ({id: "default.0.1"})});
+globalThis.EventSource = class {
+  constructor(path) {
+    console.log(path);
+    this.listeners = {};
+    setTimeout(() => {
+      this.onmessage({data: '"Hello\\\\n"'});
+      this.listeners.end({data: ""});
+    });
+  }
+  addEventListener(kind, listener) { this.listeners[kind] = listener; }
+  close() { console.log("closed"); }
+};
+"""
+"""Stands for a browser whose server sends one piece of text and the end."""
+
+
+def examples(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def module_of(source: str, name: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(compile(source, f"docs/backend.md, {name}", "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture
+def test_module(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The test on the page; its variable `app` is the app on the page."""
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMAQ_QUEUE", queue)
+    app, test = examples("python")
+    monkeypatch.setitem(sys.modules, "app", module_of(app, "app"))
+    return module_of(test, "test_app")
+
+
+def test_the_test_of_the_backend_passes(test_module: Any) -> None:
+    test_module.test_a_reader_that_returns_gets_the_rest_of_the_text()
+
+
+def test_the_backend_answers_errors_with_a_status_or_an_event(test_module: Any, redis_url: str, queue: str) -> None:
+    def fail(_: object) -> list[str]:
+        raise ValueError("broken on purpose")
+
+    with test_module.TestClient(test_module.app) as http:
+        assert http.get(f"/jobs/{queue}.0.{'0' * 32}/events").status_code == 404
+        path = f"/jobs/{http.post('/jobs', params={'prompt': 'hello'}).json()['id']}"
+        with pytest.raises(ValueError, match="broken"), test_module.serving(redis_url, queue, fail):
+            assert http.get(f"{path}/events").text.startswith("event: failed\n")
+        waiting = f"/jobs/{http.post('/jobs', params={'prompt': 'hello'}).json()['id']}"
+        assert http.delete(waiting).json() is True
+        assert http.get(f"{waiting}/events").text == "event: end\ndata: \n\n"
+
+
+@pytest.mark.usefixtures("test_module")
+async def test_a_backend_that_stops_cancels_the_jobs_of_its_open_streams(redis_url: str, queue: str) -> None:
+    backend: Any = sys.modules["app"]
+    async with FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        async with backend.lifespan(backend.app):
+            stream = await backend.client.stream("hello")
+            attempt = await worker.start_next()
+            await attempt.emit([1], "one")
+            assert (await anext(stream)).text == "one"
+        assert (await attempt.emit([2], "two")).code == "cancel"
+
+
+def test_the_page_in_the_browser_shows_the_text_and_forgets_the_ended_job(tmp_path: Path) -> None:
+    (script,) = examples("javascript")
+    program = tmp_path / "page.js"
+    program.write_text(
+        f"{BROWSER}{script}"
+        'answer("hi", (text) => console.log(JSON.stringify(text)));\n'
+        "setTimeout(() => console.log(JSON.stringify(sessionStorage)), 50);\n"
+    )
+    assert run_node(str(program)).splitlines() == ["/jobs/default.0.1/events", '"Hello\\n"', "closed", "{}"]
