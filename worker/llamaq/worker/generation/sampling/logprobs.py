@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,7 +23,9 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> T
         n_top: Number of most probable tokens. The drawn token need not be one of them.
     """
     found, largest = top_k_superset(logits, max(1, n_top))
-    log_total = largest + float(np.log(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
+    weights = logits - np.float32(largest)
+    np.exp(weights, out=weights)  # in place, because the memory of another array of this size takes as long as `exp`
+    log_total = largest + log(weights.sum())  # numpy adds in pairs: the error is far below that of the logits
     best = found[np.argsort(-logits[found], kind="stable")][:n_top]
     top = tuple((int(index), _rounded(float(logits[index]) - log_total)) for index in best)
     return TokenLogprobs(_rounded(float(logits[token]) - log_total), top)
