@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.vocabularies import FINDER, chat, special_texts_of, template_vocab
 
 from llamaq.common.errors import ErrorCode, JobRejected
@@ -19,6 +22,24 @@ from llamaq.worker.engine.gguf_vocab import extract_vocab
 def test_special_texts_are_found_from_left_to_right_and_the_longest_first() -> None:
     assert FINDER.find("a<s><sep>[X<s>") == [Span(1, 4), Span(4, 9), Span(11, 14)]
     assert SpecialTokenFinder([]).find("<s>") == []
+
+
+@pytest.mark.parametrize("text", ["<", "<|", "<|x"])
+def test_beginnings_of_many_special_texts_take_no_long_time(text: str) -> None:
+    finder = SpecialTokenFinder(f"<|{'x' * (n % 30)}{n}|>" for n in range(300))
+    started_s = time.thread_time()
+    assert finder.find(text * 200_000) == []
+    assert time.thread_time() - started_s < 0.25  # comparing one special text after the other takes 0.6 s
+
+
+@given(st.lists(st.text("ab<|.\n", max_size=4), max_size=7), st.text("ab<|.\n", max_size=30))
+def test_special_texts_are_those_that_a_search_from_each_character_finds(specials: list[str], text: str) -> None:
+    expected: list[Span] = []
+    for start in range(len(text)):
+        ends = [start + len(special) for special in specials if special and text.startswith(special, start)]
+        if ends and start >= (expected[-1].end if expected else 0):
+            expected.append(Span(start, max(ends)))
+    assert SpecialTokenFinder(specials).find(text) == expected
 
 
 def test_parts_of_special_texts_are_found_at_both_ends_of_a_text() -> None:

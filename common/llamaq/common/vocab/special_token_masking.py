@@ -9,7 +9,7 @@ import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from llamaq.common.errors import ErrorCode, JobRejected
@@ -19,8 +19,6 @@ from llamaq.common.protocol.chat import Message, arguments_as_object
 # The tags that chat templates look for in the assistant's earlier messages, to leave out its reasoning. None of them
 # begins or ends a message.
 REASONING_TAGS = (THINK_OPEN, THINK_CLOSE, MISTRAL_THINK_OPEN, MISTRAL_THINK_CLOSE)
-
-_NEVER_MATCHES = re.compile(r"(?!)")
 
 
 class Span(NamedTuple):
@@ -40,9 +38,8 @@ class SpecialTokenFinder:
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(text for text in texts if text)
         self._joined = "\n".join(self.texts)  # one search finds a text that is a part of any special text
-        self._lengths = sorted({len(text) for text in self.texts}, reverse=True)
-        first_characters = "".join(sorted({re.escape(text[0]) for text in self.texts}))
-        self._first_character = re.compile(f"[{first_characters}]") if first_characters else _NEVER_MATCHES
+        self._pattern = re.compile(_pattern_of(self.texts) or "(?!)")
+        self._max_length = max(map(len, self.texts), default=0)
         self._proper_prefixes = {text[:n] for text in self.texts for n in range(1, len(text))}
         self._proper_suffixes = {text[n:] for text in self.texts for n in range(1, len(text))}
 
@@ -51,17 +48,7 @@ class SpecialTokenFinder:
 
         If several special texts start at the same character, only the longest is returned.
         """
-        spans: list[Span] = []
-        end = 0
-        for match in self._first_character.finditer(text):
-            start = match.start()
-            if start < end:
-                continue
-            special = next((part for n in self._lengths if (part := text[start : start + n]) in self.texts), "")
-            if special:
-                end = start + len(special)
-                spans.append(Span(start, end))
-        return spans
+        return [Span(*match.span()) for match in self._pattern.finditer(text)]
 
     def find_at_edges(self, text: str) -> list[Span]:
         """Return the parts at both ends of `text` that the surrounding text could complete to a special text.
@@ -70,17 +57,25 @@ class SpecialTokenFinder:
         """
         n_leading = len(text) - len(text.lstrip())
         core = text.strip()
+        end = n_leading + len(core)
         if not core:
             return []
         if core in self._joined:
-            return [Span(n_leading, n_leading + len(core))]
-        n_longest = self._lengths[0] if self._lengths else 0
-        lengths = range(min(n_longest, len(core)), 0, -1)
+            return [Span(n_leading, end)]
+        lengths = range(min(self._max_length, len(core)), 0, -1)
         n_suffix = next((n for n in lengths if core[:n] in self._proper_suffixes), 0)
         n_prefix = next((n for n in lengths if core[-n:] in self._proper_prefixes), 0)
-        end = n_leading + len(core)
-        spans = [Span(n_leading, n_leading + n_suffix), Span(max(end - n_prefix, n_leading + n_suffix), end)]
+        spans = Span(n_leading, n_leading + n_suffix), Span(max(end - n_prefix, n_leading + n_suffix), end)
         return [span for span in spans if span.start < span.end]
+
+
+def _pattern_of(texts: Iterable[str]) -> str:
+    """Return a pattern for the longest of these texts, which compares equal beginnings once."""
+    ordered = sorted(texts, reverse=True)
+    if len(ordered) < 2:
+        return re.escape("".join(ordered))
+    groups = groupby(ordered, lambda text: text[:1])
+    return f"(?:{'|'.join(re.escape(first) + _pattern_of(text[1:] for text in group) for first, group in groups)})"
 
 
 class Placeholders:

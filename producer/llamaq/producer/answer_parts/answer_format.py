@@ -159,8 +159,7 @@ def form_of(
         tag_tokens: The tags that are one token of the model's vocabulary, with these tokens.
     """
     template = chat_template or ""
-    pairs = [pair for pair in _REASONING if pair[1] in template] if may_reason else []
-    opening, closing = pairs[0] if pairs else ("", "")
+    opening, closing = next((pair for pair in _REASONING if may_reason and pair[1] in template), ("", ""))
     found = detect_format(template)
     return AnswerForm(
         format=found,

@@ -48,7 +48,7 @@ class HarmonySplitter:
                 return parts
             self._has_tags = True
             if tag in ENDS:
-                self._header, self._is_call, self._is_reasoning = "", False, False
+                self._header = ""
             elif tag == MESSAGE and self._header is not None:
                 parts += self._open_message(self._header)
             else:

@@ -5,14 +5,14 @@ White space before a call only separates it from the content, so it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from llamaq.producer.answer_parts.json_call import JsonCall
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.tag_scanner import TagScanner
-from llamaq.producer.answer_parts.xml_call import XmlCall
+from llamaq.producer.answer_parts.xml_call import TextParameters, XmlCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Tags:
     """Whether an answer that begins with an object is a call."""
     has_xml_calls: bool = False
     """Whether calls have tags for their parameters. Calls in JSON are recognized too."""
-    text_parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    text_parameters: TextParameters = field(default_factory=dict)
     """For calls in XML: the parameters of each tool whose values are texts."""
     reasoning_open: str = ""
     reasoning_close: str = ""
@@ -80,7 +80,7 @@ class TaggedSplitter:
         parts = self._take_scanned(self._scanner.finish())
         if self._state == "name" and self._name.strip():
             parts.append(Content(self._opened_by + self._name))
-        elif self._state == "content" and self._space:
+        elif self._space:
             parts.append(Content(self._space))
         return parts + self._end_call()
 
@@ -90,7 +90,7 @@ class TaggedSplitter:
         return self._scanner.marked
 
     def _awaited(self) -> list[str]:
-        """Return the tags to find. They are the same in all states that text alone leads to."""
+        """Return the tags to find: the same ones in all states that text alone leads to."""
         tags = self._tags
         awaited: dict[State, list[str]] = {"reasoning": [tags.reasoning_close], "arguments": [tags.call_open]}
         if tags.call_close:
@@ -147,8 +147,8 @@ class TaggedSplitter:
             if self._tags.starts_with_call and call.startswith("{"):
                 self._state, self._space, self._opened_by = "call", "", text[: -len(call)]
                 return self._take_call(call)
-        may_precede_call = self._tags.call_open or (self._tags.starts_with_call and not self._has_begun)
-        n_content = len(text.rstrip()) if may_precede_call else len(text)
+        holds_space = self._tags.call_open or (self._tags.starts_with_call and not self._has_begun)
+        n_content = len(text.rstrip()) if holds_space else len(text)
         self._space = text[n_content:]
         return [Content(text[:n_content])] if n_content else []
 
@@ -157,8 +157,8 @@ class TaggedSplitter:
         self._name += text
         if not self._name.lstrip().startswith(("[", "{")):
             return []
-        text, self._name, self._state = self._name, "", "call"
-        return self._take_call(text)
+        self._state = "call"
+        return self._take_call(self._name)
 
     def _take_call(self, text: str) -> list[Part]:
         parts: list[Part] = []
@@ -171,10 +171,10 @@ class TaggedSplitter:
                 self._call = XmlCall(self._n_calls, self._tags.text_parameters) if is_xml else JsonCall(self._n_calls)
             new, text = self._call.feed(text)
             parts += new
-            if self._call.has_ended and not self._tags.call_close:
+            if self._call.has_ended:
+                if self._tags.call_close:
+                    break
                 parts += self._end_call()
-            elif self._call.has_ended:
-                break
         return parts
 
     def _end_call(self, closed_by: str = "") -> list[Part]:
