@@ -55,8 +55,8 @@ def test_up_prints_an_example_command_that_works_and_ends_everything_at_sigint(
 
 @pytest.mark.parametrize(
     ("send_signal", "number"),
-    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
-    ids=["a terminal's Ctrl-C", "SIGTERM"],
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM), (os.killpg, signal.SIGHUP)],
+    ids=["a terminal's Ctrl-C", "SIGTERM", "the close of its terminal"],
 )
 def test_up_ends_all_processes_that_it_started(
     environment: Environment, up: Command, send_signal: Callable[[int, int], None], number: signal.Signals
