@@ -9,6 +9,7 @@ import pytest
 from tests.support.api_keys import bearer, key_store
 from tests.support.batches import begin, echo, end_of, jsonl, line, lines_of
 from tests.support.http_server import serving_http
+from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
@@ -101,3 +102,21 @@ async def test_a_batch_whose_input_is_deleted_fails_and_leaves_no_job(
     assert now["status"] == "failed"
     assert "deleted" in now["errors"]["data"][0]["message"]
     assert now["request_counts"]["completed"] == len(answers) < 40
+
+
+async def test_a_server_logs_an_outage_of_redis_once_and_its_end(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "llamaq.gateway.batches.runner")
+
+    async def logged(name: str) -> None:
+        while name not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    with Proxy(redis_url) as proxy:
+        proxy.refuse()
+        async with asyncio.timeout(60), serving_http(proxy.url, queue, batch_lease_s=0.1):
+            await logged("batches.redis_error error=")
+            proxy.accept()
+            await logged("batches.redis_recovered")
+    assert caplog.text.count("batches.redis_error") == 1

@@ -38,7 +38,7 @@ class OutageLog:
     def __repr__(self) -> str:
         return f"<OutageLog of {self._component}: {self._outage or 'none'}>"
 
-    def record_failure(self, error: RedisError) -> None:
+    def record_failure(self, error: RedisError | OSError) -> None:
         """Record that a command failed."""
         outage = "redis_full" if is_full(error) else "redis_error"
         now_s = self._clock()

@@ -11,6 +11,7 @@ from functools import partial
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import cancel_tasks
+from llamaq.common.redis.outage_log import OutageLog
 from llamaq.gateway.batches.batch_run import BatchRun, run_with_lease
 from llamaq.gateway.batches.record import Batch, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
@@ -64,12 +65,14 @@ class BatchRunner:
     async def _look(self) -> None:
         """Start the batches that wait for a server, until this task is cancelled."""
         wait_s = min(LOOK_S, self._settings.batch_lease_s / 3)
+        outage = OutageLog(log, "batches")
         while True:
             self._has_work.clear()
             try:
                 await self._start_due()
+                outage.record_success()
             except (RedisError, OSError) as exc:
-                log.warning("batch.look_failed error=%s", exc)
+                outage.record_failure(exc)
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._has_work.wait()
