@@ -184,6 +184,7 @@ def test_up_starts_no_redis_if_a_redis_url_is_given(environment: Environment, by
         assert client.generate("Once upon a time", max_tokens=8).text.strip()
     assert not any("redis-server" in line for line in environment.running_processes().values())
     assert "embedded" not in up.output
+    assert "Redis: the server of --redis-url (LLAMAQ_REDIS_URL)" in up.output
     up.signal(signal.SIGINT)
     assert up.end() == 0
     with Redis.from_url(environment.redis_url) as redis:
