@@ -46,7 +46,7 @@ WORKER_COMMANDS = {
     "demo": "Show eight jobs that stream side by side through one llama.cpp batch.",
 }
 TABLE_WIDTH = 120
-"""Least width of a terminal in which the tables of a help text do not cut the names of options."""
+"""In a narrower terminal, the tables of a help text cut the names of options."""
 
 
 class InterruptibleGroup(TyperGroup):
