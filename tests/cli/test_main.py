@@ -70,6 +70,18 @@ def test_help_names_every_command_and_loads_no_worker() -> None:
     assert "--max-tokens" in llamaq("generate", "--help")
 
 
+@pytest.mark.parametrize("width", ["60", "80", "119", "120"])
+@pytest.mark.parametrize("name", ["generate", "serve", "worker"])
+def test_the_help_shows_the_whole_name_of_every_option(name: str, width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    app = build_app(name)
+    command: Any = typer.main.get_command(app)
+    options = {option for param in command.commands[name].params for option in (*param.opts, *param.secondary_opts)}
+    shown = CliRunner().invoke(app, [name, "--help"]).stdout
+    assert "…" not in shown
+    assert options - {"prompt"} <= set(re.findall(r"--?[\w-]+", shown))
+
+
 def test_the_version_and_the_short_form_of_help_are_options() -> None:
     assert llamaq("--version") == f"llamaq {version('llamaq')}\n"
     for args in (["-h"], ["generate", "-h"], ["dead", "-h"], ["dead", "list", "-h"]):

@@ -55,8 +55,8 @@ def test_up_prints_an_example_command_that_works_and_ends_everything_at_sigint(
 
 @pytest.mark.parametrize(
     ("send_signal", "number"),
-    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
-    ids=["a terminal's Ctrl-C", "SIGTERM"],
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM), (os.killpg, signal.SIGHUP)],
+    ids=["a terminal's Ctrl-C", "SIGTERM", "the close of its terminal"],
 )
 def test_up_ends_all_processes_that_it_started(
     environment: Environment, up: Command, send_signal: Callable[[int, int], None], number: signal.Signals
@@ -184,6 +184,7 @@ def test_up_starts_no_redis_if_a_redis_url_is_given(environment: Environment, by
         assert client.generate("Once upon a time", max_tokens=8).text.strip()
     assert not any("redis-server" in line for line in environment.running_processes().values())
     assert "embedded" not in up.output
+    assert "Redis: the server of --redis-url (LLAMAQ_REDIS_URL)" in up.output
     up.signal(signal.SIGINT)
     assert up.end() == 0
     with Redis.from_url(environment.redis_url) as redis:

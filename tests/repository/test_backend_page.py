@@ -19,10 +19,18 @@ BROWSER = """
 globalThis.sessionStorage = {};
 globalThis.fetch = async (path) => ({ok: true, json: async () => ({id: "default.0.1"})});
 globalThis.EventSource = class {
+  static CLOSED = 2;
   constructor(path) {
     console.log(path);
     this.listeners = {};
     setTimeout(() => {
+      if (path.includes("unknown")) {
+        this.readyState = 2;
+        this.onerror();
+        return;
+      }
+      this.readyState = 0;
+      this.onerror();
       this.onmessage({data: '"Hello\\\\n"'});
       this.listeners.end({data: ""});
     });
@@ -31,7 +39,18 @@ globalThis.EventSource = class {
   close() { console.log("closed"); }
 };
 """
-"""Stands for a browser whose server sends one piece of text and the end."""
+"""Stands for a browser that connects twice, receives one piece of text and the end, and an error for an unknown job."""
+
+READERS = """
+const show = (text) => console.log(JSON.stringify(text));
+answer("hi", show);
+setTimeout(() => {
+  show(sessionStorage);
+  sessionStorage.job = "unknown";
+  answer("hi", show);
+  setTimeout(() => show(sessionStorage), 50);
+}, 50);
+"""
 
 
 def examples(language: str) -> list[str]:
@@ -88,9 +107,6 @@ async def test_a_backend_that_stops_cancels_the_jobs_of_its_open_streams(redis_u
 def test_the_page_in_the_browser_shows_the_text_and_forgets_the_ended_job(tmp_path: Path) -> None:
     (script,) = examples("javascript")
     program = tmp_path / "page.js"
-    program.write_text(
-        f"{BROWSER}{script}"
-        'answer("hi", (text) => console.log(JSON.stringify(text)));\n'
-        "setTimeout(() => console.log(JSON.stringify(sessionStorage)), 50);\n"
-    )
-    assert run_node(str(program)).splitlines() == ["/jobs/default.0.1/events", '"Hello\\n"', "closed", "{}"]
+    program.write_text(f"{BROWSER}{script}{READERS}")
+    read = ["/jobs/default.0.1/events", '"Hello\\n"', "closed", "{}"]
+    assert run_node(str(program)).splitlines() == [*read, "/jobs/unknown/events", "{}"]

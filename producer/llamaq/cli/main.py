@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import sys
 from contextlib import suppress
 from importlib.metadata import entry_points, version
@@ -41,9 +42,11 @@ COMMANDS_GROUP = "llamaq.commands"
 """The group of the entry point with which `llamaq-worker` adds the `WORKER_COMMANDS`. It is loaded for these alone."""
 WORKER_COMMANDS = {
     "worker": "Serve a queue: run its jobs on this machine.",
-    "up": "Start Redis and workers on this machine, or workers alone if --redis-url is given.",
+    "up": "Start Redis, workers and an HTTP server on this machine.",
     "demo": "Show eight jobs that stream side by side through one llama.cpp batch.",
 }
+TABLE_WIDTH = 120
+"""In a narrower terminal, the tables of a help text cut the names of options."""
 
 
 class InterruptibleGroup(TyperGroup):
@@ -77,6 +80,7 @@ def build_app(called: str | None = None) -> typer.Typer:
         cls=InterruptibleGroup,
         help="Durable queue, streaming and batched text generation with llama.cpp and Redis.",
         no_args_is_help=True,
+        rich_markup_mode="rich" if shutil.get_terminal_size().columns >= TABLE_WIDTH else None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -112,6 +112,7 @@ def run_up(
     note_demo_model(settings)
     if "redis_url" in settings.model_fields_set:
         with _http_server(settings, settings.redis_url, with_http, http_host, http_port) as server:
+            _print_note(settings, "Redis: the server of --redis-url (LLAMAQ_REDIS_URL); unset, this command starts one")
             _print_note(settings, f"HTTP:  {server.state}")
             _print_note(settings, f"Try:   {example_command(settings, None)}")
             raise typer.Exit(supervise(settings, also_check=server.check))

@@ -80,13 +80,15 @@ class Supervisor:
         return next((code for code in codes if code is not None), None)
 
     def run(self) -> int:
-        """Supervise until SIGTERM or SIGINT, or until all children are done; returns the exit code.
+        """Supervise until SIGTERM, SIGINT or SIGHUP, or until all children are done; returns the exit code.
 
         Raises:
             LlamaqError: Something that the children need has ended and cannot be restarted. The children are stopped.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal was closed; nohup ignores this
+            signal.signal(signal.SIGHUP, self._on_signal)
         self.start()
         while not self._n_signals and not all(child.is_done for child in self.children):
             try:
