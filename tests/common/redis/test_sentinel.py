@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,17 +38,45 @@ async def test_a_sentinel_that_does_not_answer_is_asked_once(silent_port: int) -
     assert time.monotonic() - start_s < 3 * SENTINEL_TIMEOUT_S
 
 
-@pytest.mark.starts_processes
-async def test_a_server_that_is_no_sentinel_is_skipped(tmp_path: Path) -> None:
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[tuple[Server, Server]]:
+    """A master, and its only Sentinel."""
     master_port, sentinel_port = reserve_ports(2)
     config = SENTINEL_CONFIG.format(service=SERVICE, host=HOST, port=master_port, quorum=1, down_ms=500)
     master, sentinel = Server(tmp_path, master_port, IN_MEMORY), Server(tmp_path, sentinel_port, config=config)
     try:
         master.start()
         sentinel.start()
-        assert await finder_of(master_port, sentinel_port).find() == (HOST, master_port)
-        with pytest.raises(RedisConnectionError, match=r"no Sentinel names a master .*unknown command"):
-            await finder_of(master_port).find()
+        yield master, sentinel
     finally:
         sentinel.kill()
         master.kill()
+
+
+@pytest.mark.starts_processes
+async def test_a_server_that_is_no_sentinel_is_skipped(servers: tuple[Server, Server]) -> None:
+    master, sentinel = servers
+    assert await finder_of(master.port, sentinel.port).find() == (HOST, master.port)
+    with pytest.raises(RedisConnectionError, match=r"no Sentinel names a master .*unknown command"):
+        await finder_of(master.port).find()
+
+
+@pytest.mark.starts_processes
+async def test_the_last_answer_counts_while_no_sentinel_answers(servers: tuple[Server, Server]) -> None:
+    master, sentinel = servers
+    finder = finder_of(sentinel.port)
+    await finder.find()
+    sentinel.signal(signal.SIGSTOP)
+    assert await finder.find() == (HOST, master.port)
+    sentinel.signal(signal.SIGCONT)
+    master.kill()
+
+    async def names_no_master() -> bool:
+        with suppress(RedisConnectionError):
+            await finder.find()
+            return False
+        return True
+
+    async with asyncio.timeout(30):
+        while not await names_no_master():  # noqa: ASYNC110  # the Sentinel notices that the master is down
+            await asyncio.sleep(0.05)

@@ -47,37 +47,39 @@ class MasterFinder:
         self._refresh: asyncio.Task[None] | None = None
 
     async def find(self) -> tuple[str, int]:
-        """Ask the Sentinels and return host and port of the master.
+        """Ask the Sentinels and return host and port of the master. If no Sentinel answers, the last answer counts.
 
         Raises:
             RedisError: No Sentinel names a master.
         """
         async with self._lock:
-            self._asked_s = asyncio.get_running_loop().time()
             try:
-                master = await self._ask()
+                self._master = await self._ask()
             finally:
+                self._asked_s = asyncio.get_running_loop().time()
                 await self._sentinel.aclose()
                 for sentinel in self._sentinel.sentinels:
                     sentinel.connection_pool.reset()  # a new connection reads the certificate files again
-            self._master = master
-            return master
+            return self._master
 
     async def _ask(self) -> tuple[str, int]:
         """Ask one Sentinel after another. The next call begins with the one that has named the master.
 
         redis-py's `discover_master` does not tell the errors, such as one of TLS.
         """
-        sentinels, error = self._sentinel.sentinels, None
+        sentinels, errors = self._sentinel.sentinels, []
         for place, sentinel in enumerate(sentinels):
             try:
                 state = (await sentinel.sentinel_masters()).get(self._service)
             except RedisError as exc:
-                error = exc
+                errors.append(exc)
                 continue
             if state and self._sentinel.check_master_state(state, self._service):
                 sentinels[0], sentinels[place] = sentinel, sentinels[0]
                 return state["ip"], state["port"]
+        if self._master is not None and len(errors) == len(sentinels):
+            return self._master
+        error = errors[-1] if errors else None
         reason = f": {error}" if error else ""
         raise RedisConnectionError(f"no Sentinel names a master {self._service!r}{reason}") from error
 

@@ -132,15 +132,44 @@ def test_a_process_that_does_not_answer_is_replaced_and_its_grammar_tried_again(
     sandbox.close()
 
 
-def test_a_grammar_process_that_died_is_replaced(vocab: Vocab) -> None:
+def test_a_process_that_died_between_two_grammars_is_replaced(vocab: Vocab) -> None:
     sandbox = GrammarSandbox(vocab)
     sandbox.compile(JobParams(grammar='root ::= "a"'))
     process = sandbox._process
     assert process is not None
     os.kill(process._popen.pid, signal.SIGKILL)
     process._popen.wait()
+    assert sandbox.compile(JobParams(grammar='root ::= "b"'))
+    sandbox.close()
+
+
+def test_a_grammar_whose_process_was_killed_is_tried_again(vocab: Vocab) -> None:
+    sandbox = GrammarSandbox(vocab)
+    sandbox.compile(JobParams(grammar='root ::= "a"'))
+    process = sandbox._process
+    assert process is not None
+    stop(process._popen)
+    killer = threading.Timer(0.2, process.kill)
+    killer.start()
+    with pytest.raises(EngineError, match="was killed"):
+        sandbox.compile(JobParams(grammar='root ::= "b"'))
+    killer.join()
+    assert sandbox.compile(JobParams(grammar='root ::= "b"'))
+    sandbox.close()
+
+
+def test_a_process_that_aborts_refuses_its_grammar(vocab: Vocab) -> None:
+    sandbox = GrammarSandbox(vocab)
+    sandbox.compile(JobParams(grammar='root ::= "a"'))
+    process = sandbox._process
+    assert process is not None
+    stop(process._popen)
+    process._popen.send_signal(signal.SIGABRT)  # takes effect when the process continues
+    resume = threading.Timer(0.2, process._popen.send_signal, [signal.SIGCONT])
+    resume.start()
     with pytest.raises(JobRejected, match="too much memory"):
         sandbox.compile(JobParams(grammar='root ::= "b"'))
+    resume.join()
     assert sandbox.compile(JobParams(grammar='root ::= "c"'))
     sandbox.close()
 

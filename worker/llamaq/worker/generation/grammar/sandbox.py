@@ -76,7 +76,7 @@ class GrammarSandbox:
 
         Raises:
             JobRejected: The grammar is too large, does not compile, or needs too much time or memory.
-            EngineError: The process does not start, or `close` was called.
+            EngineError: The process does not start, was killed, or `close` was called.
         """
         trial = _trial_request(request)
         result = self._cached_result(trial)  # does not wait for the trial of another grammar
@@ -124,11 +124,14 @@ class GrammarSandbox:
                     self._ensure_process()
 
     def _ensure_process(self) -> _SandboxProcess:
-        """Return the process, and start it if there is none.
+        """Return the process, and start it if there is none, or if it ended while it had no trial.
 
         Raises:
             EngineError: The process does not start.
         """
+        if self._process is not None and self._process.has_ended:
+            logger.warning("grammar.child_ended status=%s", self._process.close())
+            self._process = None
         try:
             self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
         except OSError as exc:
@@ -144,7 +147,7 @@ class GrammarSandbox:
 
         Raises:
             JobRejected: The machine is too busy for the trial. A repeated request tries again.
-            EngineError: The process does not start, or `close` was called.
+            EngineError: The process does not start, was killed, or `close` was called.
         """
         if self._closed.is_set():
             raise EngineError("the worker stops: it compiles no more grammars")
@@ -190,6 +193,8 @@ class GrammarSandbox:
         logger.warning("grammar.child_failed status=%s", status)
         if is_late:
             raise _rejected("the grammar was not compiled in time: the worker's machine is too busy; try again")
+        if status == -signal.SIGKILL:
+            raise EngineError("the process that compiles grammars was killed; the machine may have too little memory")
         if status == -signal.SIGPROF:
             return _rejected(f"the grammar cannot be used: it takes more than {self._timeout_s:g} s to compile")
         return _rejected("the grammar cannot be used: it needs too much memory")
@@ -231,6 +236,11 @@ class _SandboxProcess:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(file.fileno(),),
             )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, for example because the kernel killed it when memory ran out."""
+        return self._popen.poll() is not None
 
     def await_start(self) -> None:
         """Wait until the process has loaded the vocabulary.
