@@ -73,7 +73,7 @@ async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connec
         await redis.aclose()
 
 
-async def test_a_reconnect_reads_the_certificate_files_again(tmp_path: Path) -> None:
+async def test_after_a_failed_attempt_to_connect_the_certificate_files_are_read_again(tmp_path: Path) -> None:
     file = tmp_path / "ca.pem"
     shutil.copy(certifi.where(), file)
     redis = connect(f"rediss://{HOST}:1?ssl_ca_certs={file}", name="test")

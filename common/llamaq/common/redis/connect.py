@@ -122,17 +122,17 @@ def make_connection(redis: Redis, node: str) -> AbstractConnection:
 def explaining_connection(kind: type[C]) -> type[C]:
     """Return a subclass of this connection class whose errors name the probable cause of a failed attempt to connect.
 
-    Each attempt reads the certificate files again, because they may have been replaced.
+    The next attempt reads the certificate files again, because they may have been replaced.
     """
     uses_tls = issubclass(kind, SSLConnection)
 
     class ExplainingConnection(kind):  # type: ignore[misc,valid-type]
         async def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
-            if uses_tls:
-                self.ssl_context.context = None
             try:
                 await super().connect_check_health(*args, **kwargs)
             except (RedisConnectionError, RedisTimeoutError) as exc:
+                if uses_tls:
+                    self.ssl_context.context = None
                 if (explained := _explain(exc, uses_tls)) is None:
                     raise
                 raise explained from exc

@@ -58,8 +58,6 @@ class MasterFinder:
             finally:
                 self._asked_s = asyncio.get_running_loop().time()
                 await self._sentinel.aclose()
-                for sentinel in self._sentinel.sentinels:
-                    sentinel.connection_pool.reset()  # a new connection reads the certificate files again
             return self._master
 
     async def _ask(self) -> tuple[str, int]:
@@ -73,6 +71,8 @@ class MasterFinder:
                 state = (await sentinel.sentinel_masters()).get(self._service)
             except RedisError as exc:
                 errors.append(exc)
+                await sentinel.aclose()
+                sentinel.connection_pool.reset()  # a new connection reads the certificate files again
                 continue
             if state and self._sentinel.check_master_state(state, self._service):
                 sentinels[0], sentinels[place] = sentinel, sentinels[0]
