@@ -138,7 +138,7 @@ async def sweep_all(scripts: UpkeepScripts, live: list[str]) -> list[str]:
     return repaired
 
 
-@pytest.mark.parametrize("loss", ["entry", "pending", "stream", "damaged field"])
+@pytest.mark.parametrize("loss", ["entry", "pending", "stream", "damaged field", "deleted field"])
 async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str, queue: str, loss: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
@@ -153,7 +153,8 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         elif loss == "stream":
             await worker.redis.delete(stream)
         else:
-            await worker.redis.hset(client.keys.of_job(job.id).job, "entry", "x")
+            key = client.keys.of_job(job.id).job
+            await (worker.redis.hset(key, "entry", "x") if loss == "damaged field" else worker.redis.hdel(key, "entry"))
             assert await worker.begin(claim) is None, "the entry is dropped, because it is not that of the job"
         scripts = UpkeepScripts(worker.redis, Keys(), queue)
         assert await sweep_all(scripts, []) == [job.id]
@@ -165,6 +166,17 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         )
         assert [fields[b"id"] for _, fields, _ in entries] == [job.id.encode()]
         assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
+
+
+async def test_the_idempotency_record_of_a_deleted_job_is_deleted(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        kept, deleted = [await client.submit("hello", idempotency_key=key) for key in ("kept", "deleted")]
+        await client.redis.delete(client.keys.of_job(deleted.id).job)
+        scripts = UpkeepScripts(client.redis, client.keys, queue)
+        n_keys = 10 * int(await client.redis.dbsize())
+        assert await scripts.sweep(0, [], pause_s=0, n_keys=n_keys) == []
+        assert await client.redis.get(client.keys.idempotency(queue, 0, "kept")) == kept.id.encode()
+        assert await client.redis.exists(client.keys.idempotency(queue, 0, "deleted")) == 0
 
 
 async def test_a_hash_that_is_no_job_gets_one_entry_at_most_and_does_not_end_the_upkeep(

@@ -56,6 +56,8 @@ class UpkeepScripts:
     ) -> list[str]:
         """Do one step of the search for jobs that cannot be claimed, and remove consumers of dead workers.
 
+        Idempotency records of jobs that do not exist are deleted.
+
         The call does nothing if a worker has done a step within the last `pause_s` seconds. A hash that another client
         of Redis wrote, and whose name is no job id, is repaired at most once.
 
@@ -74,5 +76,5 @@ class UpkeepScripts:
                 continue
             # Its entry becomes a dead letter. Without this field, the hash gets no further entries.
             log.warning("job.cannot_repair id=%.200r: another client of Redis has written this hash", stored)
-            await self._redis.hdel(self._keys.unusable_job(self._queue, partition, stored), "entry")
+            await self._redis.hdel(self._keys.unusable_job(self._queue, partition, stored), "status")
         return repaired

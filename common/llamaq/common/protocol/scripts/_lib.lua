@@ -237,12 +237,18 @@ local function set_entry(job, entry, tenant)
   end
 end
 
+-- Returns the whole number in a field of a hash; nil if the field is absent, or another client has damaged it.
+local function whole_number(text)
+  local number = tonumber(text or '')
+  return number and number >= 0 and number < 2 ^ 50 and number % 1 == 0 and number or nil
+end
+
 -- Gives a job its entry if it is due at `now`. Returns whether the job has got its entry. If another client has
 -- overwritten the stream, nothing changes. `partition` is the beginning of the keys of the job's partition.
 local function give_entry(partition, id, now)
   local job = partition .. 'job:' .. id
   local status, priority, run_at_ms, tenant = fields_if_hash(job, 'status', 'priority', 'run_at_ms', 'tenant')
-  local run_at = status == 'queued' and tonumber(run_at_ms or '')
+  local run_at = status == 'queued' and run_at_ms and (whole_number(run_at_ms) or 0)
   if run_at and now < run_at then
     return false
   end
@@ -258,12 +264,6 @@ local function give_entry(partition, id, now)
   end
   redis.call('ZREM', partition .. 'later', id)
   return run_at and true or false
-end
-
--- Returns the whole number in a field of a hash; nil if the field is absent, or another client has damaged it.
-local function whole_number(text)
-  local number = tonumber(text or '')
-  return number and number >= 0 and number < 2 ^ 50 and number % 1 == 0 and number or nil
 end
 
 -- The fields of a finished job.
