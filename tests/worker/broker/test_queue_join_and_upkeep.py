@@ -168,15 +168,19 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
 
 
-async def test_the_idempotency_record_of_a_deleted_job_is_deleted(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client:
+async def test_the_other_keys_of_a_deleted_job_are_deleted(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         kept, deleted = [await client.submit("hello", idempotency_key=key) for key in ("kept", "deleted")]
+        for _ in range(2):
+            await (await worker.start_next()).emit([1], "a")
         await client.redis.delete(client.keys.of_job(deleted.id).job)
         scripts = UpkeepScripts(client.redis, client.keys, queue)
         n_keys = 10 * int(await client.redis.dbsize())
         assert await scripts.sweep(0, [], pause_s=0, n_keys=n_keys) == []
         assert await client.redis.get(client.keys.idempotency(queue, 0, "kept")) == kept.id.encode()
         assert await client.redis.exists(client.keys.idempotency(queue, 0, "deleted")) == 0
+        n_events = [await client.redis.xlen(client.keys.of_job(job.id).events) for job in (kept, deleted)]
+        assert n_events == [2, 0]
 
 
 async def test_a_hash_that_is_no_job_gets_one_entry_at_most_and_does_not_end_the_upkeep(

@@ -56,7 +56,7 @@ class UpkeepScripts:
     ) -> list[str]:
         """Do one step of the search for jobs that cannot be claimed, and remove consumers of dead workers.
 
-        Idempotency records of jobs that do not exist are deleted.
+        Events and idempotency records of jobs that do not exist are deleted.
 
         The call does nothing if a worker has done a step within the last `pause_s` seconds. A hash that another client
         of Redis wrote, and whose name is no job id, is repaired at most once.

@@ -1,7 +1,7 @@
 -- Finds jobs that have not ended and can no longer be claimed, and gives them an entry again. Also removes consumers of
--- dead workers, and idempotency records whose jobs do not exist. Each call is one step of the search. All workers of a queue
--- call this script. A call within `pause_ms` after the last step does nothing, so the number of workers does not change the
--- load.
+-- dead workers, and events and idempotency records whose jobs do not exist. Each call is one step of the search. All workers
+-- of a queue call this script. A call within `pause_ms` after the last step does nothing, so the number of workers does not
+-- change the load.
 --
 -- A job cannot be claimed if it has no entry in the job stream, or if its entry was delivered and is not pending.
 -- Redis may lose an entry in a failover, and an operator may delete a stream. A job that is not due has no entry. It must
@@ -10,7 +10,7 @@
 -- An entry of a tenant (see _turns.lua) that is not pending must wait for its turn. If the number of claimed jobs of
 -- the tenants is higher than the number of pending entries, the claimed jobs are counted again.
 --
--- The hashes of the jobs and the records are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
+-- The keys of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
 --
 -- KEYS[1]   state     hash with the cursor of the search and the time of the next step
 -- KEYS[2]   streams   job stream of priority 'interactive'
@@ -138,11 +138,10 @@ local function repair(job, id)
   return true
 end
 
--- Deletes an idempotency record if its job does not exist: another client has deleted the hash.
-local function drop_orphan(record)
-  local id = redis.pcall('GET', record)
+-- Deletes a key of a job that does not exist: another client has deleted its hash.
+local function drop_orphan(key, id)
   if type(id) == 'string' and redis.call('EXISTS', partition .. 'job:' .. id) == 0 then
-    redis.call('DEL', record)
+    redis.call('DEL', key)
   end
 end
 
@@ -157,16 +156,18 @@ local function remove_dead_consumers(stream, alive)
   end
 end
 
-local pattern = string.gsub(partition, '[%*%?%[%]\\]', '\\%0') .. '[jk][oe][by]:*' -- job:* and key:*
+local pattern = string.gsub(partition, '[%*%?%[%]\\]', '\\%0') .. '*'
 local next_cursor, found = unpack(redis.call('SCAN', cursor or '0', 'MATCH', pattern, 'COUNT', count))
 redis.call('HSET', state, 'cursor', next_cursor, 'next_ms', now + pause_ms)
 local repaired = {}
 for _, key in ipairs(found) do
-  local kind, id = string.sub(key, #partition + 1, #partition + 4), string.sub(key, #partition + 5)
-  if kind == 'key:' then
-    drop_orphan(key)
-  elseif kind == 'job:' and repair(key, id) then
-    repaired[#repaired + 1] = id
+  local kind, name = string.match(string.sub(key, #partition + 1), '^(%a+):(.*)$')
+  if kind == 'job' and repair(key, name) then
+    repaired[#repaired + 1] = name
+  elseif kind == 'events' then
+    drop_orphan(key, name)
+  elseif kind == 'key' then
+    drop_orphan(key, redis.pcall('GET', key))
   end
 end
 
