@@ -106,9 +106,7 @@ async def test_a_letter_that_cannot_be_retried_raises_an_error_and_remains(redis
 
 
 @pytest.mark.parametrize("field", ["ttl_ms", "finished_ms"])
-async def test_a_dead_letter_whose_job_has_a_damaged_time_can_be_purged(
-    redis_url: str, queue: str, field: str
-) -> None:
+async def test_a_dead_letter_whose_job_has_a_damaged_time_can_be_purged(redis_url: str, queue: str, field: str) -> None:
     async with AsyncClient(redis_url, queue, result_ttl_s=60) as client, FakeWorker(redis_url, queue) as worker:
         job_id = await add_dead_job(client, worker)
         await client.redis.hset(client.keys.of_job(job_id).job, field, "x")
