@@ -20,7 +20,7 @@ from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
-from llamaq.producer.testing import FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import queue_join_and_upkeep
 from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
@@ -285,6 +285,25 @@ async def test_leaving_requeues_all_entries_of_the_worker_in_one_step(redis_url:
         await asyncio.gather(delivering, return_exceptions=True)
         summary: Any = await redis.xpending(stream, GROUP)
         assert summary["pending"] >= 1500 + n_delivered, "no delivered entry was dropped"
+
+
+async def test_a_damaged_job_does_not_keep_the_others_in_a_paused_queue_or_with_a_dead_worker(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        damaged, other = [await client.submit("hello") for _ in range(2)]
+        for _ in range(2):
+            claim = await worker.claim()
+            assert claim is not None
+            await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
+        await client.redis.hset(client.keys.of_job(damaged.id).job, "attempt", "x")
+        await client.pause()
+        assert (await other.status()).attempt == 2
+        await client.resume()
+        await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
+        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        assert await scripts.release_worker(0, worker.name) == 1
+        assert (await other.status()).attempt == 4
 
 
 async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url: str, queue: str) -> None:

@@ -520,3 +520,16 @@ local function requeue_entries(stream, group, consumer)
   until pending.err or #pending < 1000
   return n_requeued
 end
+
+-- Calls `release` for up to `limit` pending entries of a consumer, apart from those that are requeued already. It returns
+-- whether it has released the job of an entry. Returns the number of released jobs. A damaged job does not affect the others.
+local function release_entries(stream, group, consumer, limit, release)
+  local pending, n_released = redis.pcall('XPENDING', stream, group, '-', '+', limit, consumer), 0
+  for _, item in ipairs(array_or_empty(pending)) do
+    local entry, _, idle_ms = unpack(item)
+    if idle_ms < REQUEUED_IDLE_MS / 2 and for_one_job(release, stream, entry) == true then
+      n_released = n_released + 1
+    end
+  end
+  return n_released
+end
