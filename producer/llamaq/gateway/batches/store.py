@@ -152,7 +152,7 @@ class BatchStore:
         except ResponseError as exc:
             if not is_job_key_error(exc):
                 raise
-            reply = b"missing", b"", 0  # another client of Redis has overwritten the batch
+            reply = b"missing", b"", 0  # another client has overwritten it
         claim = Claim(reply[0].decode(), reply[1].decode(), int(reply[2]))
         if claim.code in ("ended", "missing"):
             await self.close(batch_id)
