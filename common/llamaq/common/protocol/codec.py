@@ -54,8 +54,8 @@ def _pack(value: object) -> bytes:
 
 
 def _unpack(data: bytes, limit: int, *, use_list: bool = True) -> Any:
-    """Return the plain values in msgpack bytes. Raises `ProtocolError`. Without `use_list`, lists become tuples, and the
-    garbage collector does not examine those of numbers.
+    """Return the plain values in msgpack bytes. Raises `ProtocolError`. Without `use_list`, lists become tuples: the
+    garbage collector skips those of numbers.
     """
     if len(data) > limit:
         raise ProtocolError(f"{len(data)} bytes are more than the allowed {limit}")
