@@ -137,7 +137,7 @@ class Upload:
         self._key = key
         self._record = record
         self._buffer = bytearray()
-        self._n_bytes = 0
+        self._n_bytes = self._n_blocks = 0
 
     def __repr__(self) -> str:
         return f"<Upload {self._record.id} bytes={self._n_bytes}>"
@@ -160,9 +160,14 @@ class Upload:
             content, self._buffer = bytes(self._buffer), bytearray()
             blocks = await compress(content)
             async with self._redis.pipeline(transaction=True) as pipe:  # no server may die between the two commands
+                if self._n_blocks:  # blocks after these are of an earlier try, whose reply was lost
+                    pipe.ltrim(self._key, 0, self._n_blocks - 1)
+                else:
+                    pipe.delete(self._key)
                 pipe.rpush(self._key, *blocks)
                 pipe.expireat(self._key, self._record.expires_s)
                 await pipe.execute()
+            self._n_blocks += len(blocks)
 
     async def finish(self, filename: str, purpose: str, ttl_s: int) -> FileRecord:
         """Store the rest, and return the record of the file."""
