@@ -94,12 +94,6 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Appends an event to the event stream and publishes it to the subscribers. Returns the number of subscribers.
-local function emit(events, channel, payload)
-  redis.call('XADD', events, '*', 'e', payload)
-  return redis.call('PUBLISH', channel, payload)
-end
-
 -- Returns the array that Redis has replied. It is empty if the reply is an error: the job stream has no consumer group until
 -- the first worker has created it, or another client has overwritten the stream.
 local function array_or_empty(reply)
