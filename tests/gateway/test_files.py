@@ -129,6 +129,18 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
     assert len(contents) == 2
 
 
+async def test_a_damaged_record_does_not_prevent_uploads(redis_url: str, queue: str) -> None:
+    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    await redis.hset(keys.http_files(""), "file-junk", "junk")
+    async with serving_http(redis_url, queue, key_prefix=queue) as url, httpx.AsyncClient(base_url=url) as http:
+        stored = (await upload(http, b"x")).json()
+        listed = (await http.get("/v1/files")).json()
+        damaged = await http.get("/v1/files/file-junk")
+    assert [each["id"] for each in listed["data"]] == [stored["id"]]
+    assert damaged.status_code == 404
+    await redis.aclose()
+
+
 async def test_a_file_is_stored_once_although_the_reply_of_redis_is_lost(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

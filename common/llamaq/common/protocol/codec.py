@@ -388,3 +388,11 @@ def decode_model(kind: type[M], data: bytes, max_bytes: int = MAX_EVENT_BYTES) -
         return kind.model_validate(_unpack(data, max_bytes))
     except ValidationError as exc:
         raise ProtocolError(f"not a {kind.__name__}: {explain(exc)}") from exc
+
+
+def decode_json(kind: type[M], text: bytes | None) -> M | None:
+    """Return the model of this class in a JSON text. None: there is no text, or another client has damaged it."""
+    try:
+        return None if text is None else kind.model_validate_json(text)
+    except ValidationError:
+        return None

@@ -11,6 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.gateway.files.blocks import BLOCK_BYTES, compress, read_blocks
 from llamaq.gateway.files.record import MAX_TTL_S, FileRecord, missing_file, too_large_file
@@ -49,7 +50,7 @@ class FileStore:
     async def _all(self) -> list[FileRecord]:
         """Return all records, also records of uploads, and remove expired records."""
         stored: Any = await self._redis.hgetall(self._records)
-        records = [FileRecord.model_validate_json(value) for value in stored.values()]
+        records = [record for value in stored.values() if (record := codec.decode_json(FileRecord, value))]
         now_s = time.time()
         expired = [each.id for each in records if each.expires_s <= now_s]
         if expired:
@@ -67,7 +68,7 @@ class FileStore:
             RequestRefused: The API key has no such file.
         """
         stored: Any = await self._redis.hget(self._records, file_id)
-        record = None if stored is None else FileRecord.model_validate_json(stored)
+        record = codec.decode_json(FileRecord, stored)
         if record is None or not record.is_complete or record.expires_s <= time.time():
             raise missing_file(file_id, param)
         return record
