@@ -17,7 +17,7 @@ async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, que
         {"custom_id": "d"},
         '{"custom_id": "e", "body": {"temperature": NaN}}',
         '{"a":' * 100 + "1" + "}" * 100,
-        '{"a": [' + "[], " * 100_000 + "1]}",
+        '{"a": [' + "[], " * 200_000 + "1]}",
     ]
     async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
         failed = await end_of(http, await begin(http, jsonl(*lines)))

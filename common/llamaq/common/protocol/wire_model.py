@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, Validati
 from llamaq.common.errors import InvalidRequest
 
 MAX_FIELDS = 128
-MAX_PARTS = 100_000
+MAX_PARTS = 200_000
 MAX_JSON_DEPTH = 200
 SCALARS = frozenset({str, int, bool, type(None)})
 
