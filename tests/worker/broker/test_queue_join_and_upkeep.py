@@ -183,6 +183,21 @@ async def test_the_other_keys_of_a_deleted_job_are_deleted(redis_url: str, queue
         assert n_events == [2, 0]
 
 
+async def test_events_that_outlive_the_hash_of_their_job_are_kept(redis_url: str, queue: str) -> None:
+    async with (
+        AsyncClient(redis_url, queue, result_ttl_s=0.001, event_ttl_s=60) as client,
+        FakeWorker(redis_url, queue) as worker,
+    ):
+        job = await client.submit("hello")
+        await (await worker.start_next()).finish(tokens=[1], text="a")
+        keys = client.keys.of_job(job.id)
+        while await client.redis.exists(keys.job):  # noqa: ASYNC110  # the clock of Redis decides
+            await asyncio.sleep(0.01)
+        scripts = UpkeepScripts(client.redis, client.keys, queue)
+        await scripts.sweep(0, [], pause_s=0, n_keys=10 * int(await client.redis.dbsize()))
+        assert await client.redis.xlen(keys.events)
+
+
 async def test_a_hash_that_is_no_job_gets_one_entry_at_most_and_does_not_end_the_upkeep(
     redis_url: str, queue: str
 ) -> None:

@@ -138,9 +138,9 @@ local function repair(job, id)
   return true
 end
 
--- Deletes a key of a job that does not exist: another client has deleted its hash.
+-- Deletes a key of a job that does not exist, if the key has no expiry: another client has deleted the job's hash.
 local function drop_orphan(key, id)
-  if type(id) == 'string' and redis.call('EXISTS', partition .. 'job:' .. id) == 0 then
+  if type(id) == 'string' and redis.call('EXISTS', partition .. 'job:' .. id) == 0 and redis.call('TTL', key) == -1 then
     redis.call('DEL', key)
   end
 end
