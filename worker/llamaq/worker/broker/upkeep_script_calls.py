@@ -20,7 +20,7 @@ MAX_WAITING_EXAMINED_FOR_DEAD_WORKER = 1000
 SWEEP_PAUSE_S = 5.0
 """Time between two steps of the search for jobs that cannot be claimed."""
 SWEEP_KEYS = 1000
-"""Approximate number of keys that one step examines. Redis takes less than a millisecond for them."""
+"""Approximate number of keys that one step examines. Redis takes some milliseconds for them if all are of jobs."""
 IDLE_CONSUMER_S = 10.0
 """A consumer without pending entries is removed after this time if its worker is not alive."""
 

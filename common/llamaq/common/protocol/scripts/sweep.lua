@@ -138,10 +138,23 @@ local function repair(job, id)
   return true
 end
 
--- Deletes a key of a job that does not exist, if the key has no expiry: another client has deleted the job's hash.
-local function drop_orphan(key, id)
-  if type(id) == 'string' and redis.call('EXISTS', partition .. 'job:' .. id) == 0 and redis.call('TTL', key) == -1 then
-    redis.call('DEL', key)
+local keys, owners = {}, {} -- events and idempotency records, and the hashes of their jobs
+
+local function add_key(key, id)
+  if type(id) == 'string' then
+    keys[#keys + 1], owners[#owners + 1] = key, partition .. 'job:' .. id
+  end
+end
+
+-- Deletes the keys of jobs that do not exist, if they have no expiry: another client has deleted the hashes of the jobs.
+local function drop_orphans()
+  if #keys == 0 or redis.call('EXISTS', unpack(owners)) == #keys then
+    return
+  end
+  for place, key in ipairs(keys) do
+    if redis.call('EXISTS', owners[place]) == 0 and redis.call('TTL', key) == -1 then
+      redis.call('DEL', key)
+    end
   end
 end
 
@@ -165,11 +178,12 @@ for _, key in ipairs(found) do
   if kind == 'job' and repair(key, name) then
     repaired[#repaired + 1] = name
   elseif kind == 'events' then
-    drop_orphan(key, name)
+    add_key(key, name)
   elseif kind == 'key' then
-    drop_orphan(key, redis.pcall('GET', key))
+    add_key(key, redis.pcall('GET', key))
   end
 end
+drop_orphans()
 
 local alive = {[WAITING] = true}
 for i = 5, #ARGV do
