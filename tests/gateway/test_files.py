@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError
 from tests.support.batches import upload
 from tests.support.http_server import sending, serving_http
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.client import RetryingRedis
 from llamaq.common.redis.connect import connect
+from llamaq.common.redis.shared_round_trips import Command
 from llamaq.gateway.batches.input_lines import read_lines
 from llamaq.gateway.files import blocks
 from llamaq.gateway.files import store as store_module
@@ -124,6 +127,43 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
     assert [each.status_code for each in accepted] == [200, 413, 200, 413]
     assert accepted[1].json()["error"]["code"] == "file_quota_exceeded"
     assert len(contents) == 2
+
+
+async def test_a_damaged_record_does_not_prevent_uploads(redis_url: str, queue: str) -> None:
+    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    await redis.hset(keys.http_files(""), "file-junk", "junk")
+    async with serving_http(redis_url, queue, key_prefix=queue) as url, httpx.AsyncClient(base_url=url) as http:
+        stored = (await upload(http, b"x")).json()
+        listed = (await http.get("/v1/files")).json()
+        damaged = await http.get("/v1/files/file-junk")
+    assert [each["id"] for each in listed["data"]] == [stored["id"]]
+    assert damaged.status_code == 404
+    await redis.aclose()
+
+
+async def test_a_file_is_stored_once_although_the_reply_of_redis_is_lost(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, lost = RetryingRedis.send_pipeline, []
+
+    async def send_and_lose(client: RetryingRedis, commands: Sequence[Command], transaction: bool) -> Any:
+        replies = await send(client, commands, transaction)
+        if commands not in lost and any(args[0] == "RPUSH" for args, _ in commands):
+            lost.append(commands)
+            raise RedisConnectionError("the connection broke after the commands were executed")
+        return replies
+
+    monkeypatch.setattr(RetryingRedis, "send_pipeline", send_and_lose)
+    redis = connect(redis_url, name="test", failover_s=0)
+    store = store_module.FileStore(redis, Keys(), queue, max_files_bytes=2**30)
+    writing = await store.begin_upload(2**20)
+    parts = [os.urandom(BLOCK_BYTES + 1), b"the end"]
+    for part in parts:
+        await writing.write(part)
+    record = await writing.finish("a.txt", "user_data", 60)
+    assert b"".join([block async for block in store.read(record)]) == b"".join(parts)
+    assert len(lost) == 2
+    await redis.aclose()
 
 
 async def test_a_file_that_is_deleted_while_it_is_read_ends_the_connection(

@@ -19,7 +19,9 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, Worker
+from llamaq.common.redis.connect import connect
 from llamaq.gateway.app import build_app
 from llamaq.gateway.keys import key_store as key_store_module
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of
@@ -75,6 +77,18 @@ async def test_only_requests_with_a_valid_key_pass(redis_url: str, queue: str, m
     assert [(each.tenant, each.cache_salt, each.cache_public) for each in requests] == [
         ("alice", "alice", "system")
     ] * 2
+
+
+async def test_a_damaged_record_does_not_keep_other_keys_from_being_managed(redis_url: str, queue: str) -> None:
+    redis = connect(redis_url, name="test")
+    await redis.hset(Keys(queue).http_keys(), mapping={b"\xff": b"junk", hash_of("secret"): b"{}"})
+    async with key_store(redis_url, queue) as store:
+        secret = await store.add(name="alice")
+        assert [record.name for record in await store.list()] == ["alice"]
+        assert [await store.find(each) is not None for each in (secret, "secret")] == [True, False]
+        assert await store.revoke("alice")
+        assert await store.list() == []
+    await redis.aclose()
 
 
 async def test_a_key_has_queues_a_priority_and_a_salt(redis_url: str, queue: str) -> None:

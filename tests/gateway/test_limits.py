@@ -69,7 +69,7 @@ MALFORMED = [
     b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b'{"a":' * 5000,
     b'{"messages": []}', b'{"messages": "hi"}', b'{"messages": [1]}', b'{"messages": [{"role": 1}]}',
     b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"a": [' + b"[], " * 200_000 + b"1]}",
 ]  # fmt: skip
 WRONG_FIELDS: list[dict[str, Any]] = [
     {"n": 0}, {"n": "x"}, {"n": True}, {"n": 10**6}, {"n": 10**400}, {"stream": 1}, {"temperature": "hot"},

@@ -36,7 +36,6 @@ from llamaq.gateway.routes import (
     completions,
     embeddings_and_rerank,
     files,
-    health,
     llama_server_completion,
     messages,
     models,
@@ -49,8 +48,8 @@ from llamaq.gateway.token_bytes_cache import TokenPieces
 from llamaq.producer.answer_form_detection import AnswerForms
 
 ROUTES = [
-    Route("/health", health.health),
-    Route("/v1/health", health.health),
+    Route("/health", slots_props_metrics.health),
+    Route("/v1/health", slots_props_metrics.health),
     Route("/v1/models", models.list_models),
     Route("/models", models.list_models),
     Route("/v1/models/{model}", models.show_model),

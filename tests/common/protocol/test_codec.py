@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from math import inf
 from typing import Any
 
@@ -240,6 +241,19 @@ def test_numbers_and_nesting_that_msgpack_cannot_encode_are_invalid_requests() -
             codec.encode_request(codec.build_request({"prompt": "x", "metadata": metadata}), LIMIT)
         assert str(caught.value).startswith(place)
         assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("part", [b"\x80", b"\x91" * 49 + b"\x90"], ids=["maps", "nested lists"])
+def test_a_request_with_too_many_parts_is_refused_at_once(part: bytes) -> None:
+    """Valid parts are not bounded by their number of bytes alone: 4 MiB of them took a minute to validate."""
+    n_parts = 4_000_000 // len(part)
+    metadata = b"\x81\xa1a\xdd" + n_parts.to_bytes(4) + part * n_parts
+    data = b"\x82\xa6prompt\xa1x\xa8metadata" + metadata
+    began_s = time.process_time()
+    with pytest.raises(InvalidRequest, match="more than 200,000 parts"):
+        codec.decode_request(data, LIMIT * 1024)
+    assert time.process_time() - began_s < 10
+    assert codec.build_request({"prompt": "x", "metadata": {"a": [{}] * 199_000, "b": [1] * 10**6}}).metadata
 
 
 def test_unknown_fields_are_ignored_in_events_and_refused_in_requests() -> None:

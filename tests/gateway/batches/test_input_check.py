@@ -17,6 +17,7 @@ async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, que
         {"custom_id": "d"},
         '{"custom_id": "e", "body": {"temperature": NaN}}',
         '{"a":' * 100 + "1" + "}" * 100,
+        '{"a": [' + "[], " * 200_000 + "1]}",
     ]
     async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
         failed = await end_of(http, await begin(http, jsonl(*lines)))
@@ -31,6 +32,7 @@ async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, que
         (6, "missing_required_parameter"),
         (7, "invalid_json_line"),
         (8, "invalid_json_line"),
+        (9, "invalid_json_line"),
     ]
     assert failed["output_file_id"] is None
     assert [each["errors"]["data"][0]["code"] for each in (empty, unknown)] == ["empty_file", "model_not_found"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 
 import httpx
 import pytest
@@ -78,6 +79,24 @@ async def test_a_server_that_ends_the_batch_of_another_one_cancels_its_jobs(redi
         async with serving_http(redis_url, queue) as second, httpx.AsyncClient(base_url=second) as http:
             assert (await end_of(http, batch))["status"] == "cancelled"
         assert await worker.redis.xlen(stream) == 0
+
+
+async def test_damaged_batches_do_not_stop_the_search_for_others(redis_url: str, queue: str) -> None:
+    """Another client of Redis has written entries that are no batch ids, and has overwritten a batch."""
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        await worker.announce()
+        open_batches, damaged = worker.keys.http_open_batches(), f"batch_{secrets.token_hex(16)}"
+        await worker.redis.set(worker.keys.http_batch(damaged), "not a hash", ex=60)
+        await worker.redis.zadd(open_batches, {b"\xff": 1, b"junk": 2, damaged.encode(): 3})
+        batch = await begin(http, jsonl(line("a", "x")))
+        await (await worker.start_next()).answer(["done"])
+        assert (await end_of(http, batch))["status"] == "completed"
+        left = await worker.redis.zrange(open_batches, 0, -1)
+        assert not {b"\xff", b"junk", damaged.encode()} & set(left)
 
 
 async def test_a_batch_whose_input_is_deleted_fails_and_leaves_no_job(

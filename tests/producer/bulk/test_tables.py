@@ -14,8 +14,7 @@ from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkRun, described_file, execute
 from llamaq.producer.bulk.described_file import InputChanged
-from llamaq.producer.bulk.finished_row_set import FinishedRows
-from llamaq.producer.bulk.input_file import read_records, take_fingerprint
+from llamaq.producer.bulk.input_file import FinishedRows, read_records, take_fingerprint
 from llamaq.producer.bulk.input_row import read_row, row_key
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
 from llamaq.producer.bulk.output_files import prepare_description

@@ -105,6 +105,17 @@ async def test_a_letter_that_cannot_be_retried_raises_an_error_and_remains(redis
         assert len(await client.dead_letters()) == 2
 
 
+@pytest.mark.parametrize("field", ["ttl_ms", "finished_ms"])
+async def test_a_dead_letter_whose_job_has_a_damaged_time_can_be_purged(redis_url: str, queue: str, field: str) -> None:
+    async with AsyncClient(redis_url, queue, result_ttl_s=60) as client, FakeWorker(redis_url, queue) as worker:
+        job_id = await add_dead_job(client, worker)
+        await client.redis.hset(client.keys.of_job(job_id).job, field, "x")
+        (letter,) = await client.dead_letters()
+        await client.purge_dead_letter(letter.id)
+        assert await client.dead_letters() == ()
+        assert await client.redis.pttl(client.keys.of_job(job_id).job) < 1000
+
+
 async def test_purge_removes_the_letter_and_its_job_expires_like_any_other(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, result_ttl_s=60) as client, FakeWorker(redis_url, queue) as worker:
         old = await add_dead_job(client, worker)

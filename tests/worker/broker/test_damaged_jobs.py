@@ -8,6 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from tests.support.event_loop_gaps import check_gaps
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed
@@ -17,7 +18,7 @@ from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.producer import AsyncClient, AsyncJob, ErrorCode, JobFailed, JobState
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.published_output import PAGE_EVENTS
+from llamaq.worker.broker.published_output import PAGE_EVENTS, read_published
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
 Damage = Callable[[Any, JobKeys], Awaitable[object]]
@@ -188,3 +189,16 @@ async def test_stored_tokens_are_read_back_over_several_pages(redis_url: str, qu
         assert claimed.published.tokens == tuple(range(n_tokens))
         assert claimed.published.logprobs == tuple(map(of, range(n_tokens)))
         assert claimed.published.draws == tuple(1 / (1 + number) for number in range(n_tokens))
+
+
+async def test_other_streams_continue_while_a_large_event_is_read_back(redis_url: str, queue: str) -> None:
+    """The decoding of one event of 20 MB stopped all streams of the worker for seconds."""
+    n_tokens = 10_000
+    event = codec.encode_tokens(0, [1] * n_tokens, 0, "", [TokenLogprobs(-1.0, ((1, -1.0),) * 20)] * n_tokens)
+    async with AsyncClient(redis_url, queue) as client:
+        job = await client.submit("hello")
+        await client.redis.xadd(client.keys.of_job(job.id).events, {"e": event})
+        assert len((await read_published(client.redis, client.keys, job.id)).logprobs) == n_tokens
+        await check_gaps(
+            lambda: codec.decode_streamed(event), lambda: read_published(client.redis, client.keys, job.id)
+        )

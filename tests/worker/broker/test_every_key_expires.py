@@ -213,19 +213,12 @@ async def keys_without_expiry(client: AsyncClient) -> list[str]:
         if name in ("later", "deadlines"):  # a member without a job is removed when it is due
             members: Any = await redis.zrange(key, 0, -1)
             is_left = any([await redis.exists(client.keys.of_job(member.decode()).job) for member in members])
-        elif name.startswith("key:"):  # the record of a job whose hash was deleted
-            is_left = bool(await redis.pttl(key) < 0 and await redis.exists(await hash_of_record(client, key)))
         elif name.startswith("jobs:"):
             is_left = bool(await redis.xlen(key)) or bool((await redis.xpending(key, GROUP))["pending"])
         else:
             is_left = await redis.pttl(key) == -1 and name not in PERMANENT
         left += [name] if is_left else []
     return left
-
-
-async def hash_of_record(client: AsyncClient, key: bytes) -> str:
-    job_id: Any = await client.redis.get(key)
-    return client.keys.of_job(job_id.decode()).job
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,6 +16,7 @@ from tests.support.worker_cards import make_card
 
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
+from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.engine_loop.shared_state import SharedState
@@ -62,6 +63,16 @@ async def test_the_card_of_a_worker_expires(redis_url: str, queue: str) -> None:
         await heartbeat_of(client.redis, queue).beat()
         assert [worker.card.worker for worker in await client.workers()] == [queue]
         assert 0 < await client.redis.pttl(Keys().worker(queue)) <= 5000
+
+
+async def test_a_queue_without_a_heartbeat_for_more_than_a_week_is_no_longer_listed(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        now_ms = await server_time_ms(client.redis)
+        for name, age_days in (("left", 8), ("stopped", 6)):
+            await client.redis.zadd(Keys().queues(), {f"{queue}-{name}": now_ms - age_days * 24 * 3600 * 1000})
+        await heartbeat_of(client.redis, queue).beat()
+        ages = [await client.redis.zscore(Keys().queues(), f"{queue}{end}") for end in ("-left", "-stopped", "")]
+        assert [age is not None for age in ages] == [False, True, True]
 
 
 async def test_no_card_is_stored_without_an_expiry_when_the_connection_breaks_within_a_heartbeat(

@@ -83,6 +83,21 @@ async def test_the_wait_counts_from_the_time_for_which_a_job_was_submitted(redis
         assert 0 <= claimed.waited_ms <= waited_ms
 
 
+async def test_a_job_for_later_whose_time_was_damaged_is_due_now(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        found, lost = [await client.submit("x", delay_s=1000) for _ in range(2)]
+        for job in (found, lost):
+            await client.redis.hset(client.keys.of_job(job.id).job, "run_at_ms", "tomorrow")
+        later = client.keys.later(queue, 0)
+        await client.redis.zadd(later, {found.id: 1})
+        assert await sweep(worker) == 1
+        await client.redis.zrem(later, lost.id)
+        upkeep = UpkeepScripts(worker.redis, worker.keys, queue)
+        assert await upkeep.sweep(0, [], pause_s=0, n_keys=10**6) == [lost.id]
+        assert await sweep(worker) == 1
+        assert await counts(client) == (2, 0, 0)
+
+
 async def test_a_time_in_the_past_is_now(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         job = await client.submit("x", run_at=1.5)

@@ -100,6 +100,20 @@ async def test_a_job_moves_although_the_clock_of_redis_was_set_back(redis_url: s
         assert await may_move(worker, claim, -3600)
 
 
+@pytest.mark.parametrize("field", ["move_factor", "crashes", "attempt"])
+async def test_a_damaged_job_does_not_keep_others_from_moving(redis_url: str, queue: str, field: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        damaged, other = [await client.submit("hello") for _ in range(2)]
+        for job in (damaged, other):
+            claim = await worker.claim()
+            assert claim is not None
+            await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS, at_risk=False)
+            await client.redis.hset(client.keys.of_job(job.id).job, "claimed_ms", 1)
+        await client.redis.hset(client.keys.of_job(damaged.id).job, field, "x")
+        found = await worker.claim_scripts.movable_jobs(queue, 0, "another", 10, max_crashes=3)
+        assert other.id in {one.job_id for one in found}
+
+
 async def test_an_entry_that_names_no_job_does_not_move_and_other_jobs_do(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         await client.submit("hello")

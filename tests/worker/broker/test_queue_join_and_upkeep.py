@@ -20,7 +20,7 @@ from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
-from llamaq.producer.testing import FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import queue_join_and_upkeep
 from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
@@ -138,7 +138,7 @@ async def sweep_all(scripts: UpkeepScripts, live: list[str]) -> list[str]:
     return repaired
 
 
-@pytest.mark.parametrize("loss", ["entry", "pending", "stream", "damaged field"])
+@pytest.mark.parametrize("loss", ["entry", "pending", "stream", "damaged field", "deleted field"])
 async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str, queue: str, loss: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
@@ -153,7 +153,8 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         elif loss == "stream":
             await worker.redis.delete(stream)
         else:
-            await worker.redis.hset(client.keys.of_job(job.id).job, "entry", "x")
+            key = client.keys.of_job(job.id).job
+            await (worker.redis.hset(key, "entry", "x") if loss == "damaged field" else worker.redis.hdel(key, "entry"))
             assert await worker.begin(claim) is None, "the entry is dropped, because it is not that of the job"
         scripts = UpkeepScripts(worker.redis, Keys(), queue)
         assert await sweep_all(scripts, []) == [job.id]
@@ -165,6 +166,36 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         )
         assert [fields[b"id"] for _, fields, _ in entries] == [job.id.encode()]
         assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
+
+
+async def test_the_other_keys_of_a_deleted_job_are_deleted(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        kept, deleted = [await client.submit("hello", idempotency_key=key) for key in ("kept", "deleted")]
+        for _ in range(2):
+            await (await worker.start_next()).emit([1], "a")
+        await client.redis.delete(client.keys.of_job(deleted.id).job)
+        scripts = UpkeepScripts(client.redis, client.keys, queue)
+        n_keys = 10 * int(await client.redis.dbsize())
+        assert await scripts.sweep(0, [], pause_s=0, n_keys=n_keys) == []
+        assert await client.redis.get(client.keys.idempotency(queue, 0, "kept")) == kept.id.encode()
+        assert await client.redis.exists(client.keys.idempotency(queue, 0, "deleted")) == 0
+        n_events = [await client.redis.xlen(client.keys.of_job(job.id).events) for job in (kept, deleted)]
+        assert n_events == [2, 0]
+
+
+async def test_events_that_outlive_the_hash_of_their_job_are_kept(redis_url: str, queue: str) -> None:
+    async with (
+        AsyncClient(redis_url, queue, result_ttl_s=0.001, event_ttl_s=60) as client,
+        FakeWorker(redis_url, queue) as worker,
+    ):
+        job = await client.submit("hello")
+        await (await worker.start_next()).finish(tokens=[1], text="a")
+        keys = client.keys.of_job(job.id)
+        while await client.redis.exists(keys.job):  # noqa: ASYNC110  # the clock of Redis decides
+            await asyncio.sleep(0.01)
+        scripts = UpkeepScripts(client.redis, client.keys, queue)
+        await scripts.sweep(0, [], pause_s=0, n_keys=10 * int(await client.redis.dbsize()))
+        assert await client.redis.xlen(keys.events)
 
 
 async def test_a_hash_that_is_no_job_gets_one_entry_at_most_and_does_not_end_the_upkeep(
@@ -269,6 +300,24 @@ async def test_leaving_requeues_all_entries_of_the_worker_in_one_step(redis_url:
         await asyncio.gather(delivering, return_exceptions=True)
         summary: Any = await redis.xpending(stream, GROUP)
         assert summary["pending"] >= 1500 + n_delivered, "no delivered entry was dropped"
+
+
+async def test_a_damaged_job_does_not_keep_the_others_in_a_paused_queue_or_with_a_dead_worker(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        damaged, other = [await client.submit("hello") for _ in range(2)]
+        claims = [claim for _ in range(2) if (claim := await worker.claim())]
+        for claim in claims:
+            await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
+        await client.redis.hset(client.keys.of_job(damaged.id).job, "attempt", "x")
+        await client.pause()
+        assert (await other.status()).attempt == 2
+        await client.resume()
+        await worker.claim_scripts.claim_job(claims[1], worker.name, LEASE_MS)
+        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        assert await scripts.release_worker(0, worker.name) == 1
+        assert (await other.status()).attempt == 4
 
 
 async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url: str, queue: str) -> None:

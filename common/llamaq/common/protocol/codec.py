@@ -25,6 +25,7 @@ from llamaq.common.protocol.queue_and_worker_state import RecentJob, Worker
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
+from llamaq.common.protocol.wire_model import check_n_parts
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -52,12 +53,14 @@ def _pack(value: object) -> bytes:
     return cast(bytes, msgpack.packb(value, use_bin_type=True))
 
 
-def _unpack(data: bytes, limit: int) -> Any:
-    """Return the plain values in msgpack bytes. Raises `ProtocolError`."""
+def _unpack(data: bytes, limit: int, *, use_list: bool = True) -> Any:
+    """Return the plain values in msgpack bytes. Raises `ProtocolError`. Without `use_list`, lists become tuples: the
+    garbage collector skips those of numbers.
+    """
     if len(data) > limit:
         raise ProtocolError(f"{len(data)} bytes are more than the allowed {limit}")
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=False)
+        return msgpack.unpackb(data, raw=False, strict_map_key=False, use_list=use_list)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as exc:
         raise ProtocolError(f"not msgpack: {exc or type(exc).__name__}") from exc
 
@@ -113,6 +116,7 @@ def build_model(model: type[M], values: Mapping[str, Any]) -> M:
 
 def build_request(values: dict[str, Any]) -> JobRequest:
     """Return a validated request. Raises `InvalidRequest`, which names the invalid fields."""
+    check_n_parts({**values, "tokens": None})
     return build_model(JobRequest, values)
 
 
@@ -252,7 +256,7 @@ def decode_streamed(data: bytes) -> Event | TokenSpan:
     Raises:
         ProtocolError: The bytes are not an event.
     """
-    values = _unpack(data, MAX_EVENT_BYTES)
+    values = _unpack(data, MAX_EVENT_BYTES, use_list=False)
     if type(values) is dict and values.get("type") == "tokens":
         return _token_span(values)
     return _validate_event(values)
@@ -263,14 +267,14 @@ def _token_span(values: dict[Any, Any]) -> TokenSpan:
     offset, tokens, text_offset, text = map(values.get, ("offset", "tokens", "text_offset", "text"))
     if not (type(offset) is int and type(text_offset) is int and offset >= 0 and text_offset >= 0):
         raise ProtocolError("not an event: offset or text_offset is not a natural number")
-    if not (type(text) is str and type(tokens) is list):
+    if not (type(text) is str and type(tokens) is tuple):
         raise ProtocolError("not an event: tokens is not a list, or text is not a string")
     for token in tokens:
         if not (type(token) is int and 0 <= token <= MAX_TOKEN_ID):
             raise ProtocolError("not an event: tokens contains a value that is not a token id")
     logprobs, draws = _logprobs(values, len(tokens)), _draws(values, len(tokens))
     tag_offsets = _tag_offsets(values) if "tag_offsets" in values else ()
-    return TokenSpan(offset, tuple(tokens), text_offset, text, logprobs, draws, tag_offsets)
+    return TokenSpan(offset, tokens, text_offset, text, logprobs, draws, tag_offsets)
 
 
 def _logprobs(values: dict[Any, Any], n_tokens: int) -> tuple[TokenLogprobs, ...]:
@@ -294,9 +298,9 @@ def _draws(values: dict[Any, Any], n_tokens: int) -> tuple[float, ...]:
     found = values.get("draws")
     if not found:
         return ()
-    if type(found) is not list or len(found) != n_tokens or not all(type(each) is float for each in found):
+    if type(found) is not tuple or len(found) != n_tokens or not all(type(each) is float for each in found):
         raise ProtocolError("not an event: draws is not a list with a number for each token")
-    return tuple(found)
+    return found
 
 
 def _tag_offsets(values: dict[Any, Any]) -> tuple[int, ...]:
@@ -304,11 +308,11 @@ def _tag_offsets(values: dict[Any, Any]) -> tuple[int, ...]:
     found = values.get("tag_offsets")
     if not found:
         return ()
-    if type(found) is not list or not all(type(each) is int and each >= 0 for each in found):
+    if type(found) is not tuple or not all(type(each) is int and each >= 0 for each in found):
         raise ProtocolError("tag_offsets is not a list of natural numbers")
     if any(second <= first for first, second in pairwise(found)):
         raise ProtocolError("tag_offsets does not ascend")
-    return tuple(found)
+    return found
 
 
 _TOKENS_PREFIX = encode_tokens(0, (), 0, "")[:13]
@@ -340,7 +344,7 @@ def encode_output(
 
 def decode_output(data: bytes) -> TokenSpan:
     """Return the whole output of a job from its encoded form. Raises `ProtocolError`."""
-    values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES)
+    values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES, use_list=False)
     try:
         tokens = tuple(int(token) for token in values["tokens"])
         logprobs, tag_offsets = _logprobs(values, len(tokens)), _tag_offsets(values)
@@ -358,7 +362,7 @@ def encode_embeddings(embeddings: Sequence[Embedding]) -> bytes:
 
 def decode_embeddings(data: bytes) -> tuple[Embedding, ...] | None:
     """Return the embeddings from the encoded output of a job. None: it has none. Raises `ProtocolError`."""
-    values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES)
+    values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES, use_list=False)
     if not isinstance(values, dict) or "embeddings" not in values:
         return None
     try:
@@ -384,3 +388,11 @@ def decode_model(kind: type[M], data: bytes, max_bytes: int = MAX_EVENT_BYTES) -
         return kind.model_validate(_unpack(data, max_bytes))
     except ValidationError as exc:
         raise ProtocolError(f"not a {kind.__name__}: {explain(exc)}") from exc
+
+
+def decode_json(kind: type[M], text: bytes | None) -> M | None:
+    """Return the model of this class in a JSON text. None: there is no text, or another client has damaged it."""
+    try:
+        return None if text is None else kind.model_validate_json(text)
+    except ValidationError:
+        return None

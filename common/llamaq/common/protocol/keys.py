@@ -23,7 +23,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{q:p}:dead                | stream, capped   | dead letters                                       |
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
 | llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
-| llamaq:queues                    | sorted set       | served queues by the time of their last heartbeat  |
+| llamaq:queues                    | sorted set       | queues served in the last week, by last heartbeat  |
 | llamaq:worker:<id>               | hash             | worker card and heartbeat; expires if not renewed  |
 | llamaq:worker:<id>:orders        | list             | slot commands until the worker reads them          |
 | llamaq:worker:<id>:texts         | list             | text commands until the worker reads them          |

@@ -11,7 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationError, model_validator
 
+from llamaq.common.errors import InvalidRequest
+
 MAX_FIELDS = 128
+MAX_PARTS = 200_000
 MAX_JSON_DEPTH = 200
 SCALARS = frozenset({str, int, bool, type(None)})
 
@@ -33,6 +36,18 @@ class WireModel(BaseModel):
     """A message that llamaq writes: an unknown field is ignored, because a newer version may have added it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+def check_n_parts(value: Any) -> None:
+    """Raise `InvalidRequest` if a value has more than `MAX_PARTS` parts. A list of scalars counts as one."""
+    parts = [value]
+    for part in parts:  # the loop appends the parts of each part
+        if isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list) and not SCALARS.issuperset(map(type, part)):
+            parts += part
+        if len(parts) > MAX_PARTS:
+            raise InvalidRequest(f"the request has more than {MAX_PARTS:,} parts")
 
 
 def _check_json(part: Any, path: tuple[str | int, ...] = ()) -> Any:

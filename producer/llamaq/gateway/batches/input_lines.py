@@ -39,5 +39,5 @@ def decode_record(line: bytes) -> dict[str, Any] | InvalidRequest:
     """Return the decoded JSON object of a line, or the error of an endpoint for this body."""
     try:
         return decode_object(line, "the line")
-    except RequestRefused as exc:
+    except (RequestRefused, InvalidRequest) as exc:
         return InvalidRequest(str(exc))

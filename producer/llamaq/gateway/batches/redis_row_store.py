@@ -17,8 +17,7 @@ from llamaq.gateway.batches.input_lines import decode_record, read_lines
 from llamaq.gateway.batches.record import TOKEN_COUNTERS, Batch
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.files.blocks import compress, read_blocks
-from llamaq.producer.bulk.finished_row_set import FinishedRows
-from llamaq.producer.bulk.input_file import Record
+from llamaq.producer.bulk.input_file import FinishedRows, Record
 from llamaq.producer.bulk.output_lines import row_number_of
 from llamaq.producer.streaming.retried_reads import may_pass
 

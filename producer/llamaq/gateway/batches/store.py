@@ -9,9 +9,11 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from llamaq.common.errors import InvalidRequest, LlamaqError
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, missing_batch
 from llamaq.gateway.http.query_parameters import Page
 
@@ -120,11 +122,21 @@ class BatchStore:
         await self._scripts["cancel"](keys=[self.keys.http_batch(batch_id)], args=[int(time.time())])
 
     async def due(self, count: int) -> Sequence[str]:
-        """Return batches that no server runs. The batch that has waited longest is first."""
+        """Return batches that no server runs. The batch that has waited longest is first. What another client of Redis
+        has written instead of an id is removed.
+        """
         seconds, micros = await self.redis.time()
         now_ms = seconds * 1000 + micros // 1000
         members: Any = await self.redis.zrangebyscore(self.keys.http_open_batches(), "-inf", now_ms, 0, count)
-        return [member.decode() for member in members]
+        found = []
+        for member in members:
+            try:
+                self.keys.http_batch(batch_id := member.decode(errors="replace"))
+            except InvalidRequest:
+                await self.redis.zrem(self.keys.http_open_batches(), member)
+            else:
+                found.append(batch_id)
+        return found
 
     async def claim(self, batch_id: str, runner: str, lease_s: float) -> Claim:
         """Make a server the runner of a batch if no other server runs it, or renew the server's lease.
@@ -135,7 +147,12 @@ class BatchStore:
             lease_s: Seconds until the lease ends. 0 releases the batch: another server may claim it now.
         """
         lease_ms = int(lease_s * 1000)
-        reply: Any = await self._scripts["claim"](keys=[self.keys.http_batch(batch_id)], args=[runner, lease_ms])
+        try:
+            reply: Any = await self._scripts["claim"](keys=[self.keys.http_batch(batch_id)], args=[runner, lease_ms])
+        except ResponseError as exc:
+            if not is_job_key_error(exc):
+                raise
+            reply = b"missing", b"", 0  # another client has overwritten it
         claim = Claim(reply[0].decode(), reply[1].decode(), int(reply[2]))
         if claim.code in ("ended", "missing"):
             await self.close(batch_id)

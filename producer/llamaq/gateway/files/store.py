@@ -11,6 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.gateway.files.blocks import BLOCK_BYTES, compress, read_blocks
 from llamaq.gateway.files.record import MAX_TTL_S, FileRecord, missing_file, too_large_file
@@ -49,7 +50,7 @@ class FileStore:
     async def _all(self) -> list[FileRecord]:
         """Return all records, also records of uploads, and remove expired records."""
         stored: Any = await self._redis.hgetall(self._records)
-        records = [FileRecord.model_validate_json(value) for value in stored.values()]
+        records = [record for value in stored.values() if (record := codec.decode_json(FileRecord, value))]
         now_s = time.time()
         expired = [each.id for each in records if each.expires_s <= now_s]
         if expired:
@@ -67,7 +68,7 @@ class FileStore:
             RequestRefused: The API key has no such file.
         """
         stored: Any = await self._redis.hget(self._records, file_id)
-        record = None if stored is None else FileRecord.model_validate_json(stored)
+        record = codec.decode_json(FileRecord, stored)
         if record is None or not record.is_complete or record.expires_s <= time.time():
             raise missing_file(file_id, param)
         return record
@@ -137,7 +138,7 @@ class Upload:
         self._key = key
         self._record = record
         self._buffer = bytearray()
-        self._n_bytes = 0
+        self._n_bytes = self._n_blocks = 0
 
     def __repr__(self) -> str:
         return f"<Upload {self._record.id} bytes={self._n_bytes}>"
@@ -160,9 +161,14 @@ class Upload:
             content, self._buffer = bytes(self._buffer), bytearray()
             blocks = await compress(content)
             async with self._redis.pipeline(transaction=True) as pipe:  # no server may die between the two commands
+                if self._n_blocks:  # blocks after these are of an earlier try, whose reply was lost
+                    pipe.ltrim(self._key, 0, self._n_blocks - 1)
+                else:
+                    pipe.delete(self._key)
                 pipe.rpush(self._key, *blocks)
                 pipe.expireat(self._key, self._record.expires_s)
                 await pipe.execute()
+            self._n_blocks += len(blocks)
 
     async def finish(self, filename: str, purpose: str, ttl_s: int) -> FileRecord:
         """Store the rest, and return the record of the file."""

@@ -9,6 +9,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llamaq.common.protocol.wire_model import check_n_parts
 from llamaq.gateway.http.errors import RequestRefused, invalid
 
 BOM = b"\xef\xbb\xbf"
@@ -42,6 +43,7 @@ def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
 
     Raises:
         RequestRefused: The text is no JSON object, or is nested too deeply.
+        InvalidRequest: The object has too many parts.
     """
     if not text.strip():
         raise invalid(f"{name} is empty: a JSON object is required")
@@ -51,6 +53,7 @@ def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
         raise RequestRefused(HTTPStatus.BAD_REQUEST, f"{name} is not valid JSON: {exc}", code="invalid_json") from exc
     if not isinstance(value, dict):
         raise invalid(f"{name} is no JSON object")
+    check_n_parts(value)
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
         check_depth(value, name)
     return value

@@ -10,6 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.gateway.keys.key_file import KeyFile
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of, new_key
@@ -52,8 +53,13 @@ class KeyStore:
 
     async def list(self) -> Sequence[KeyRecord]:
         """Return all keys of Redis, sorted by name."""
+        return sorted((await self._stored()).values(), key=lambda each: each.name)
+
+    async def _stored(self) -> dict[bytes, KeyRecord]:
+        """Return all keys of Redis by their hashes."""
         stored: Any = await self._redis.hgetall(self._keys.http_keys())
-        return sorted((KeyRecord.model_validate_json(value) for value in stored.values()), key=lambda each: each.name)
+        found = {digest: codec.decode_json(KeyRecord, value) for digest, value in stored.items()}
+        return {digest: record for digest, record in found.items() if record}
 
     async def revoke(self, name: str) -> bool:
         """Remove a key. Servers refuse it within two seconds.
@@ -61,8 +67,7 @@ class KeyStore:
         Returns:
             False if there is no key of this name.
         """
-        stored: Any = await self._redis.hgetall(self._keys.http_keys())
-        hashes = [field for field, value in stored.items() if KeyRecord.model_validate_json(value).name == name]
+        hashes = [digest for digest, record in (await self._stored()).items() if record.name == name]
         return bool(hashes) and bool(await self._redis.hdel(self._keys.http_keys(), *hashes))
 
     async def named(self, name: str) -> KeyRecord | None:
@@ -79,7 +84,7 @@ class KeyStore:
             if len(self._known) >= MAX_REMEMBERED:  # a client tries many keys
                 self._known.clear()
             value: Any = await self._redis.hget(self._keys.http_keys(), digest)
-            record = None if value is None else KeyRecord.model_validate_json(value)
+            record = codec.decode_json(KeyRecord, value)
             self._known[digest] = now_s, record
         return record
 

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue
 from redis.asyncio import Redis
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
@@ -76,8 +77,8 @@ class ResponseStore:
             key = self._keys.http_response(job_id)
         except InvalidRequest as exc:
             raise missing(response_id) from exc
-        stored = await self._redis.get(key) if response_id.startswith(ID_PREFIX) else None
-        record = None if stored is None else ResponseRecord.model_validate_json(stored)
+        stored: Any = await self._redis.get(key) if response_id.startswith(ID_PREFIX) else None
+        record = codec.decode_json(ResponseRecord, stored)
         if record is None or record.owner != owner:
             raise missing(response_id)
         return job_id, record

@@ -1,4 +1,4 @@
-"""GET /slots, POST /slots/{id}, GET /props, GET /metrics: the workers of a queue, as llama-server shows itself."""
+"""GET /health, /slots, /props and /metrics, and POST /slots/{id}: server and workers, as llama-server shows itself."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import props_object, slot_object
 from llamaq.gateway.queue_of_request import queue_for
 from llamaq.producer import AsyncClient
+
+
+async def health(request: Request) -> Response:
+    """Return the status 200 if Redis answers, otherwise 503.
+
+    Workers are not checked, because requests may wait for one.
+    """
+    await context_of(request).queues.default.redis.ping()
+    return json_response({"status": "ok"})
 
 
 async def list_slots(request: Request) -> Response:

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, NoReturn, TextIO
 from llamaq.common.errors import BulkRunRefused, InvalidRequest, MissingExtra
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer.bulk.described_file import READ_BYTES, Fingerprint, InputChanged, open_described
-from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.option_synonyms import SYNONYMS
 
 READ_ERRORS = (OSError, ValueError, csv.Error)
@@ -50,6 +49,34 @@ class UnreadRow(InvalidRequest):
     def __init__(self, message: str, row_id: str | None) -> None:
         super().__init__(message)
         self.row_id = row_id
+
+
+class FinishedRows:
+    """The rows of a run that have an answer or an error, with one bit for each row. A million rows take 125 KB."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"<FinishedRows {self._count}>"
+
+    def __contains__(self, number: int) -> bool:
+        place = number >> 3
+        return place < len(self._bits) and bool(self._bits[place] & (1 << (number & 7)))
+
+    def add(self, number: int) -> None:
+        """Add a row."""
+        if number in self:
+            return
+        place = number >> 3
+        if place >= len(self._bits):
+            self._bits.extend(bytes(place + 1 - len(self._bits)))
+        self._bits[place] |= 1 << (number & 7)
+        self._count += 1
 
 
 def file_format(path: Path) -> str:

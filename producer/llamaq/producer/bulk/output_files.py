@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from llamaq.common.errors import BulkRunRefused
 from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
 from llamaq.producer.bulk.described_file import Fingerprint, InputChanged
-from llamaq.producer.bulk.finished_row_set import FinishedRows
 from llamaq.producer.bulk.input_file import (
     READ_ERRORS,
+    FinishedRows,
     Record,
     file_format,
     pyarrow_module,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from llamaq.producer.bulk.finished_row_set import FinishedRows
-from llamaq.producer.bulk.input_file import Record
+from llamaq.producer.bulk.input_file import FinishedRows, Record
 
 
 class RowStore(Protocol):

@@ -17,7 +17,7 @@ from llamaq.common.protocol.job_status import JobStatus
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error
+from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error, decode_output
 from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
 from llamaq.producer.streaming.output_position import Position
 
@@ -104,7 +104,7 @@ async def result_of(redis: Redis, keys: JobKeys, job_id: str, values: Sequence[b
         raise JobNotFound(job_id)
     if isinstance(end, Failed):
         raise JobFailed(end.code, end.message, job_id)
-    whole = await read_output(redis, keys) if output is None else codec.decode_output(output)
+    whole = await read_output(redis, keys) if output is None else await decode_output(output)
     seed, metadata = codec.decode_returned(returned or b"")
     return Result(
         job_id=job_id,
@@ -128,7 +128,7 @@ async def read_output(redis: Redis, keys: JobKeys) -> TokenSpan:
     """
     output: Any = await redis.hget(keys.job, "output")
     if output is not None:
-        return codec.decode_output(output)
+        return await decode_output(output)
     position = Position()
     texts: list[str] = []
     tokens: list[int] = []

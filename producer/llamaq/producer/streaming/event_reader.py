@@ -12,7 +12,7 @@ from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, Failed, Finished, PromptProgress, Retried, TokenSpan
 from llamaq.common.protocol.keys import JobKeys
-from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, has_ended
+from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_output, has_ended
 from llamaq.producer.streaming.job_listener_base import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
 from llamaq.producer.streaming.output_position import Position
@@ -31,8 +31,8 @@ class StoredJob:
     state: StoredState
     end: Finished | Failed | None
     """How the job ended. None: it has not ended."""
-    output: bytes | None
-    """The encoded output. None: the job has not ended, or its events are the only record of the output."""
+    output: TokenSpan | None
+    """The whole output. None: the job has not ended, or its events are the only record of the output."""
     entries: list[tuple[bytes, dict[bytes, bytes]]]
     """The next page of the event stream."""
 
@@ -195,7 +195,7 @@ class EventReader(JobListener):
         if stored.state.status is None:
             self._is_missing = True
         elif stored.end is not None and stored.output is not None:
-            self._put(codec.decode_output(stored.output))
+            self._put(stored.output)
             self._end(stored.end)
         else:
             self._apply_page(stored)
@@ -209,7 +209,9 @@ class EventReader(JobListener):
             pipe.hmget(self.keys.job, *END_FIELDS, "output")
             pipe.xrange(self.keys.events, min=self._cursor, count=PAGE_EVENTS)
             state, (*end, output), entries = await pipe.execute()
-        return StoredJob(read_state(state), decode_end(end), output, entries)
+        return StoredJob(
+            read_state(state), decode_end(end), None if output is None else await decode_output(output), entries
+        )
 
     def _apply_page(self, stored: StoredJob) -> None:
         """Apply a page of the event stream, and the end of the job if this was the last page."""

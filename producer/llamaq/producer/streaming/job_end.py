@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Failed, Finished
+from llamaq.common.protocol.job_events import Failed, Finished, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 
 END_FIELDS = ("status", "finish_reason", "stats", "error")
 """The fields of the hash that `decode_end` needs."""
 
+MAX_QUICK_BYTES = 64 * 1024
+"""Larger outputs are decoded on a thread, because logprobs take long."""
 _ENDED = {JobState.FINISHED.value.encode(), JobState.FAILED.value.encode()}
 
 
@@ -44,3 +47,10 @@ def decode_error(data: bytes | None) -> Failed:
     if isinstance(event, Failed):
         return event
     return Failed(code=ErrorCode.INTERNAL, message="the job failed, and its worker stored no reason")
+
+
+async def decode_output(data: bytes) -> TokenSpan:
+    """Return the output of a job. Raises `ProtocolError`."""
+    if len(data) <= MAX_QUICK_BYTES:
+        return codec.decode_output(data)
+    return await asyncio.to_thread(codec.decode_output, data)

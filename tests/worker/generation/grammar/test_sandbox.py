@@ -90,7 +90,7 @@ def test_a_sandbox_that_is_closed_ends_a_process_that_was_set_aside(
         hostile = thread.submit(sandbox.compile, JobParams(**HOSTILE[1]))
         wait_until(lambda: sandbox._set_aside, "the process is set aside")
         sandbox.close()
-        with pytest.raises(JobRejected):
+        with pytest.raises(EngineError, match="the worker stops"):
             hostile.result(timeout=5)
     assert not sandbox._set_aside
 

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_MISSED_BEATS = 5
 """A worker that missed this many heartbeats is no longer listed."""
+MAX_QUEUE_AGE_MS = 7 * 24 * 3600 * 1000
+"""A queue without a heartbeat for this time is removed from the list of served queues."""
 MIN_TTL_MS = 2000
 VOCAB_TTL_S = 24 * 3600
 DEPTH_TIMEOUT_S = 1.0
@@ -103,6 +105,7 @@ class Heartbeat:
             await self._store_card(keys=[key], args=[state, ttl_ms], client=pipe)
             await self._store_beat(keys=[self._keys.workers(card.queue)], args=[card.worker, now_ms], client=pipe)
             await self._store_beat(keys=[self._keys.queues()], args=[card.queue, now_ms], client=pipe)
+            pipe.zremrangebyscore(self._keys.queues(), "-inf", now_ms - MAX_QUEUE_AGE_MS)
             pipe.expire(self._keys.vocab(card.vocab_hash), VOCAB_TTL_S)
             has_vocab = (await pipe.execute())[-1]
         if not has_vocab:

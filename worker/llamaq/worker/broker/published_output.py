@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -10,7 +11,7 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import TokenSpan
+from llamaq.common.protocol.job_events import Event, TokenSpan
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.write_refusals import is_job_key_error
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 
 PAGE_EVENTS = 256
 """Number of events that are read at a time."""
+MAX_QUICK_BYTES = 64 * 1024
+"""Larger events are decoded on a thread. After an outage of Redis, one event has the logprobs of thousands of tokens,
+and takes seconds to decode."""
 NO_OUTPUT = TokenSpan(0, (), 0, "")
 
 
@@ -35,7 +39,7 @@ async def read_published(redis: Redis, keys: Keys, job_id: str) -> TokenSpan:
         cursor = f"({entries[-1][0].decode()}"
         for _, fields in entries:
             try:
-                event = codec.decode_streamed(fields.get(b"e", b""))
+                event = await _decode(fields.get(b"e", b""))
             except ProtocolError:
                 log.warning("job.bad_event id=%s", job_id)
                 continue
@@ -44,6 +48,12 @@ async def read_published(redis: Redis, keys: Keys, job_id: str) -> TokenSpan:
                 logprobs.extend(event.logprobs)
                 draws.extend(event.draws)
     return TokenSpan(0, tuple(tokens), 0, "", tuple(logprobs), tuple(draws))
+
+
+async def _decode(data: bytes) -> Event | TokenSpan:
+    if len(data) <= MAX_QUICK_BYTES:
+        return codec.decode_streamed(data)
+    return await asyncio.to_thread(codec.decode_streamed, data)
 
 
 async def _read_events(redis: Redis, keys: Keys, job_id: str, cursor: str) -> list[tuple[bytes, dict[bytes, bytes]]]:

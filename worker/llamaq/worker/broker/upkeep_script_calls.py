@@ -20,7 +20,7 @@ MAX_WAITING_EXAMINED_FOR_DEAD_WORKER = 1000
 SWEEP_PAUSE_S = 5.0
 """Time between two steps of the search for jobs that cannot be claimed."""
 SWEEP_KEYS = 1000
-"""Approximate number of keys that one step examines. Redis takes less than a millisecond for them."""
+"""Approximate number of keys that one step examines. Redis takes some milliseconds for them if all are of jobs."""
 IDLE_CONSUMER_S = 10.0
 """A consumer without pending entries is removed after this time if its worker is not alive."""
 
@@ -56,6 +56,8 @@ class UpkeepScripts:
     ) -> list[str]:
         """Do one step of the search for jobs that cannot be claimed, and remove consumers of dead workers.
 
+        Events and idempotency records of jobs that do not exist are deleted.
+
         The call does nothing if a worker has done a step within the last `pause_s` seconds. A hash that another client
         of Redis wrote, and whose name is no job id, is repaired at most once.
 
@@ -74,5 +76,5 @@ class UpkeepScripts:
                 continue
             # Its entry becomes a dead letter. Without this field, the hash gets no further entries.
             log.warning("job.cannot_repair id=%.200r: another client of Redis has written this hash", stored)
-            await self._redis.hdel(self._keys.unusable_job(self._queue, partition, stored), "entry")
+            await self._redis.hdel(self._keys.unusable_job(self._queue, partition, stored), "status")
         return repaired

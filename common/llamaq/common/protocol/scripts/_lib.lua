@@ -94,12 +94,6 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Appends an event to the event stream and publishes it to the subscribers. Returns the number of subscribers.
-local function emit(events, channel, payload)
-  redis.call('XADD', events, '*', 'e', payload)
-  return redis.call('PUBLISH', channel, payload)
-end
-
 -- Returns the array that Redis has replied. It is empty if the reply is an error: the job stream has no consumer group until
 -- the first worker has created it, or another client has overwritten the stream.
 local function array_or_empty(reply)
@@ -237,12 +231,18 @@ local function set_entry(job, entry, tenant)
   end
 end
 
+-- Returns the whole number in a field of a hash; nil if the field is absent, or another client has damaged it.
+local function whole_number(text)
+  local number = tonumber(text or '')
+  return number and number >= 0 and number < 2 ^ 50 and number % 1 == 0 and number or nil
+end
+
 -- Gives a job its entry if it is due at `now`. Returns whether the job has got its entry. If another client has
 -- overwritten the stream, nothing changes. `partition` is the beginning of the keys of the job's partition.
 local function give_entry(partition, id, now)
   local job = partition .. 'job:' .. id
   local status, priority, run_at_ms, tenant = fields_if_hash(job, 'status', 'priority', 'run_at_ms', 'tenant')
-  local run_at = status == 'queued' and tonumber(run_at_ms or '')
+  local run_at = status == 'queued' and run_at_ms and (whole_number(run_at_ms) or 0)
   if run_at and now < run_at then
     return false
   end
@@ -258,12 +258,6 @@ local function give_entry(partition, id, now)
   end
   redis.call('ZREM', partition .. 'later', id)
   return run_at and true or false
-end
-
--- Returns the whole number in a field of a hash; nil if the field is absent, or another client has damaged it.
-local function whole_number(text)
-  local number = tonumber(text or '')
-  return number and number >= 0 and number < 2 ^ 50 and number % 1 == 0 and number or nil
 end
 
 -- The fields of a finished job.
@@ -519,4 +513,17 @@ local function requeue_entries(stream, group, consumer)
     end
   until pending.err or #pending < 1000
   return n_requeued
+end
+
+-- Calls `release` for up to `limit` pending entries of a consumer, apart from those that are requeued already. It returns
+-- whether it has released the job of an entry. Returns the number of released jobs. A damaged job does not affect the others.
+local function release_entries(stream, group, consumer, limit, release)
+  local pending, n_released = redis.pcall('XPENDING', stream, group, '-', '+', limit, consumer), 0
+  for _, item in ipairs(array_or_empty(pending)) do
+    local entry, _, idle_ms = unpack(item)
+    if idle_ms < REQUEUED_IDLE_MS / 2 and for_one_job(release, stream, entry) == true then
+      n_released = n_released + 1
+    end
+  end
+  return n_released
 end

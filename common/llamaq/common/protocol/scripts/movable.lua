@@ -31,13 +31,13 @@ local function movable(stream, entry)
   if status ~= 'queued' or not last_worker or last_worker == worker or (paused and not started_ms) then
     return nil
   end
-  attempt, claimed_ms, crashes = tonumber(attempt), tonumber(claimed_ms or ''), tonumber(crashes or '0')
+  attempt, claimed_ms, crashes = tonumber(attempt), tonumber(claimed_ms or ''), whole_number(crashes) or 0
   -- A suspect is not moved: `check_crash.lua` decides how it runs.
   if not attempt or not claimed_ms or crashes > 0 and crashes + 1 >= max_crashes then
     return nil
   end
   local waited_ms = now - claimed_ms -- below 0: the clock was set back
-  if waited_ms >= 0 and waited_ms < math.min(wait_ms * tonumber(move_factor or '1'), max_wait_ms) then
+  if waited_ms >= 0 and waited_ms < math.min(wait_ms * (tonumber(move_factor or '') or 1), max_wait_ms) then
     return nil
   end
   return id, attempt

@@ -18,7 +18,7 @@ if not job then
 end
 local finished_ms, ttl_ms = unpack(redis.call('HMGET', job, 'finished_ms', 'ttl_ms'))
 if finished_ms and ttl_ms then
-  local left = math.max(1, finished_ms + ttl_ms - now_ms())
+  local left = math.max(1, (whole_number(finished_ms) or 0) + (whole_number(ttl_ms) or 0) - now_ms())
   redis.call('PEXPIRE', job, left)
   redis.call('PEXPIRE', events, left)
 end

@@ -41,13 +41,7 @@ end
 local n_released = 0
 for _, stream in ipairs(KEYS) do
   for consumer, limit in pairs({[worker] = MAX_RUNNING, [WAITING] = max_waiting}) do
-    local pending = redis.pcall('XPENDING', stream, group, '-', '+', limit, consumer)
-    for _, item in ipairs(array_or_empty(pending)) do
-      local entry, _, idle_ms = unpack(item)
-      if idle_ms < REQUEUED_IDLE_MS / 2 and release(stream, entry) then -- otherwise the entry is requeued already
-        n_released = n_released + 1
-      end
-    end
+    n_released = n_released + release_entries(stream, group, consumer, limit, release)
   end
   requeue_entries(stream, group, worker)
   redis.pcall('XGROUP', 'DELCONSUMER', stream, group, worker)

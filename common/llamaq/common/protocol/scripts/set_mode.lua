@@ -39,13 +39,6 @@ end
 
 local n_released = 0
 for i = 2, mode == 'paused' and #KEYS or 0 do
-  local stream = KEYS[i]
-  local pending = redis.pcall('XPENDING', stream, group, '-', '+', count, WAITING)
-  for _, item in ipairs(array_or_empty(pending)) do
-    local entry, _, idle_ms = unpack(item)
-    if idle_ms < REQUEUED_IDLE_MS / 2 and release(stream, entry) then -- otherwise the entry is requeued already
-      n_released = n_released + 1
-    end
-  end
+  n_released = n_released + release_entries(KEYS[i], group, WAITING, count, release)
 end
 return n_released

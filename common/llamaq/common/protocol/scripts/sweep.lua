@@ -1,15 +1,16 @@
 -- Finds jobs that have not ended and can no longer be claimed, and gives them an entry again. Also removes consumers of
--- dead workers. Each call is one step of the search. All workers of a queue call this script. A call within `pause_ms`
--- after the last step does nothing, so the number of workers does not change the load.
+-- dead workers, and events and idempotency records whose jobs do not exist. Each call is one step of the search. All workers
+-- of a queue call this script. A call within `pause_ms` after the last step does nothing, so the number of workers does not
+-- change the load.
 --
--- A job cannot be claimed if its entry is not in the job stream, or if its entry was delivered and is not pending.
+-- A job cannot be claimed if it has no entry in the job stream, or if its entry was delivered and is not pending.
 -- Redis may lose an entry in a failover, and an operator may delete a stream. A job that is not due has no entry. It must
 -- be in the sorted set `later`.
 --
 -- An entry of a tenant (see _turns.lua) that is not pending must wait for its turn. If the number of claimed jobs of
 -- the tenants is higher than the number of pending entries, the claimed jobs are counted again.
 --
--- The hashes of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
+-- The keys of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
 --
 -- KEYS[1]   state     hash with the cursor of the search and the time of the next step
 -- KEYS[2]   streams   job stream of priority 'interactive'
@@ -95,6 +96,8 @@ local function correct_shares(stream)
   end
 end
 
+local partition = parts_of(streams.interactive)
+
 -- Gives a job that cannot be claimed an entry again. Returns whether the job has a new entry.
 local function repair(job, id)
   local status, priority, entry, run_at_ms, tenant = fields_if_hash(job,
@@ -103,19 +106,19 @@ local function repair(job, id)
     return false
   end
   if run_at_ms then -- it is not due and needs no entry
-    return redis.pcall('ZADD', string.match(job, '^(.*:)job:') .. 'later', 'NX', run_at_ms, id) == 1
+    return redis.pcall('ZADD', partition .. 'later', 'NX', whole_number(run_at_ms) or 0, id) == 1
   end
   local stream = streams[priority]
-  if not stream or not entry then
+  if not stream then
     return false
   end
-  local is_id = string.find(entry, '^%d+%-%d+$') -- otherwise the field is damaged
-  local found = is_id and redis.pcall('XRANGE', stream, entry, entry) or {}
+  entry = string.match(entry or '', '^%d+%-%d+$') -- nil: another client has damaged or deleted the field
+  local found = entry and redis.pcall('XRANGE', stream, entry, entry) or {}
   if found.err then
     return false -- another client has overwritten the stream
   end
   if #found == 0 then
-    redis.pcall('XACK', stream, group, entry)
+    redis.pcall('XACK', stream, group, entry or '')
     leave_turns(stream, tenant, entry)
     set_entry(job, add_entry(stream, id, tenant))
     return true
@@ -135,6 +138,26 @@ local function repair(job, id)
   return true
 end
 
+local keys, owners = {}, {} -- events and idempotency records, and the hashes of their jobs
+
+local function add_key(key, id)
+  if type(id) == 'string' then
+    keys[#keys + 1], owners[#owners + 1] = key, partition .. 'job:' .. id
+  end
+end
+
+-- Deletes the keys of jobs that do not exist, if they have no expiry: another client has deleted the hashes of the jobs.
+local function drop_orphans()
+  if #keys == 0 or redis.call('EXISTS', unpack(owners)) == #keys then
+    return
+  end
+  for place, key in ipairs(keys) do
+    if redis.call('EXISTS', owners[place]) == 0 and redis.call('TTL', key) == -1 then
+      redis.call('DEL', key)
+    end
+  end
+end
+
 -- Removes the consumers of workers that are not alive. A consumer with pending entries remains.
 local function remove_dead_consumers(stream, alive)
   local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
@@ -146,17 +169,21 @@ local function remove_dead_consumers(stream, alive)
   end
 end
 
-local prefix = parts_of(streams.interactive) .. 'job:'
-local pattern = string.gsub(prefix, '[%*%?%[%]\\]', '\\%0') .. '*'
-local next_cursor, jobs = unpack(redis.call('SCAN', cursor or '0', 'MATCH', pattern, 'COUNT', count))
+local pattern = string.gsub(partition, '[%*%?%[%]\\]', '\\%0') .. '*'
+local next_cursor, found = unpack(redis.call('SCAN', cursor or '0', 'MATCH', pattern, 'COUNT', count))
 redis.call('HSET', state, 'cursor', next_cursor, 'next_ms', now + pause_ms)
 local repaired = {}
-for _, job in ipairs(jobs) do
-  local id = string.sub(job, #prefix + 1)
-  if repair(job, id) then
-    repaired[#repaired + 1] = id
+for _, key in ipairs(found) do
+  local kind, name = string.match(string.sub(key, #partition + 1), '^(%a+):(.*)$')
+  if kind == 'job' and repair(key, name) then
+    repaired[#repaired + 1] = name
+  elseif kind == 'events' then
+    add_key(key, name)
+  elseif kind == 'key' then
+    add_key(key, redis.pcall('GET', key))
   end
 end
+drop_orphans()
 
 local alive = {[WAITING] = true}
 for i = 5, #ARGV do

@@ -149,8 +149,7 @@ class GrammarSandbox:
             JobRejected: The machine is too busy for the trial. A repeated request tries again.
             EngineError: The process does not start, was killed, or `close` was called.
         """
-        if self._closed.is_set():
-            raise EngineError("the worker stops: it compiles no more grammars")
+        self._check_open()
         process = self._ensure_process()
         if self._closed.is_set():  # `close` may have looked for the process before it was started
             process.kill()
@@ -170,6 +169,10 @@ class GrammarSandbox:
             self._take_back(process)
         return answer["grammar"] if "grammar" in answer else _rejected(answer["error"])
 
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise EngineError("the worker stops: it compiles no more grammars")
+
     def _forget(self, process: _SandboxProcess) -> None:
         if process in self._set_aside:
             self._set_aside.remove(process)
@@ -188,6 +191,7 @@ class GrammarSandbox:
     def _failure(self, process: _SandboxProcess, *, is_late: bool) -> JobRejected:
         """Return the result of a trial whose process has ended or is late."""
         status = process.close()
+        self._check_open()
         if not process.has_started:
             raise EngineError(f"the process that compiles grammars does not start (status {status})")
         logger.warning("grammar.child_failed status=%s", status)

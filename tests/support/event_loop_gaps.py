@@ -1,0 +1,31 @@
+"""Whether a call leaves the event loop to other tasks while it decodes something large."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+N_TRIES = 5
+"""The machine may stop this process in some of the tries."""
+
+
+async def check_gaps(decode: Callable[[], object], read: Callable[[], Awaitable[object]]) -> None:
+    """Check that the event loop runs other tasks in the time in which `read` decodes what `decode` decodes."""
+    shares = []
+    for _ in range(N_TRIES):
+        began_s = time.monotonic()
+        decode()
+        decode_s = time.monotonic() - began_s
+        shares.append(await _longest_gap_s(asyncio.ensure_future(read())) / decode_s)
+    assert min(shares) < 0.75
+
+
+async def _longest_gap_s(task: asyncio.Future[object]) -> float:
+    """Return the longest time in seconds in which no other task ran, until a task is done."""
+    longest_s, last_s = 0.0, time.monotonic()
+    while not task.done():
+        await asyncio.sleep(0)
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    return longest_s
