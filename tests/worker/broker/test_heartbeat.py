@@ -16,7 +16,7 @@ from tests.support.worker_cards import make_card
 
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
-from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.engine_loop.shared_state import SharedState
