@@ -58,7 +58,9 @@ class AttemptScripts:
         self._flush, self._finish, self._requeue, self._retry = (
             redis.register_script(source(name)) for name in ("flush", "finish", "requeue", "retry")
         )
-        self._check_crash, self._bury = (redis.register_script(source(name)) for name in ("check_crash", "bury"))
+        self._check_crash, self._bury, self._add_stats = (
+            redis.register_script(source(name)) for name in ("check_crash", "bury", "add_stats")
+        )
 
     async def check_crash(
         self,
@@ -188,10 +190,8 @@ class AttemptScripts:
 
     async def add_stats(self, queue: str, jobs: Sequence[RecentJob]) -> None:
         """Add ended jobs to the stats of a queue. A repeated call adds them twice; this affects only the stats."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job in jobs:
-                pipe.xadd(self._keys.stats(queue), {"job": codec.encode_model(job)}, maxlen=MAX_STATS)
-            await pipe.execute()
+        entries = [codec.encode_model(job) for job in jobs]
+        await self._add_stats(keys=[self._keys.stats(queue)], args=[MAX_STATS, codec.encode_values(entries)])
 
     async def read_end(self, job_id: str, attempt: int, worker: str) -> StoredEnd | None:
         """Return how a claimed job has ended. For example, a client may have ended it while its worker had it.
