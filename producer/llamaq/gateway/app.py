@@ -19,10 +19,9 @@ from llamaq.gateway.batches.runner import BatchRunner
 from llamaq.gateway.chat_page import chat_page
 from llamaq.gateway.context import Context
 from llamaq.gateway.http.cors import Cors, cors_options
-from llamaq.gateway.http.defects import Defects
 from llamaq.gateway.http.errors import RequestRefused, respond_to_error
 from llamaq.gateway.http.json_body import json_response
-from llamaq.gateway.http.open_requests import OpenRequests
+from llamaq.gateway.http.open_requests import Defects, OpenRequests
 from llamaq.gateway.http.request_ids import RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck

@@ -1,4 +1,4 @@
-"""Notes how much of a response is sent. Ends the open requests of a server that stops, so that clients try again."""
+"""Notes how much of a response is sent. Answers the requests that a defect or the stop of the server has ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any, cast
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaq.gateway.http.errors import RequestRefused, error_response
 
@@ -38,6 +38,30 @@ class SentResponse:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.is_complete = True  # before the send: afterwards `receive` tells of a disconnect
         await self._send(message)
+
+
+class Defects:
+    """Middleware that answers a request when its endpoint raises an exception that it should not raise.
+
+    Starlette also answers it, but outside of all other middleware: without the id of the request, and without the
+    headers that let a web page of another origin read the answer. The exception is raised again, so it is logged.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        response = SentResponse(send)
+        try:
+            await self.app(scope, receive, response)
+        except Exception as exc:
+            if not response.has_begun:
+                await error_response(exc, scope)(scope, receive, response)
+            raise
 
 
 class OpenRequests:

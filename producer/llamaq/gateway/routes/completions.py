@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import aclosing
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.choice_chunks import ChoiceStream
 from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.native_format import final_object
 from llamaq.gateway.prepared.completion import FINGERPRINT, PreparedCompletion
 from llamaq.gateway.progress_fields import ProgressOptions
-from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
+from llamaq.gateway.prompt_too_long_error import chat_of, explaining_long_prompts
 from llamaq.gateway.queue_of_request import generation_for, queue_for
-from llamaq.gateway.verbose_answers import verbose_fields
-from llamaq.producer import Result
+from llamaq.producer import AsyncClient, Result
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_flag, read_model
 from llamaq.producer.openai_format.response_body import completion_id
 from llamaq.producer.openai_format.stream_chunks import StreamChunks
+from llamaq.producer.queries import text_commands
 
 
 async def chat(request: Request) -> Response:
@@ -46,7 +51,7 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
         if not asked.body.is_streamed:
             results = await generation.results()
             answer = await asked.answer(results)
-            return json_response(answer | await verbose_fields(context, fields, generation, results[0], asked.model))
+            return json_response(answer | await _verbose_fields(context, fields, generation, results[0], asked.model))
         await generation.start()
         events = _events(context, generation, asked, ProgressOptions.read(fields))
         return await EventStream.open(events, comment=generation.describe_wait, ping_s=context.settings.ping_s)
@@ -83,3 +88,28 @@ async def _events(
         ordered = [results[index] for index in sorted(results)]
         yield data(chunks.usage(ordered, body.n, await asked.count_reasoning(ordered)))
     yield DONE
+
+
+async def _verbose_fields(
+    context: Context, fields: Mapping[str, Any], generation: Generation, result: Result, model: str
+) -> dict[str, Any]:
+    """Return the field `__verbose` if the body `fields` has `verbose`, or if the server's `log_level` is `debug`.
+
+    It has the rendered prompt and the options of the first job, and its `result`, for debugging.
+    """
+    is_debug = context.settings.log_level == "debug"
+    if not read_flag({"verbose": is_debug, **fields}, "verbose"):
+        return {}
+    request, client = generation.requests[0], generation.client
+    card = await context.queues.card(client.queue)
+    answer = final_object(result, 0, request=request, card=card, model=model, has_tokens=True)
+    return {"__verbose": answer | {"prompt": await _rendered_prompt(client, request)}}
+
+
+async def _rendered_prompt(client: AsyncClient, request: JobRequest) -> str:
+    """Return the prompt of a job as the model reads it."""
+    if request.tokens is not None:
+        return await client.detokenize(list(request.tokens))
+    if request.messages is None:
+        return request.prompt or ""
+    return (await text_commands.ask(client.connection, TextAction.APPLY_TEMPLATE, None, **chat_of(request))).text
