@@ -12,9 +12,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-MODULES = ["llamaq/worker/generation/sampling/native_top_k_draw.cpp"]
+MODULES = ["llamaq/worker/generation/sampling/native_row_draws.cpp"]
 # Without fused operations, sums of doubles are the same as in Python.
-OPTIONS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra"]
+OPTIONS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra"]
 
 
 def compile_module(source: Path, folder: Path) -> Path:

@@ -18,7 +18,7 @@ class RecordingSampler(GreedySampler):
         self.draws: list[tuple[tuple[int, ...], npt.NDArray[np.float32]]] = []
 
     def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, drawn: int | None = None
     ) -> int:
         self.draws.append((tuple(history), logits.copy()))
-        return super().sample(logits, history, n_prompt, best)
+        return super().sample(logits, history, n_prompt, drawn)

@@ -17,13 +17,15 @@ import pytest
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.job_parts import BEST, RowDraw
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.engine import abi_check
-from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine.engine import Engine, LogitRows, RowDrawer
 from llamaq.worker.engine.llama_bindings import NO_ROOM, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
+from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers
 from llamaq.worker.testing import make_job
 
 OPTIONS = ContextOptions(n_ctx=1024, n_batch=128, n_ubatch=32, n_seq_max=8, n_threads=1, n_threads_batch=1)
@@ -45,7 +47,7 @@ class Greedy:
         self.gaps: list[float] = []
 
     def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, drawn: int | None = None
     ) -> int:
         assert not logits[:0].flags.owndata
         second, first = np.partition(logits, -2)[-2:]
@@ -64,11 +66,11 @@ class Failing(Greedy):
         self._error = error
 
     def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, drawn: int | None = None
     ) -> int:
         if len(history) - n_prompt == 2:
             raise self._error
-        return super().sample(logits, history, n_prompt, best)
+        return super().sample(logits, history, n_prompt, drawn)
 
 
 def prefill_slot(index: int, prompt: Sequence[int], sampler: Greedy | None = None) -> Slot:
@@ -230,11 +232,11 @@ class Best(Greedy):
         self.expected: list[int] = []
 
     def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, drawn: int | None = None
     ) -> int:
         self.expected.append(int(logits.argmax()))
-        assert best is not None
-        return best
+        assert drawn is not None
+        return drawn
 
 
 def test_a_sampler_gets_the_token_with_the_largest_logit(engine: Engine) -> None:
@@ -242,6 +244,40 @@ def test_a_sampler_gets_the_token_with_the_largest_logit(engine: Engine) -> None
     slot = prefill_slot(0, prompt(9, seed=1), sampler)
     assert generate(engine, [slot], 6) == {}
     assert generated(slot)[:6] == sampler.expected[:6]
+
+
+class RecordingDrawer:
+    """Draws token 77 of each row, and records the draws."""
+
+    def __init__(self) -> None:
+        self.draws: list[tuple[RowDraw | None, ...]] = []
+
+    def draw(self, rows: LogitRows, draws: Sequence[RowDraw | None]) -> list[int | None]:
+        assert len(rows) == len(draws)
+        self.draws.append(tuple(draws))
+        return [None if draw is None else 77 for draw in draws]
+
+
+def test_a_row_drawer_draws_for_the_samplers_that_need_the_logits_alone(demo_model: Path) -> None:
+    def samplers() -> list[Any]:
+        plain = LogitSampler(SamplingDefaults(top_k=7, temperature=0.5), seed=1, masked_tokens=[9, 3])
+        penalties = LogitSampler(SamplingDefaults(repeat_penalty=1.1), seed=2)
+        return [plain, penalties, LogitSampler(SamplingDefaults(), seed=3, n_logprobs=2), Best()]
+
+    def generate_all(row_drawer: RowDrawer | None) -> list[list[int]]:
+        engine = Engine(Model(demo_model, ModelOptions(n_gpu_layers=0)), OPTIONS, row_drawer=row_drawer)
+        slots = [prefill_slot(index, prompt(9, seed=index), sampler) for index, sampler in enumerate(samplers())]
+        assert generate(engine, slots, 3) == {}
+        engine.close()
+        return [generated(slot)[:3] for slot in slots]
+
+    drawer = RecordingDrawer()
+    alone, drawn = generate_all(None), generate_all(drawer)
+    uniforms = UniformNumbers(1)
+    assert drawer.draws == [
+        (RowDraw(7, 0.95, 0.05, 0, 0.5, (3, 9), uniforms.at(position)), None, None, BEST) for position in (1, 2)
+    ]
+    assert drawn == [[alone[0][0], 77, 77], alone[1], alone[2], [alone[3][0], 77, 77]]
 
 
 @pytest.mark.parametrize("n_not_numbers", [1, 500])

@@ -99,4 +99,4 @@ def test_a_tick_that_computes_nothing_is_not_reported() -> None:
     rig.submit([2] * 8, prompt_progress=False, max_tokens=30)
     rig.engine.refuse()
     rig.finish()
-    assert numbers(rig.outputs) == [(20, 0, 0), (20, 0, 8), (20, 0, 16), (20, 0, 20)]
+    assert numbers(rig.outputs) == [(20, 0, 0), (20, 0, 8), (20, 0, 15), (20, 0, 20)]

@@ -407,12 +407,12 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_the_tokens_of_others() -> 
     rig.submit(make_job("Hi", job_id="stream", max_tokens=30))
     rig.tick(2)
     rig.submit(make_job([7] * 50, job_id="long", max_tokens=2))
-    for _ in range(6):
+    for _ in range(7):
         outputs = rig.tick()
         assert len(tokens_of(outputs, "stream")) == 1
         assert tokens_of(outputs, "long") == []
     assert len(tokens_of(rig.tick(), "long")) == 1
-    assert [batch.n_prefill for batch in rig.engine.batches[-7:]] == [8, 8, 8, 8, 8, 8, 2]
+    assert [batch.n_prefill for batch in rig.engine.batches[-8:]] == [7, 7, 7, 7, 7, 7, 7, 1]
 
 
 def test_a_job_whose_cells_were_lost_is_prefilled_again_and_generates_the_same_tokens() -> None:

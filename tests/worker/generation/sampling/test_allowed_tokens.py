@@ -95,9 +95,9 @@ def test_the_best_token_is_drawn_without_another_search_where_it_is_allowed() ->
     sampler = LogitSampler(SamplingDefaults(temperature=0), seed=1, grammar=grammar_of(mask), masked_tokens=[8])
     logits = np.zeros(N_VOCAB, np.float32)
     logits[[8, 20, 301]] = 3, 1, 2
-    assert sampler.sample(logits.copy(), [1], 1, best=500) == 500, "the best token as claimed, although 20 is better"
-    assert sampler.sample(logits.copy(), [1], 1, best=301) == 20
-    assert sampler.sample(logits.copy(), [1], 1, best=8) == 20
+    assert sampler.sample(logits.copy(), [1], 1, drawn=500) == 500, "the best token as claimed, although 20 is better"
+    assert sampler.sample(logits.copy(), [1], 1, drawn=301) == 20
+    assert sampler.sample(logits.copy(), [1], 1, drawn=8) == 20
     assert sampler.sample(logits.copy(), [1], 1) == 20
 
 

@@ -283,14 +283,15 @@ def test_only_a_sampler_that_changes_no_logits_takes_the_best_token() -> None:
     def takes_best(arguments: dict[str, Any], **params: Any) -> bool:
         sampler = LogitSampler(SamplingDefaults(**{"temperature": 0} | params), seed=1, **arguments)
         logits = np.array([9, 8, 0, 9], np.float32)
-        return sampler.sample(logits, [], 0, best=2) == 2  # the best token as claimed, although others are better
+        return sampler.sample(logits, [], 0, drawn=2) == 2  # the best token as claimed, although others are better
 
     assert takes_best({})
     assert takes_best({}, top_p=0.1, mirostat=1, samplers="kt")
     assert takes_best({"masked_tokens": [1, 3]})
     for arguments in ({"logit_bias": {1: 1.0}}, {"masked_tokens": [1, 2]}, {"n_logprobs": 0}):
         assert not takes_best(arguments)
-    for params in ({"temperature": 0.1}, {"repeat_penalty": 1.1}, {"dry_multiplier": 0.5}, {"samplers": "k"}):
+    assert not takes_best({}, temperature=0.1, typical_p=0.5)
+    for params in ({"repeat_penalty": 1.1}, {"dry_multiplier": 0.5}, {"samplers": "p"}):
         assert not takes_best({}, **params)
 
 

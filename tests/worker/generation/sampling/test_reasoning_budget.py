@@ -85,5 +85,5 @@ def test_a_forced_token_is_drawn_although_it_is_masked(temperature: float, miros
     first = sampler.sample(logits.copy(), [7, 7], 2)
     drawn = [first]
     for _ in range(2):
-        drawn.append(sampler.sample(logits.copy(), [7, 7, *drawn], 2, best=13))
+        drawn.append(sampler.sample(logits.copy(), [7, 7, *drawn], 2, drawn=13))
     assert drawn == [first, CLOSE_1, CLOSE_2]

@@ -60,8 +60,16 @@ def planned(
 # ---- the built-in strategies
 
 
-def test_decode_maximal_gives_every_stream_its_token_and_prompts_one_chunk_in_total() -> None:
-    assert planned(DecodeMaximal(), slots_of(0, 1000, 0, 1000), 512, 64) == ([0, 2], {1: 32, 3: 32})
+def test_decode_maximal_gives_every_stream_its_token_and_prompts_the_rest_of_one_chunk() -> None:
+    assert planned(DecodeMaximal(), slots_of(0, 1000, 0, 1000), 512, 64) == ([0, 2], {1: 31, 3: 31})
+    assert planned(DecodeMaximal(), slots_of(0, 1000, 0, 1000), 40, 64) == ([0, 2], {1: 19, 3: 19})
+
+
+@pytest.mark.parametrize(("n_streams", "n_prompt"), [(1, 4), (2, 3), (3, 3), (9, 3)])
+def test_decode_maximal_leaves_half_a_chunk_to_prompts(n_streams: int, n_prompt: int) -> None:
+    slots = slots_of(*[0] * n_streams, 1000)
+    assert planned(DecodeMaximal(), slots, 512, 5) == ([*range(n_streams)], {n_streams: n_prompt})
+    assert planned(DecodeMaximal(), slots, 512, 1) == ([*range(n_streams)], {n_streams: 1})
 
 
 def test_decode_maximal_fills_the_budget_with_prompts_while_no_stream_runs() -> None:
@@ -85,9 +93,9 @@ def test_bulk_prompts_wait_for_one_tick_that_completes_the_interactive_prompts()
     strategy = DecodeMaximal()
     slots = slots_of(0, 60, 4, 3, bulk=[1])
     assert planned(strategy, slots, 512, 64) == ([0], {2: 4, 3: 3})
-    assert planned(strategy, slots, 512, 64) == ([0], {1: 57, 2: 4, 3: 3}), "they never wait twice in a row"
+    assert planned(strategy, slots, 512, 64) == ([0], {1: 56, 2: 4, 3: 3}), "they never wait twice in a row"
     assert planned(strategy, slots, 512, 64) == ([0], {2: 4, 3: 3})
-    assert planned(DecodeMaximal(), slots_of(0, 60, 65, bulk=[1]), 512, 64) == ([0], {1: 32, 2: 32})
+    assert planned(DecodeMaximal(), slots_of(0, 60, 65, bulk=[1]), 512, 64) == ([0], {1: 32, 2: 31})
     assert planned(DecodeMaximal(), slots_of(0, 60, bulk=[1]), 512, 64) == ([0], {1: 60})
 
 
@@ -288,8 +296,8 @@ def test_only_the_plans_of_built_in_strategies_are_not_checked(monkeypatch: pyte
 def test_a_strategy_that_raises_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     slots = slots_of(0, 20)
     guarded = GuardedStrategy(Custom(lambda slots: 1 // 0), LIMITS)
-    assert guarded.plan(slots, 0).n_tokens == 9
-    assert guarded.plan(slots, 0).n_tokens == 9
+    assert guarded.plan(slots, 0).n_tokens == 8
+    assert guarded.plan(slots, 0).n_tokens == 8
     assert guarded.faults == {PlanFault.RAISED: 2}
     assert [record.exc_info is not None for record in caplog.records] == [True]
     assert "ZeroDivisionError" in caplog.text

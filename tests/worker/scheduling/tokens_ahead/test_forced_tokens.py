@@ -68,11 +68,11 @@ class ForcingSampler(GreedySampler):
         return tokens
 
     def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, drawn: int | None = None
     ) -> int:
         self.n_sampled += 1
         forced = self._forced_at(len(history) - n_prompt)
-        return super().sample(logits, history, n_prompt, best) if forced is None else forced
+        return super().sample(logits, history, n_prompt, drawn) if forced is None else forced
 
 
 def run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 
@@ -15,12 +15,30 @@ N_LARGEST = 256
 """Number of largest logits of a row that the device copies to the host, with `--backend-sampling`."""
 
 
+class RowDraw(NamedTuple):
+    """A draw that depends on the logits of one row alone: top-k, top-p, min-p and the temperature, in this order."""
+
+    k: int
+    top_p: float
+    min_p: float
+    min_keep: int
+    temperature: float
+    masked: tuple[int, ...]
+    """Tokens that are not drawn."""
+    uniform: float
+    """A random number in [0, 1)."""
+
+
+BEST = RowDraw(1, 1.0, 0.0, 0, 1.0, (), 0.0)
+"""Draws the token with the largest logit, the first one of several."""
+
+
 class Sampler(Protocol):
     """Draws the next token of one job from its logits."""
 
     checks_logits: bool
-    """Whether `sample` raises `JobRejected` if any logit is plus infinity or NaN, and does not use `best`. Then the
-    caller need not find the largest logit."""
+    """Whether `sample` raises `JobRejected` if any logit is plus infinity or NaN. If not, the caller checks the largest
+    one."""
 
     can_prepare: bool
     """Whether `prepare` has something to do."""
@@ -56,8 +74,15 @@ class Sampler(Protocol):
             n_prompt: The length of the prompt in tokens.
         """
 
+    def row_draw(self, position: int) -> RowDraw | None:
+        """Return how a token is drawn. None: the draw depends on more than the logits, or does more.
+
+        Args:
+            position: The number of generated tokens before the token.
+        """
+
     def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, best: int | None = None
+        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, drawn: int | None = None
     ) -> int:
         """Draw the token that follows `history`.
 
@@ -69,7 +94,8 @@ class Sampler(Protocol):
                 it, and the next decode overwrites it.
             history: The prompt, then the generated tokens.
             n_prompt: The length of the prompt in tokens.
-            best: The token with the largest logit, if the caller knows it. A greedy sampler need not find it again.
+            drawn: The token that the caller has drawn as `row_draw` says; unless `checks_logits`, the token with the
+                largest logit. None: the caller has drawn none.
 
         Raises:
             JobRejected: The grammar allows no token, or a logit is plus infinity or NaN.

@@ -11,6 +11,7 @@ from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
+from llamaq.worker.generation.sampling.row_draws import NATIVE_DRAWS, NativeRowDrawer
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.process.cache_factory import (
@@ -21,7 +22,7 @@ from llamaq.worker.process.cache_factory import (
     make_saved_slot_files,
 )
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model
-from llamaq.worker.process.engine_options import context_options, fit_to_sliding_window, load_model
+from llamaq.worker.process.engine_options import computes_on_gpu, context_options, fit_to_sliding_window, load_model
 from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.process.speculation_factory import make_speculation, n_draft_tokens
 from llamaq.worker.scheduling.scheduler import Scheduler
@@ -31,6 +32,8 @@ from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 
+MAX_DRAW_THREADS = 8
+"""More threads do not draw the tokens of 32 streams in less time."""
 SAVE_TIMEOUT_S = 10.0
 """Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
 
@@ -172,7 +175,17 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         backend_sampling=settings.backend_sampling,
         kv_unified=settings.kv_unified,
     )
-    engine = Engine(model, options, chat_template=settings.chat_template_text)
+    row_drawer = make_row_drawer(settings)
+    engine = Engine(model, options, chat_template=settings.chat_template_text, row_drawer=row_drawer)
     if settings.warmup:
         engine.warm_up()
     return engine
+
+
+def make_row_drawer(settings: WorkerSettings) -> NativeRowDrawer | None:
+    """Return what draws the tokens of several rows. None: this worker is not compiled.
+
+    Beside a GPU, cores are free. On a CPU, the threads of llama.cpp still wait actively for the next batch.
+    """
+    n_threads = min(settings.n_threads_alone, MAX_DRAW_THREADS) if computes_on_gpu(settings) else 1
+    return None if NATIVE_DRAWS is None else NativeRowDrawer(NATIVE_DRAWS, n_threads)

@@ -13,6 +13,7 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.worker.core.job import Job, Lease
+from llamaq.worker.core.job_parts import RowDraw
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
@@ -64,12 +65,15 @@ class GreedySampler:
     def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:  # noqa: ARG002 - the protocol's
         return ()
 
+    def row_draw(self, position: int) -> RowDraw | None:  # noqa: ARG002 - part of the protocol
+        return None
+
     def sample(
         self,
         logits: npt.NDArray[np.float32],
         history: Sequence[int],
         n_prompt: int,
-        best: int | None = None,  # noqa: ARG002 - part of the protocol
+        drawn: int | None = None,  # noqa: ARG002 - part of the protocol
     ) -> int:
         self._check_draw(len(history) - n_prompt)
         return int(logits.argmax())

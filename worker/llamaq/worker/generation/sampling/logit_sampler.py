@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.worker.core.job_parts import RowDraw
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
@@ -90,6 +91,10 @@ class LogitSampler:
         n_largest = None if is_restricted or needs_all_logits else chain.n_largest
         self.n_largest = None if n_largest is None else n_largest + adjustment.n_changed
         self.checks_logits = self._top_k_draw is not None and not is_restricted
+        is_row_draw = self._takes_all and n_logprobs is None and not adjustment.has_bias
+        self._row_draw = self._top_k_draw if is_row_draw else None
+        """The draw, if a token depends on the logits alone."""
+        self._row_masked = tuple(sorted(adjustment.masked))
         self.can_prepare = grammar is not None
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
@@ -100,12 +105,22 @@ class LogitSampler:
         """Return the tokens that must follow `history`; see `core.job_parts.Sampler`."""
         return self._allowed.forced(history, n_prompt)
 
-    def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, best: int | None = None) -> int:
+    def row_draw(self, position: int) -> RowDraw | None:
+        """Return how the token at a position is drawn, if it can be drawn from the logits alone; see
+        `core.job_parts.Sampler`.
+        """
+        top_k = self._row_draw
+        return None if top_k is None else top_k.row_draw(self._uniform.at(position), self._row_masked)
+
+    def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, drawn: int | None = None) -> int:
         """Draw the token that follows `history`; see `core.job_parts.Sampler`. Changes `logits`."""
-        if best is not None and self._takes_best:
-            if best not in self._adjustment.masked and self._allowed.allows(best, history, n_prompt):
-                return best
-            logits[best] = -inf
+        if drawn is not None:
+            if self._row_draw is not None:
+                return drawn
+            if self._takes_best:
+                if drawn not in self._adjustment.masked and self._allowed.allows(drawn, history, n_prompt):
+                    return drawn
+                logits[drawn] = -inf
         n_logprobs = self._n_model_logprobs
         computed = logits if n_logprobs is None else logits.copy()
         if self._top_k_draw is None:

@@ -93,17 +93,22 @@ class BuiltInStrategy(ABC):
 
 
 class DecodeMaximal(BuiltInStrategy):
-    """Gives every running stream its next token in every tick. Prompts share the rest, at most one chunk in total.
+    """Gives every running stream its next token in every tick. Prompts share the rest of one chunk.
 
     This is the default. With any number of prompts in prefill, a stream waits at most one tick for its next token, and
-    this tick contains at most `chunk_size` prompt tokens. While no stream runs, each prompt may get a chunk, and the
-    chunks together may use the whole budget.
+    this tick contains at most `chunk_size` tokens. If the streams need more than half of them, prompts still get half a
+    chunk. While no stream runs, each prompt may get a chunk, and the chunks together may use the whole budget.
+
+    The tokens of the streams count, because llama.cpp computes at most `n_ubatch` tokens in one pass over the weights,
+    and `chunk_size` is usually `n_ubatch`. With a few tokens more, it would make a second pass for them.
     """
 
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
         decode = decode_tokens(slots, budget)
-        room = budget - len(decode)
-        return Batch(decode, prefill_chunks(slots, min(room, chunk_size) if decode else room, chunk_size))
+        limit = budget - len(decode)
+        if decode:
+            limit = min(limit, max(chunk_size - len(decode), (chunk_size + 1) // 2))
+        return Batch(decode, prefill_chunks(slots, limit, chunk_size))
 
 
 class PrefillPriority(BuiltInStrategy):
