@@ -197,6 +197,8 @@ def test_wrong_arguments_are_refused(native: NativeDraws) -> None:
     with pytest.raises(TypeError, match="read-write"):
         native(logits, [draw], 1)
     logits.flags.writeable = True
+    with pytest.raises(ValueError, match="k below 1"):
+        native(logits, [draw._replace(k=0)], 1)
     not_draws: list[Any] = [list(draw), draw[:-1], (*draw[:5], [1], 0.5), (*draw[:5], ("x",), 0.5)]
     for wrong in not_draws:
         with pytest.raises(TypeError):

@@ -279,6 +279,10 @@ bool read_draw(PyObject* object, Draw& draw) {
     if (!PyArg_ParseTuple(object, "nddndO!d", &draw.k, &draw.top_p, &draw.min_p, &draw.min_keep, &draw.temperature,
                           &PyTuple_Type, &masked, &draw.uniform))
         return false;
+    if (draw.k < 1) {
+        PyErr_SetString(PyExc_ValueError, "a draw has k below 1");
+        return false;
+    }
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(masked); index++)
         draw.masked.push_back(PyLong_AsSsize_t(PyTuple_GET_ITEM(masked, index)));
     return !PyErr_Occurred();
