@@ -1,7 +1,7 @@
 """How long do running streams wait for their next token while a prompt of 3,000 tokens is prefilled?
 
-Three jobs stream. Then a long prompt arrives, which the worker prefills in chunks of 512 tokens. Each chunk is computed
-in one tick together with the streams' decode tokens. A hook in the worker measures the ticks.
+Three jobs stream. Then a long prompt arrives, which the worker prefills in chunks. Each chunk is computed in one
+tick together with the streams' decode tokens, 512 tokens in all. A hook in the worker measures the ticks.
 
 - `longest_gap_ms`: the longest time between two arrivals at one subscriber during the prefill.
 - `chunk_tick_ms`: duration of the ticks that compute a full chunk and one token of every stream.
@@ -32,7 +32,8 @@ from workload import Prompts
 TICKS_FILE = "BENCH_TICKS_FILE"
 """Environment variable: the file to which the hook of a worker writes its ticks."""
 N_STREAMS = 3
-N_OUT = 160
+N_OUT, QUICK_N_OUT = 160, 600
+"""The streams must last until the long prompt is computed, and a quick run has a faster model."""
 N_LONG, QUICK_N_LONG = 3000, 1000
 CHUNK_SIZE, QUICK_CHUNK_SIZE = 512, 128
 N_CTX = 8192
@@ -77,6 +78,7 @@ def _is_chunk_tick(tick: dict[str, Any], full_chunk: int) -> bool:
 def measure(plan: Plan) -> Figures:
     """Return the medians over the rounds, for a prefill in chunks and for an unchunked prefill."""
     n_long, chunk_size = (QUICK_N_LONG, QUICK_CHUNK_SIZE) if plan.quick else (N_LONG, CHUNK_SIZE)
+    n_out = QUICK_N_OUT if plan.quick else N_OUT
     n_batch = 2048
     with ExitStack() as exits:
         ticks_file = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "ticks.jsonl"
@@ -92,9 +94,9 @@ def measure(plan: Plan) -> Figures:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sizes}
         for index in range(plan.rounds + 1):
             for name, size in sizes.items():
-                load = Load.draw(prompts, N_STREAMS, n_long, N_OUT)
+                load = Load.draw(prompts, N_STREAMS, n_long, n_out)
                 timelines = stack.run(partial(run_on_worker, load), name)
-                full_chunk = min(size, n_batch - N_STREAMS, n_long)
+                full_chunk = min(size - N_STREAMS, n_long)
                 figures = summarize(timelines, read_ticks(ticks_file), full_chunk)
                 if index or plan.quick:  # the first round warms up
                     rounds[name].append(figures)

@@ -178,6 +178,39 @@ def test_streams_are_measured_while_a_prompt_is_computed() -> None:
     assert figures["targets"]["gap_p95_ms"]["target"] == figures["target_ms"]
 
 
+def test_ticks_with_a_full_chunk_are_measured_beside_streams() -> None:
+    figures = run_quickly("long_prompt")
+    for one in (figures["chunked"], figures["unchunked"]):
+        assert_spread(one["chunk_tick_ms"])
+        assert one["longest_gap_ms"] > 0
+        assert one["tick_within_ms"] > 0
+
+
+def test_a_bulk_run_computes_its_shared_prefix_once() -> None:
+    figures = run_quickly("bulk")
+    shared = figures["shared"]["llamaq"]
+    assert shared["computed_tokens"] == figures["tokens_shared"] + figures["rows"] * figures["tokens_own"]
+    assert shared["computed_per_distinct"] == 1
+    assert_spread(figures["interactive"]["busy_ttft_ms"])
+
+
+def test_streams_through_http_are_compared_with_those_of_the_client() -> None:
+    figures = run_quickly("serve_overhead")
+    client, serve = figures["streams"]["client"], figures["streams"]["serve"]
+    assert client["tokens"] == serve["tokens"] > 0
+    assert client["vs_client"] == 1
+    assert serve["vs_client"] > 0
+    assert_spread(figures["idle"]["serve"])
+
+
+def test_open_http_streams_are_measured_while_they_wait() -> None:
+    figures = run_quickly("open_streams")
+    assert figures["streams"] > 0
+    assert figures["kb_per_stream"] > 0
+    assert_spread(figures["health_ms"])
+    assert_spread(figures["ttft_ms"])
+
+
 def test_the_latency_of_the_queue_is_measured_for_jobs_and_tokens() -> None:
     engine = run_quickly("queue_latency")["engines"]["null"]
     assert_spread(engine["submit_to_admitted_ms"])
