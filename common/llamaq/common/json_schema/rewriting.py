@@ -9,7 +9,8 @@ value that the original does not allow.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +53,7 @@ IMPLEMENTED = frozenset({
 })  # fmt: skip
 """The keywords that llguidance implements. All other keywords are removed: they describe a value, but do not constrain
 it. In recursive schemas, llguidance does not accept them."""
+_WITHOUT_SHORT_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
 """Keywords whose schemas describe the same value as the schema that has them."""
 _ONE = ("items", "additionalProperties", "additionalItems")
@@ -118,6 +120,7 @@ class _Rewriting:
             if keyword in schema:
                 raise refused(keyword, place, f"is not supported: {way_out}")
         check_min_properties(schema, place)
+        _check_characters(schema, place)
         if "oneOf" in schema:
             schema = self._rewrite_one_of(schema, place)
         if "$ref" in schema:
@@ -252,6 +255,23 @@ def _renamed(schema: dict[str, Any], name: str, other: str) -> dict[str, Any]:
     if name not in schema:
         return schema
     return {other: schema[name], **_without(schema, name)}
+
+
+def _check_characters(schema: dict[str, Any], place: str) -> None:
+    """Refuse values with a control character that has no short escape: `SCHEMA_OPTIONS` allows no other escapes."""
+    for keyword in {"const", "enum"} & schema.keys():
+        for text in _strings(schema[keyword]):
+            if found := _WITHOUT_SHORT_ESCAPE.search(text):
+                raise refused(keyword, place, f"has the character U+{ord(found[0]):04X}, which no output has")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings of a value, without the names in its objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
 
 
 def _check_nesting(schema: dict[str, Any]) -> None:

@@ -27,6 +27,11 @@ BAD_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "wrong type": ({"properties": 5}, "properties must be an object"),
     "huge": ({"enum": ["x" * 70_000]}, "larger than"),
     "bad pattern": ({"type": "string", "pattern": "("}, "regex parse error"),
+    "control character": (
+        {"properties": {"a": {"enum": [["a\0b"]]}}},
+        "`enum` at #/properties/a has the character U+0000",
+    ),
+    "delete character": ({"const": {"a": "\x7f"}}, "`const` at # has the character U+007F"),
     "not supported": ({"type": "array", "items": {"not": {"type": "string"}}}, "`not` at #/items is not supported"),
     "overlapping": (
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
@@ -178,6 +183,7 @@ TREE = {
             ["[5.1]"],
             ["[5]"],
         ),
+        ({"const": {"\1": "\b\t\n\f\r\u0080"}}, ['{"\\u0001": "\\b\\t\\n\\f\\r\u0080"}'], ['{"": ""}']),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )
