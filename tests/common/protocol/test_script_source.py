@@ -9,8 +9,14 @@ import pytest
 
 from llamaq.common.protocol.script_source import SHARED, source
 
-FOLDER = files("llamaq.common.protocol") / "scripts"
-SCRIPTS = sorted(path.name.removesuffix(".lua") for path in FOLDER.iterdir() if not path.name.startswith("_"))
+COMMON, BROKER = "llamaq.common.protocol", "llamaq.worker.broker"
+FOLDER = files(COMMON) / "scripts"
+SCRIPTS = sorted(
+    (path.name.removesuffix(".lua"), package)
+    for package in (COMMON, BROKER)
+    for path in files(package).joinpath("scripts").iterdir()
+    if not path.name.startswith("_")
+)
 
 
 def defined_in(text: str) -> list[str]:
@@ -19,10 +25,10 @@ def defined_in(text: str) -> list[str]:
     return [*functions, *re.findall(r"^local (\w+) =", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_has_each_shared_function_that_it_names(name: str) -> None:
+@pytest.mark.parametrize(("name", "package"), SCRIPTS)
+def test_a_script_has_each_shared_function_that_it_names(name: str, package: str) -> None:
     shared = [one for part in SHARED for one in defined_in(FOLDER.joinpath(f"{part}.lua").read_text())]
-    text = source(name)
+    text = source(name, package)
     code = re.sub(r"--.*", "", text)
     for one in shared:
         places = [found.start() for found in re.finditer(rf"\b{one}\b", code)]

@@ -2,6 +2,8 @@
 
 Every script may run twice without harm, because redis-py sends a command again when its connection breaks. The opening
 comment of each Lua file lists its keys, arguments and return values.
+
+The scripts of jobs are in the folder `scripts` beside this module. Other packages may have such a folder too.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ _DEFINITION = re.compile(
 
 
 @cache
-def source(name: str) -> str:
-    """Return the text of a script, with the shared functions that it needs in front of it.
+def source(name: str, package: str = __package__) -> str:
+    """Return the text of a script in a package, with the shared functions that it needs in front of it.
 
     Each call of a script creates all functions in its text, so functions that are not needed would cost time. A
     function uses only functions that stand before it.
     """
     folder = files(__package__) / "scripts"
-    text = folder.joinpath(f"{name}.lua").read_text()
+    text = files(package).joinpath("scripts", f"{name}.lua").read_text()
     shared = "\n".join(folder.joinpath(f"{part}.lua").read_text() for part in SHARED)
     for found in reversed(list(_DEFINITION.finditer(shared))):
         if re.search(rf"\b{found['name'] or found['constant']}\b", text):
