@@ -41,6 +41,17 @@ def test_a_call_of_the_blocking_client_is_read_from_the_result_and_from_the_stre
         assert client.chat([*HELLO, answer.message, told], max_tokens=4).text, "the answer is a message of the chat"
 
 
+def test_without_parallel_calls_only_the_first_one_is_read(caller: ServedQueue) -> None:
+    with Client(caller.url, caller.queue) as client:
+        twice = {"lark": f"start: {json.dumps(f'I look. {CALL}{CALL}')}"}
+        answers = client.chat_answers(HELLO, tools=TOOLS, parallel_tool_calls=False, **twice)
+        assert len(answers.read(client.chat(HELLO, **answers.options)).tool_calls) == 1
+        parts = list(answers.parts(client.stream_chat(HELLO, **answers.options)))
+        assert sum(isinstance(part, CallStarted) for part in parts) == 1
+        both = client.chat_answers(HELLO, tools=TOOLS, **twice)
+        assert len(both.read(client.chat(HELLO, **both.options)).tool_calls) == 2
+
+
 async def test_a_demanded_call_follows_the_schema_of_its_tool(caller: ServedQueue) -> None:
     async with AsyncClient(caller.url, caller.queue) as client:
         answers = await client.chat_answers(

@@ -102,9 +102,10 @@ async def connected(served: ServedQueue) -> AsyncIterator[anthropic.AsyncAnthrop
 
 
 async def test_a_tool_is_used_and_its_result_answered(caller: ServedQueue) -> None:
-    """A grammar stands for a model that decides by itself to write a text and a call."""
-    written = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>'
+    """A grammar stands for a model that decides by itself to write a text and two calls. One of them counts."""
+    written = "I look." + '\n<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>' * 2
     auto: Any = {**LONG, "model": caller.queue, "extra_body": {"lark": f"start: {json.dumps(written)}"}}
+    auto["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
     async with connected(caller) as api:
         message = await api.messages.create(**auto)
         async with api.messages.stream(**auto) as stream:

@@ -136,8 +136,8 @@ WEATHER: Any = {
     "strict": True,
 }
 CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>'
-WRITES_CALL: Any = {"lark": f"start: {json.dumps(CALL)}"}
-"""A grammar that stands for a model that decides by itself to write a text and a call."""
+WRITES_CALL: Any = {"lark": f"start: {json.dumps(CALL + CALL[len('I look.') :])}"}
+"""A grammar that stands for a model that decides by itself to write a text and two calls."""
 
 
 async def test_a_function_is_called_and_its_output_answered(caller: ServedQueue) -> None:

@@ -54,6 +54,25 @@ async def test_the_model_may_call_tools_by_itself(caller: ServedQueue) -> None:
     assert len(pieces) > 2
 
 
+async def test_without_parallel_calls_further_calls_of_the_model_are_left_out(caller: ServedQueue) -> None:
+    options: Any = {
+        "model": caller.queue,
+        "messages": HELLO,
+        "tools": [openai.pydantic_function_tool(weather)],
+        "parallel_tool_calls": False,
+        "extra_body": {"lark": f"start: {json.dumps(f'I look. {CALL}{CALL}{CALL}')}"},
+    }
+    async with openai_client(caller) as api:
+        whole = await api.chat.completions.parse(**options)
+        async with api.chat.completions.stream(**options) as stream:
+            streamed = await stream.get_final_completion()
+    for completion in (whole, streamed):
+        (choice,) = completion.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+        (call,) = choice.message.tool_calls or []
+        assert call.function.parsed_arguments == weather(unit="C")
+
+
 async def test_reasoning_comes_before_objects_and_calls(caller: ServedQueue) -> None:
     options: Any = {"model": caller.queue, "messages": HELLO, "response_format": weather}
     tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": weather.model_json_schema()}}]

@@ -38,12 +38,20 @@ class AnswerForms:
     def __repr__(self) -> str:
         return f"<AnswerForms of {len(self._beginnings)} templates>"
 
-    async def of(self, connection: QueueConnection, job: Mapping[str, Any], *, may_reason: bool = True) -> AnswerForm:
+    async def of(
+        self,
+        connection: QueueConnection,
+        job: Mapping[str, Any],
+        *,
+        is_parallel: bool = True,
+        may_reason: bool = True,
+    ) -> AnswerForm:
         """Return the form of the answer to a chat.
 
         Args:
             connection: The connection to the queue.
             job: The arguments of `submit`.
+            is_parallel: Whether the answer may have several calls.
             may_reason: Whether reasoning is separated from the content. False: it is part of the content, for example
                 because a constraint of the answer has no room for it.
         """
@@ -52,7 +60,13 @@ class AnswerForms:
             return CONTENT_ALONE
         card = await self._card(connection.settings.queue)
         template, tag_tokens = (None, {}) if card is None else (card.chat_template, card.tag_tokens)
-        form = form_of(template, tools=tools, may_reason=may_reason and not is_free, tag_tokens=tag_tokens)
+        form = form_of(
+            template,
+            tools=tools,
+            is_parallel=is_parallel,
+            may_reason=may_reason and not is_free,
+            tag_tokens=tag_tokens,
+        )
         if not form.reasoning_open:
             return form
         if job.get("continue_final_message"):

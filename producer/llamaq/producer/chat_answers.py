@@ -102,5 +102,5 @@ async def read_form(
     """
     tools = read_tools({**choice, "tools": options.get("tools")})
     job = {**options, "messages": messages, "tools": tools.tools}
-    form = await forms.of(connection, job)
+    form = await forms.of(connection, job, is_parallel=tools.is_parallel)
     return ChatAnswers(form, {**options, "tools": tools.tools or None, **form_options(form, tools, job)})

@@ -216,6 +216,26 @@ def test_an_answer_is_split_into_its_parts(template: str, answer: str, expected:
     assert split(template, list(answer)) == expected, "character by character"
 
 
+def calls_of(parts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return [part for part in parts if part[0] == "call"]
+
+
+@pytest.mark.parametrize(("template", "answer", "expected"), CASES.values(), ids=CASES)
+def test_without_parallel_calls_only_the_first_call_counts(
+    template: str, answer: str, expected: list[tuple[str, ...]]
+) -> None:
+    form = form_of(template, tools=TOOLS, is_parallel=False)
+    splitter = form.after("<|Assistant|><think>\n" if template == R1 else "").splitter()
+    assert splitter is not None
+    parts = [part for character in answer for part in splitter.feed(character)] + splitter.finish()
+    assert calls_of(joined(parts)) == calls_of(expected)[:1]
+    assert [part for part in joined(parts) if part[0] == "reasoning"] == [p for p in expected if p[0] == "reasoning"]
+
+
+def test_some_answers_have_several_calls() -> None:
+    assert sum(len(calls_of(expected)) > 1 for _, _, expected in CASES.values()) >= 5
+
+
 @given(st.sampled_from(sorted(CASES)), st.lists(st.integers(0, 200)))
 def test_the_parts_do_not_depend_on_how_the_answer_arrives(name: str, cuts: list[int]) -> None:
     template, answer, expected = CASES[name]

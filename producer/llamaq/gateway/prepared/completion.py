@@ -59,7 +59,9 @@ class PreparedCompletion:
         form = CONTENT_ALONE
         if endpoint is Endpoint.CHAT:
             may_reason = fields.get("reasoning_format") != "none"
-            form = await models.forms.of(client.connection, body.jobs[0], may_reason=may_reason)
+            form = await models.forms.of(
+                client.connection, body.jobs[0], is_parallel=body.tool_choice.is_parallel, may_reason=may_reason
+            )
         more = form_options(form, body.tool_choice, body.jobs[0])
         return cls(models, client, body, form, echoed, [job | more for job in body.jobs])
 

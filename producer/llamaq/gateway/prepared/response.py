@@ -63,7 +63,7 @@ class PreparedResponse:
         """
         messages = conversation_of(body, history)
         values = {**body.options, "messages": messages}
-        form = await models.forms.of(client.connection, values)
+        form = await models.forms.of(client.connection, values, is_parallel=body.tool_choice.is_parallel)
         values["messages"] = await _prompt_of(models.queues, client, body, messages)
         record = ResponseRecord(
             model=body.model or client.queue,

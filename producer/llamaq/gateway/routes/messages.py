@@ -35,7 +35,7 @@ async def answer(request: Request) -> Response:
     body = read_messages_body(await read_object(request))
     client = await queue_for(request, body.model)
     values = {**body.prompt, **body.options}
-    form = await context.models.forms.of(client.connection, values)
+    form = await context.models.forms.of(client.connection, values, is_parallel=body.tool_choice.is_parallel)
     generation = generation_for(request, client, [values | form_options(form, body.tool_choice, values)])
     if body.is_streamed:
         n_input = await _count_input(client, body.prompt)

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from llamaq.common.protocol import answer_tags
 from llamaq.common.protocol.wire_model import WireModel
+from llamaq.producer.answer_parts.first_call import FirstCall
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.parts import Part
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
@@ -84,6 +85,7 @@ class AnswerForm(WireModel):
 
     format: AnswerFormat = Field(AnswerFormat.JSON, description="How the model writes tool calls.")
     has_tools: bool = Field(False, description="Whether the answer may call tools.")
+    is_parallel: bool = Field(True, description="Whether the answer may have several calls, or only one.")
     text_parameters: dict[str, tuple[str, ...]] = Field(
         default_factory=dict, description="For calls in XML: the parameters of each tool whose values are texts."
     )
@@ -113,6 +115,10 @@ class AnswerForm(WireModel):
         """Return a splitter for one answer. None: the whole text is content."""
         if not self.is_split:
             return None
+        splitter = self._splitter_of_all_calls()
+        return splitter if self.is_parallel else FirstCall(splitter)
+
+    def _splitter_of_all_calls(self) -> AnswerSplitter:
         if self.format is AnswerFormat.HARMONY:
             return HarmonySplitter(self.tag_tokens)
         tags = replace(
@@ -147,6 +153,7 @@ def form_of(
     chat_template: str | None,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
+    is_parallel: bool = True,
     may_reason: bool = True,
     tag_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> AnswerForm:
@@ -155,6 +162,7 @@ def form_of(
     Args:
         chat_template: The model's chat template.
         tools: The tools of the request. Without tools, text in the form of a call is content.
+        is_parallel: Whether an answer may have several calls.
         may_reason: Whether reasoning is a part of its own. False: it is content.
         tag_tokens: The tags that are one token of the model's vocabulary, with these tokens.
     """
@@ -164,6 +172,7 @@ def form_of(
     return AnswerForm(
         format=found,
         has_tools=bool(tools),
+        is_parallel=is_parallel,
         text_parameters=text_parameters_of(tools) if found is AnswerFormat.XML else {},
         reasoning_open=opening,
         reasoning_close=closing,

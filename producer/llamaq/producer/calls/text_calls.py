@@ -45,7 +45,7 @@ class TextCalls(QueueCalls):
             messages: The messages, oldest first.
             tool_choice: `auto`: the model decides whether it calls a tool. `none`: it has no tools. `required`, or
                 `{"type": "function", "function": {"name": NAME}}`: it must call a tool, or this tool.
-            parallel_tool_calls: Whether further calls may follow a required call.
+            parallel_tool_calls: Whether an answer may have several calls. If not, the first one counts.
             **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
 
         Returns:
