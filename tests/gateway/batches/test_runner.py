@@ -9,7 +9,7 @@ import secrets
 import httpx
 import pytest
 from tests.support.api_keys import bearer, key_store
-from tests.support.batches import begin, echo, end_of, jsonl, line, lines_of
+from tests.support.batches import answering, begin, echo, end_of, jsonl, line, lines_of
 from tests.support.http_server import serving_http
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -143,3 +143,35 @@ async def test_an_outage_of_redis_is_one_warning(redis_url: str, queue: str, cap
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         "batch.redis_error error=WRONGTYPE Operation against a key holding the wrong kind of value"
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("request", b"{"), ("request", b"\xff"), ("status", b"x"), ("total", b"many"), ("errors", b"[")],
+)
+async def test_a_damaged_batch_is_named_and_disturbs_no_other(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture, field: str, value: bytes
+) -> None:
+    keys = Keys(f"damaged-{secrets.token_hex(4)}")
+    options = {"key_prefix": keys.prefix}
+    async with connect(redis_url, name="test") as redis:
+        async with (
+            serving_http(redis_url, queue, max_batches=0, **options) as idle,
+            httpx.AsyncClient(base_url=idle) as http,
+        ):
+            damaged, other = [(await begin(http, jsonl(line("a", "x"))))["id"] for _ in range(2)]
+            await redis.hset(keys.http_batch(damaged), field, value)
+            shown = await http.get(f"/v1/batches/{damaged}")
+            listed = (await http.get("/v1/batches")).json()["data"]
+        assert (shown.status_code, f"batch '{damaged}' in Redis is damaged" in shown.text) == (500, True)
+        assert [batch["id"] for batch in listed] == [other]
+        with caplog.at_level(logging.ERROR, "llamaq.gateway.batches.runner"):
+            async with (
+                answering(redis_url, queue, keys.prefix),
+                serving_http(redis_url, queue, **options) as running,
+                httpx.AsyncClient(base_url=running) as http,
+            ):
+                assert (await end_of(http, {"id": other}))["status"] in ("completed", "failed")
+                while await redis.zcard(keys.http_open_batches()):  # noqa: ASYNC110 - Redis is asked
+                    await asyncio.sleep(0.01)
+    assert caplog.text.count(f"batch.damaged id={damaged}") == 1

@@ -11,6 +11,7 @@ from functools import partial
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import cancel_tasks
+from llamaq.common.errors import ProtocolError
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.gateway.batches.batch_run import BatchRun, run_with_lease
 from llamaq.gateway.batches.record import Batch, BatchStatus
@@ -102,6 +103,10 @@ class BatchRunner:
                 return
         except LeaseLost:
             log.warning("batch.lost id=%s: another server runs it", batch_id)
+            return
+        except ProtocolError as exc:
+            log.error("batch.damaged id=%s error=%s", batch_id, exc)
+            await self.store.close(batch_id)
             return
         except (RedisError, OSError) as exc:
             log.warning("batch.delayed id=%s error=%s", batch_id, exc)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
@@ -11,10 +12,10 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from llamaq.common.errors import InvalidRequest, LlamaqError
+from llamaq.common.errors import InvalidRequest, LlamaqError, ProtocolError
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.write_refusals import is_job_key_error
-from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, missing_batch
+from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, batch_object, missing_batch
 from llamaq.gateway.http.query_parameters import Page
 
 KEPT_S = 30 * 24 * 3600
@@ -72,12 +73,16 @@ class BatchStore:
             replies: Any = await pipe.execute()
         # After the pipeline, because a server that finds no batch under the id forgets the id.
         await self.redis.zadd(self.keys.http_open_batches(), {request.id: request.created_ms}, nx=True)
-        return _batch_of(replies[2])
+        return _batch_of(request.id, replies[2])
 
     async def read(self, batch_id: str) -> Batch | None:
-        """Return a batch. None: there is none."""
+        """Return a batch. None: there is none.
+
+        Raises:
+            ProtocolError: Another client of Redis has damaged it.
+        """
         stored: Any = await self.redis.hgetall(self.keys.http_batch(batch_id))
-        return _batch_of(stored) if stored else None
+        return _batch_of(batch_id, stored) if stored else None
 
     async def find(self, batch_id: str, owner: str | None) -> Batch:
         """Return a batch of an API key.
@@ -94,7 +99,7 @@ class BatchStore:
         return batch
 
     async def listed(self, owner: str | None, page: Page) -> tuple[list[Batch], bool]:
-        """Return batches of an API key, and whether there are more.
+        """Return batches of an API key, and whether there are more. Damaged ones are left out.
 
         Args:
             owner: Name of the API key. None: the server requires none.
@@ -112,10 +117,15 @@ class BatchStore:
             start = rank + 1
         ids: Any = await self.redis.zrange(mine, start, start + page.limit, desc=not page.is_ascending)
         async with self.redis.pipeline(transaction=False) as pipe:
-            for batch_id in ids[: page.limit]:
-                pipe.hgetall(self.keys.http_batch(batch_id.decode()))
+            shown = [batch_id.decode() for batch_id in ids[: page.limit]]
+            for batch_id in shown:
+                pipe.hgetall(self.keys.http_batch(batch_id))
             found: Any = await pipe.execute() if ids else []
-        return [_batch_of(stored) for stored in found if stored], len(ids) > page.limit
+        batches = []
+        for batch_id, stored in zip(shown, found, strict=True):
+            with suppress(ProtocolError):
+                batches += [_batch_of(batch_id, stored)] if stored else []
+        return batches, len(ids) > page.limit
 
     async def cancel(self, batch_id: str) -> None:
         """Let the runner of a batch cancel it. A batch that has ended stays as it is."""
@@ -238,6 +248,16 @@ class BatchStore:
             raise LeaseLost(request.id)
 
 
-def _batch_of(stored: Mapping[bytes, bytes]) -> Batch:
-    fields = {name.decode(): value.decode() for name, value in stored.items()}
-    return Batch(BatchRequest.model_validate_json(fields.pop("request")), fields)
+def _batch_of(batch_id: str, stored: Mapping[bytes, bytes]) -> Batch:
+    """Return a batch.
+
+    Raises:
+        ProtocolError: Another client of Redis has damaged it.
+    """
+    try:
+        fields = {name.decode(): value.decode() for name, value in stored.items()}
+        batch = Batch(BatchRequest.model_validate_json(fields.pop("request")), fields)
+        batch_object(batch)  # reads every field
+    except (ValueError, KeyError) as exc:
+        raise ProtocolError(f"the record of batch {batch_id!r} in Redis is damaged: {type(exc).__name__}") from exc
+    return batch
