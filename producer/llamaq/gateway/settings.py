@@ -117,7 +117,9 @@ class ServeSettings(ClientSettings):
         LogFormat.TEXT, description="Form of log messages: `text`, or `json` with one object on each line."
     )
     tls_cert: Path | None = Field(
-        None, description="PEM file with the certificate chain. If set, the server speaks HTTPS. Needs `tls_key`."
+        None,
+        description="PEM file with the certificate chain. If set, the server speaks HTTPS. Needs `tls_key`. Both files "
+        "are loaded again when they change.",
     )
     tls_key: Path | None = Field(None, description="PEM file with the private key of `tls_cert`.")
 

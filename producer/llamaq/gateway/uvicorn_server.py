@@ -8,7 +8,6 @@ import math
 import resource
 import signal
 import socket
-import ssl
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -19,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.gateway.app import build_app
+from llamaq.gateway.http.certificate_renewal import CertificateRenewal, check_certificate
 from llamaq.gateway.http.open_requests import OpenRequests
 from llamaq.gateway.settings import ServeSettings
 
@@ -83,12 +83,16 @@ class BoundedHeaders(H11Protocol):
 
 
 class AnsweringServer(uvicorn.Server):
-    """uvicorn's server, which also answers the requests that are still open `shutdown_s` after it began to stop."""
+    """uvicorn's server, which also answers the requests that are still open `shutdown_s` after it began to stop.
 
-    def __init__(self, config: uvicorn.Config, open_requests: OpenRequests, shutdown_s: float) -> None:
+    It loads a renewed certificate too.
+    """
+
+    def __init__(self, config: uvicorn.Config, open_requests: OpenRequests, settings: ServeSettings) -> None:
         super().__init__(config)
         self._open_requests = open_requests
-        self._shutdown_s = shutdown_s
+        self._settings = settings
+        self._renewing: asyncio.Task[None] | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Run the server with few garbage collections and with the hard limit of open files. The soft is often 1024."""
@@ -105,9 +109,18 @@ class AnsweringServer(uvicorn.Server):
         else:
             super().handle_exit(sig, frame)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and watch the files of the certificate from now on."""
+        await super().startup(sockets)
+        cert, key, context = self._settings.tls_cert, self._settings.tls_key, self.config.ssl
+        if cert is not None and key is not None and context is not None:
+            self._renewing = asyncio.create_task(CertificateRenewal(context, cert, key).watch())
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: accept no more connections, and wait for the open requests."""
-        ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._open_requests.end_all)
+        if self._renewing is not None:
+            self._renewing.cancel()
+        ending = asyncio.get_running_loop().call_later(self._settings.shutdown_s, self._open_requests.end_all)
         try:
             await super().shutdown(sockets)
         finally:
@@ -140,18 +153,18 @@ def build_server(settings: ServeSettings) -> uvicorn.Server:
             ssl_keyfile=settings.tls_key,
         ),
         app.state.open_requests,
-        settings.shutdown_s,
+        settings,
     )
 
 
 def _check_tls(settings: ServeSettings) -> None:
-    if settings.tls_cert is None:
+    if settings.tls_cert is None or settings.tls_key is None:  # the settings allow both or none
         return
     for name, path in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):
-        if path is not None and not path.is_file():
+        if not path.is_file():
             raise InvalidSettings(f"{name}: there is no file {path}")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+        check_certificate(settings.tls_cert, settings.tls_key)
     except OSError as exc:  # an SSLError is one too
         raise InvalidSettings(f"tls_cert, tls_key: the files cannot be used: {exc.strerror or exc}") from exc
 
