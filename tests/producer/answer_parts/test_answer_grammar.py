@@ -202,6 +202,14 @@ def test_the_grammar_of_harmony_names_its_channels() -> None:
     assert 'content: <|channel|> "final" <|message|> object' in grammar
 
 
+def test_the_name_of_a_tool_is_a_text_of_the_grammar() -> None:
+    odd = 'a"b\\c\n'
+    for answer_format in AnswerFormat:
+        grammar = answer_grammar(AnswerForm(format=answer_format, has_tools=True), [tool(odd)])
+        assert odd not in grammar
+        assert json.dumps(odd)[1:-1] in grammar or json.dumps(json.dumps(odd))[1:-1] in grammar
+
+
 def test_a_schema_that_no_grammar_holds_is_an_invalid_request() -> None:
     form = AnswerForm(has_tools=True)
     with pytest.raises(InvalidRequest, match="`uniqueItems` at #/properties/a is not supported"):

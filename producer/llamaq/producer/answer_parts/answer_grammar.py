@@ -94,7 +94,8 @@ def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | N
     """Return a grammar for reasoning in the channel `analysis`, which may be left out, and one call or the content."""
     names = [f"call{number}" for number in range(len(tools))]
     rules = [
-        f'{rule}: <|channel|> "commentary to=functions.{name} " <|constrain|> "json" <|message|> arguments{number}\n'
+        f"{rule}: <|channel|> {json.dumps(f'commentary to=functions.{name} ', ensure_ascii=False)} "
+        f'<|constrain|> "json" <|message|> arguments{number}\n'
         f"arguments{number}: {_json(parameters, is_closed=True)}\n"
         for number, (rule, (name, parameters)) in enumerate(zip(names, map(_function, tools), strict=True))
     ]
