@@ -252,8 +252,8 @@ def test_the_installed_wheels_import_all_three_portions_from_outside_the_checkou
 def test_the_installed_wheels_find_their_lua_scripts_and_the_model(installed: Path) -> None:
     code = (
         "from importlib.resources import files\n"
-        "print(min(len(script.read_bytes()) for script in files('llamaq.common.protocol').joinpath('scripts').iterdir()"
-        " if script.name.endswith('.lua')))\n"
+        "print(min(len(script.read_bytes()) for package in ('llamaq.common.protocol', 'llamaq.worker.broker')"
+        " for script in files(package).joinpath('scripts').iterdir() if script.name.endswith('.lua')))\n"
         "print(files('llamaq.worker').joinpath('model', 'llamaq-demo.gguf').open('rb').read(4).decode())"
     )
     smallest, magic = run_installed(installed, code).split()

@@ -9,8 +9,13 @@ import pytest
 
 from llamaq.common.protocol.script_source import SHARED, source
 
-FOLDER = files("llamaq.common.protocol") / "scripts"
-SCRIPTS = sorted(path.name.removesuffix(".lua") for path in FOLDER.iterdir() if not path.name.startswith("_"))
+PACKAGES = ("llamaq.common.protocol", "llamaq.worker.broker")
+SCRIPTS = sorted(
+    (path.name.removesuffix(".lua"), package)
+    for package in PACKAGES
+    for path in (files(package) / "scripts").iterdir()
+    if not path.name.startswith("_")
+)
 
 
 def defined_in(text: str) -> list[str]:
@@ -19,10 +24,11 @@ def defined_in(text: str) -> list[str]:
     return [*functions, *re.findall(r"^local (\w+) =", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_has_each_shared_function_that_it_names(name: str) -> None:
-    shared = [one for part in SHARED for one in defined_in(FOLDER.joinpath(f"{part}.lua").read_text())]
-    text = source(name)
+@pytest.mark.parametrize(("name", "package"), SCRIPTS)
+def test_a_script_has_each_shared_function_that_it_names(name: str, package: str) -> None:
+    folder = files("llamaq.common.protocol") / "scripts"
+    shared = [one for part in SHARED for one in defined_in(folder.joinpath(f"{part}.lua").read_text())]
+    text = source(name, package)
     code = re.sub(r"--.*", "", text)
     for one in shared:
         places = [found.start() for found in re.finditer(rf"\b{one}\b", code)]

@@ -70,8 +70,8 @@ class Heartbeat:
         """
         self._redis = redis
         self._keys = keys
-        self._store_card = redis.register_script(source("store_card"))
-        self._store_beat = redis.register_script(source("store_beat"))
+        self._store_card = redis.register_script(source("store_card", __package__))
+        self._store_beat = redis.register_script(source("store_beat", __package__))
         self._card = card
         self._vocab_blob = vocab_blob
         self._ticks = ticks

@@ -33,7 +33,7 @@ class UpkeepScripts:
         self._keys = keys
         self._queue = queue
         self._leave_group, self._release_worker, self._sweep = (
-            redis.register_script(source(name)) for name in ("leave_group", "release_worker", "sweep")
+            redis.register_script(source(name, __package__)) for name in ("leave_group", "release_worker", "sweep")
         )
 
     def _streams(self, partition: int) -> list[str]:
