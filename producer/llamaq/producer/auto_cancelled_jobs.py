@@ -119,14 +119,14 @@ class AutoCancelledJobs:
     async def explain(self, timeout: ResultTimeout, job: AsyncJob) -> LlamaqError:
         """Return the error to raise after a timeout for which the job was cancelled."""
         queue = self._connection.settings.queue
-        looking = self._background.start(self._connection.workers.look(queue))
-        await asyncio.wait([looking], timeout=LAST_WAIT_S)
+        search = self._background.start(self._connection.workers.search(queue))
+        await asyncio.wait([search], timeout=LAST_WAIT_S)
         fate = "it continues, because it has an idempotency key" if job.is_shared else "it was cancelled"
-        if looking.done() and looking.exception() is None and not looking.result():
+        if search.done() and search.exception() is None and not search.result():
             error: LlamaqError = NoWorker(queue)
             error.args = (f"{error} (job {job.id}: {fate})",)
         else:
-            looking.add_done_callback(drop_error)
+            search.add_done_callback(drop_error)
             error = ResultTimeout(f"{timeout}; {fate}")
         error.job_id = job.id  # type: ignore[attr-defined]
         return error
