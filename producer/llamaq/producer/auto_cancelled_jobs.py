@@ -79,7 +79,7 @@ class AutoCancelledJobs:
             return await self._stream(request, timeout)
 
     async def _stream(self, request: JobRequest, timeout: float | None) -> AsyncStream:
-        limit, job_id = CallTimeout(self._connection.timeout_s(timeout)), new_job_id(self._connection, request)
+        limit, job_id = self.new_limit(timeout), new_job_id(self._connection, request)
         early = await self._listen(str(job_id)) if request.prompt_progress else None
         try:
             job = await self._submit(request, limit, job_id)
@@ -109,8 +109,9 @@ class AutoCancelledJobs:
     def cancel_soon(self, job: AsyncJob) -> asyncio.Task[bool]:
         """Cancel a job in the background, unless other callers may share it.
 
-        Returns: A task that ends soon, even if Redis does not answer for a long time. Its result is whether the job was
-        cancelled.
+        Returns:
+            A task that ends soon, even if Redis does not answer for a long time. Its result is whether the job was
+            cancelled.
         """
         if job.early_progress is not None:
             job.early_progress.stop()
@@ -162,7 +163,6 @@ class AutoCancelledJobs:
         Raises:
             NoWorker: The client has `require_worker`, and no worker serves the queue. Nothing was submitted.
         """
-        problem = "could not be submitted: Redis has not answered"
         await require_worker(self._connection, job_id, limit)
         submitting = self._background.start(send(self._connection, request, job_id, result_ttl_s=result_ttl_s))
         try:
@@ -172,7 +172,7 @@ class AutoCancelledJobs:
             raise
         if not submitting.done():
             self._background.start(self._cancel_when_submitted(submitting))
-            raise limit.error(str(job_id), problem)
+            raise limit.error(str(job_id), "could not be submitted: Redis has not answered")
         return submitting.result()
 
     async def _cancel_when_submitted(self, submitting: asyncio.Task[AsyncJob]) -> None:

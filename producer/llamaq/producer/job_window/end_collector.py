@@ -183,9 +183,8 @@ class EndCollector(Generic[T]):
                 pipe.hmget(keys.of_job(job_id).job, *STATE_FIELDS, *RESULT_FIELDS)
             replies: list[Any] = await pipe.execute(raise_on_error=False)
         for reply in replies:
-            if isinstance(reply, RedisError) and is_temporary(
-                reply
-            ):  # for example: Redis loads its data after a restart
+            # For example, Redis loads its data after a restart.
+            if isinstance(reply, RedisError) and is_temporary(reply):
                 raise reply
         return replies
 
