@@ -10,13 +10,13 @@ from weakref import WeakSet
 
 from redis.exceptions import RedisError
 
-from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.background_tasks import BackgroundTasks, drop_error
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, ResultTimeout
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer.auto_cancelled_stream import AsyncStream
-from llamaq.producer.call_timeout import CallTimeout, drop_error
+from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.early_progress import EarlyProgress
