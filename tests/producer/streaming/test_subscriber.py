@@ -62,7 +62,7 @@ async def test_the_last_reader_of_a_job_unsubscribes(redis_url: str, queue: str)
             await asyncio.sleep(0.005)
 
 
-def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients poll silent jobs 20 times a second."""
     monkeypatch.setattr(subscriber, "CHECK_S", 0.02)
     for name in ("SILENCE_S", "WAITING_SILENCE_S", "LONGEST_SILENCE_S"):
@@ -94,7 +94,7 @@ class LossyDispatch:
 async def test_streams_are_complete_when_messages_are_lost_repeated_or_damaged(
     redis_url: str, queue: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_often(monkeypatch)
+    poll_often(monkeypatch)
     lossy = LossyDispatch(monkeypatch, seed)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
@@ -129,7 +129,7 @@ async def test_tokens_lost_right_before_the_end_are_yielded_before_the_stream_en
 async def test_a_stream_without_any_message_is_still_complete(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_often(monkeypatch)
+    poll_often(monkeypatch)
     monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *_: None)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
@@ -146,7 +146,7 @@ async def test_a_stream_without_any_message_is_still_complete(
 async def test_a_job_with_a_damaged_hash_fails_alone(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_often(monkeypatch)
+    poll_often(monkeypatch)
     monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *_: None)  # only polls show progress
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
