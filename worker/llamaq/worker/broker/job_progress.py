@@ -25,7 +25,6 @@ from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.scheduling.finished_job_stats import mode_of
 
-
 MAX_UNSENT_PROGRESS = 64
 """Largest number of events `prompt_progress` that are kept while Redis is slow. Newer ones replace the oldest."""
 RETRYABLE = frozenset({ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED})
