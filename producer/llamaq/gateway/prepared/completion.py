@@ -75,7 +75,7 @@ class PreparedCompletion:
 
     def splitters(self) -> list[AnswerSplitter]:
         """Return a new splitter for each choice. Empty: the choices contain only content."""
-        return [splitter for _ in self.jobs if (splitter := self.form.splitter()) is not None]
+        return [self.form.splitter() for _ in self.jobs] if self.form.is_split else []
 
     async def logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0

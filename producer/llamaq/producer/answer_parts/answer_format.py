@@ -13,6 +13,7 @@ from pydantic import Field
 
 from llamaq.common.protocol import answer_tags
 from llamaq.common.protocol.wire_model import WireModel
+from llamaq.producer.answer_parts.content_splitter import ContentSplitter
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.parts import Part
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
@@ -109,10 +110,10 @@ class AnswerForm(WireModel):
             return HARMONY_REASONING
         return (self.reasoning_open, self.reasoning_close) if self.reasoning_open else None
 
-    def splitter(self) -> AnswerSplitter | None:
-        """Return a splitter for one answer. None: the whole text is content."""
+    def splitter(self) -> AnswerSplitter:
+        """Return a splitter for one answer."""
         if not self.is_split:
-            return None
+            return ContentSplitter()
         if self.format is AnswerFormat.HARMONY:
             return HarmonySplitter(self.tag_tokens)
         tags = replace(
