@@ -19,14 +19,24 @@ from tests.support.redis_servers import wait_until
 from tests.support.supervisors import PROMPT, children_of, start_supervisor, supervise
 
 from llamaq.common.protocol.job_outcome import JobState
+from llamaq.producer import Client
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Environment, Read
+    from tests.lifecycle.conftest import Environment, Read, Reader
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
+ONE_SLOT: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
+"""A worker with one slot, in which one more job waits. Its leases do not expire during a test."""
+
+
+def read_two_jobs(client: Client, read: Read) -> list[Reader]:
+    """Submit two jobs to a worker with `ONE_SLOT`, and wait until one of them runs and the other waits."""
+    readers = [read(client.submit(PROMPT, max_tokens=150, ignore_eos=True)) for _ in range(2)]
+    wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
+    return readers
 
 
 def test_a_killed_child_is_restarted_after_a_delay_that_doubles(environment: Environment) -> None:
@@ -106,13 +116,10 @@ def test_the_job_of_a_killed_child_continues(environment: Environment, read: Rea
 
 
 def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: Environment, read: Read) -> None:
-    settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
     # The card of a dead worker lives for five heartbeats: here longer than a worker takes to start on a busy machine.
-    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **settings)
+    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **ONE_SLOT)
     with environment.client() as client:
-        jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
-        readers = [read(job) for job in jobs]
-        wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
+        readers = read_two_jobs(client, read)
         (child,) = children_of(supervisor.pid)
         os.kill(child, signal.SIGKILL)
         environment.let_jobs_finish()
@@ -127,18 +134,15 @@ def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: En
 def test_the_next_worker_releases_the_jobs_of_a_worker_that_was_killed_with_its_supervisor(
     environment: Environment, read: Read
 ) -> None:
-    settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
     # The card of a dead worker lives for five heartbeats: here longer than a worker takes to start on a busy machine.
-    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **settings)
+    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **ONE_SLOT)
     with environment.client() as client:
-        jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
-        readers = [read(job) for job in jobs]
-        wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
+        readers = read_two_jobs(client, read)
         (child,) = children_of(supervisor.pid)
         supervisor.signal(signal.SIGSTOP)  # so that it cannot see the death of its child
         os.kill(child, signal.SIGKILL)
         supervisor.signal(signal.SIGKILL)
-        following = environment.start_worker(**settings)
+        following = environment.start_worker(**ONE_SLOT)
         following.await_output(r"dead_worker\.released worker=\S+ jobs=2")
         for reader in readers:
             assert len(reader.finish().tokens) == 150
