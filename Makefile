@@ -362,11 +362,11 @@ $(VENV)/$(LLAMA_BUILD).stamp: $(WHEEL)
 # `llamaq` and `llamaq-worker` are two distributions of this checkout, so both are named: pip must not look for the
 # second one in an index.
 $(VENV)/worker.stamp: pyproject.toml worker/pyproject.toml $(VENV)/$(LLAMA_BUILD).stamp
-	@echo "==> pip install -e '.[worker]' -e ./worker"
-	$(BIN)/pip install --quiet -e '.[worker]' -e ./worker
+	@echo "==> pip install -e '.[worker,serve]' -e ./worker"
+	$(BIN)/pip install --quiet -e '.[worker,serve]' -e ./worker
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/worker.stamp
-	@echo "==> pip install -e '.[worker,dev]' -e ./worker"
-	$(BIN)/pip install --quiet -e '.[worker,dev]' -e ./worker
+	@echo "==> pip install -e '.[worker,serve,dev]' -e ./worker"
+	$(BIN)/pip install --quiet -e '.[worker,serve,dev]' -e ./worker
 	touch $@

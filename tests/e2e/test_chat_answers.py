@@ -43,7 +43,7 @@ def test_a_call_of_the_blocking_client_is_read_from_the_result_and_from_the_stre
 
 def test_without_parallel_calls_only_the_first_one_is_read(caller: ServedQueue) -> None:
     with Client(caller.url, caller.queue) as client:
-        twice = {"lark": f"start: {json.dumps(f'I look. {CALL}{CALL}')}"}
+        twice: Any = {"lark": f"start: {json.dumps(f'I look. {CALL}{CALL}')}"}
         answers = client.chat_answers(HELLO, tools=TOOLS, parallel_tool_calls=False, **twice)
         assert len(answers.read(client.chat(HELLO, **answers.options)).tool_calls) == 1
         parts = list(answers.parts(client.stream_chat(HELLO, **answers.options)))

@@ -291,6 +291,10 @@ class Reader(threading.Thread):
         return result
 
 
+Read = Callable[[Job], Reader]
+"""Begins to read the stream of a job."""
+
+
 _environments: list[Environment] = []
 
 
@@ -306,7 +310,7 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture
-def read() -> Callable[[Job], Reader]:
+def read() -> Read:
     return Reader
 
 

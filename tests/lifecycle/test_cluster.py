@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,7 @@ from llamaq.worker.broker.intake import SEARCH_EVERY_S
 from llamaq.worker.broker.job_streams import JobStreams
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Command, Environment, Read
 
 PARTITIONS = 4
 PROMPT = "Once upon a time"

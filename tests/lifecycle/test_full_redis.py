@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,13 +15,11 @@ from tests.support.redis_servers import wait_until
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.producer import Client, Job, RedisFull
+from llamaq.producer import Client, RedisFull
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Environment, Read
 
 PROMPT = "Once upon a time"
 LEASE_S = 1.0

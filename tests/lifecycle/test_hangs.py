@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +12,7 @@ from llamaq.common.protocol.job_events import Started
 from llamaq.producer import Job
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Command, Environment, Read
 
 PROMPT = "Once upon a time"
 HANG_S = 1.0

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,7 @@ from llamaq.worker.engine.model_files import demo_model_path
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Command, Environment, Read
 
 PROMPTS = (
     "Once upon a time",

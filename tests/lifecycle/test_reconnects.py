@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,14 +12,11 @@ from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.redis.connect import SOCKET_TIMEOUT_S
-from llamaq.producer import Job
 from llamaq.producer.streaming.pubsub_connection import PING_S
 from llamaq.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Environment, Read
 
 PROMPT = "Once upon a time"
 N_JOBS = 24

@@ -5,17 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.producer import Job
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Command, Environment, Read, Reader
 
 PROMPT = "Once upon a time there was a girl named Mia."
 MAX_TOKENS = 1900

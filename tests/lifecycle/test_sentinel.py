@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,9 +19,7 @@ from llamaq.common.redis.sentinel import MAX_ANSWER_AGE_S
 from llamaq.producer import Job, JobNotFound
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Environment, Read
 
 PROMPTS = ("Once upon a time", "Once upon a time there was a girl named Mia.", "One day a little fox")
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,10 @@ import pytest
 
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.producer import Client, Job, QueueDepth
+from llamaq.producer import Client, QueueDepth
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Environment, Read
 
 PROMPT = "Once upon a time"
 SOON_S = 15.0

@@ -1,4 +1,4 @@
-"""The supervisor runs one worker process per device, restarts it when it dies, and leaves no worker behind."""
+"""The supervisor runs one worker process per device, restarts it when it dies, and releases its jobs."""
 
 from __future__ import annotations
 
@@ -10,65 +10,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis import Redis
-from tests.support.forked_children import HELPER_COMMAND
 from tests.support.redis_servers import wait_until
+from tests.support.supervisors import PROMPT, children_of, start_supervisor, supervise
 
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.producer import Job
+from llamaq.producer import Client
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Environment, Reader
-
-    Read = Callable[[Job], Reader]
+    from tests.lifecycle.conftest import Environment, Read, Reader
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
-PROMPT = "Once upon a time"
-SUPERVISE = """
-import sys
-from llamaq.common.logging_setup import configure_logging
-from llamaq.worker.settings import load_settings
-from llamaq.worker.process.supervisor import Supervisor
-
-configure_logging("info")
-sys.exit(Supervisor([load_settings() for _ in range(int(sys.argv[1]))]).run())
-"""
-"""Runs a supervisor of several workers on the CPU. With `--devices`, each worker would need a GPU."""
+ONE_SLOT: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
+"""A worker with one slot, in which one more job waits. Its leases do not expire during a test."""
 
 
-def supervise(environment: Environment, n_children: int, **variables: str) -> Command:
-    """Start a supervisor of `n_children` workers, and wait until the workers are ready."""
-    supervisor = start_supervisor(environment, n_children, **environment.worker_variables(**variables))
-    supervisor.await_output("worker.ready", n_children)
-    return supervisor
-
-
-def start_supervisor(environment: Environment, n_children: int, **variables: str) -> Command:
-    script = environment.folder / "supervise.py"
-    script.write_text(SUPERVISE)
-    return environment.start_script(script, str(n_children), **variables)
-
-
-def children_of(pid: int) -> dict[int, str]:
-    """Return the state of each child of a process, by its id. Zombies are included, but no fork helpers."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
-            is_helper = bool(fields) and (entry / "cmdline").read_bytes().startswith(HELPER_COMMAND.encode())
-        except OSError:
-            continue
-        if fields and int(fields[1]) == pid and not is_helper:
-            found[int(entry.name)] = fields[0]
-    return found
+def read_two_jobs(client: Client, read: Read) -> list[Reader]:
+    """Submit two jobs to a worker with `ONE_SLOT`, and wait until one of them runs and the other waits."""
+    readers = [read(client.submit(PROMPT, max_tokens=150, ignore_eos=True)) for _ in range(2)]
+    wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
+    return readers
 
 
 def test_a_killed_child_is_restarted_after_a_delay_that_doubles(environment: Environment) -> None:
@@ -148,13 +116,10 @@ def test_the_job_of_a_killed_child_continues(environment: Environment, read: Rea
 
 
 def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: Environment, read: Read) -> None:
-    settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
     # The card of a dead worker lives for five heartbeats: here longer than a worker takes to start on a busy machine.
-    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **settings)
+    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **ONE_SLOT)
     with environment.client() as client:
-        jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
-        readers = [read(job) for job in jobs]
-        wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
+        readers = read_two_jobs(client, read)
         (child,) = children_of(supervisor.pid)
         os.kill(child, signal.SIGKILL)
         environment.let_jobs_finish()
@@ -169,160 +134,20 @@ def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: En
 def test_the_next_worker_releases_the_jobs_of_a_worker_that_was_killed_with_its_supervisor(
     environment: Environment, read: Read
 ) -> None:
-    settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
     # The card of a dead worker lives for five heartbeats: here longer than a worker takes to start on a busy machine.
-    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **settings)
+    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", LINGER_TOKENS="50", **ONE_SLOT)
     with environment.client() as client:
-        jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
-        readers = [read(job) for job in jobs]
-        wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
+        readers = read_two_jobs(client, read)
         (child,) = children_of(supervisor.pid)
         supervisor.signal(signal.SIGSTOP)  # so that it cannot see the death of its child
         os.kill(child, signal.SIGKILL)
         supervisor.signal(signal.SIGKILL)
-        following = environment.start_worker(**settings)
+        following = environment.start_worker(**ONE_SLOT)
         following.await_output(r"dead_worker\.released worker=\S+ jobs=2")
         for reader in readers:
             assert len(reader.finish().tokens) == 150
             environment.events_of(reader.job)
         assert [worker.card.pid for worker in client.workers()] == [following.pid]
-
-
-def test_after_sigterm_every_child_finishes_its_running_jobs(environment: Environment, read: Read) -> None:
-    supervisor = supervise(environment, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0", LINGER_TOKENS="20")
-    with environment.client() as client:
-        jobs = [client.submit(PROMPT, max_tokens=80, ignore_eos=True) for _ in range(3)]
-        readers = [read(job) for job in jobs[:2]]
-        for reader in readers:
-            reader.await_tokens(3)
-        supervisor.signal(signal.SIGTERM)
-        supervisor.await_output("worker.stopping", 2)
-        environment.let_jobs_finish()
-        workers = {reader.finish().stats.worker for reader in readers}
-        assert len(workers) == 2
-        assert supervisor.end() == 0
-        assert client.workers() == ()
-        assert jobs[2].status().state is JobState.QUEUED
-        assert not environment.running_processes()
-
-
-def test_running_jobs_finish_where_sigterm_reaches_the_child_and_the_supervisor(
-    environment: Environment, read: Read
-) -> None:
-    supervisor = supervise(environment, 1, LLAMAQ_DRAIN_S="300", LINGER_TOKENS="20")
-    with environment.client() as client:
-        reader = read(client.submit(PROMPT, max_tokens=80, ignore_eos=True))
-        reader.await_tokens(3)
-        (child,) = children_of(supervisor.pid)
-        os.kill(child, signal.SIGTERM)  # systemd sends SIGTERM to all processes of a service
-        supervisor.await_output("worker.stopping")
-        supervisor.signal(signal.SIGTERM)
-        supervisor.await_output("worker.stopping", 2)
-        reader.await_tokens(reader.n_tokens + 5)
-        environment.let_jobs_finish()
-        assert len(reader.finish().tokens) == 80
-        assert reader.job.status().attempt == 1
-    assert supervisor.end() == 0
-    assert "job.unfinished" not in supervisor.output
-
-
-def test_a_second_signal_to_the_supervisor_requeues_the_jobs_of_its_child_at_once(
-    environment: Environment, read: Read
-) -> None:
-    supervisor = supervise(environment, 1, LLAMAQ_DRAIN_S="300", LINGER_TOKENS="20")
-    with environment.client() as client:
-        reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True))
-        reader.await_tokens(3)
-        supervisor.signal(signal.SIGTERM)
-        supervisor.await_output("worker.draining")
-        supervisor.signal(signal.SIGTERM)
-        assert supervisor.end() == 130
-        assert reader.job.status().state is JobState.QUEUED
-        assert reader.job.cancel()
-        reader.finish()
-    assert "job.unfinished" in supervisor.output
-
-
-def test_the_jobs_of_a_child_that_dies_during_the_drain_are_released_at_once(
-    environment: Environment, read: Read
-) -> None:
-    settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "0"}
-    supervisor = supervise(environment, 2, LINGER_TOKENS="20", LLAMAQ_DRAIN_S="300", **settings)
-    with environment.client() as client:
-        readers = [read(client.submit(PROMPT, max_tokens=400, ignore_eos=True)) for _ in range(2)]
-        for reader in readers:
-            reader.await_tokens(3)
-        supervisor.signal(signal.SIGTERM)
-        supervisor.await_output("worker.stopping", 2)
-        victim, survivor = readers
-        (pid,) = (one.card.pid for one in client.workers() if one.card.worker == victim.job.status().worker)
-        os.kill(pid, signal.SIGKILL)
-        supervisor.await_output(r"dead_worker\.released worker=\S+ jobs=1")
-        assert victim.job.status().state is JobState.QUEUED
-        assert survivor.job.status().state is JobState.RUNNING, "the drain of the other child had ended"
-        environment.let_jobs_finish()
-        assert len(survivor.finish().tokens) == 400
-        assert supervisor.end() == 1
-        assert victim.job.cancel()
-        victim.finish()
-        assert not environment.running_processes()
-
-
-def test_a_child_that_cannot_requeue_its_jobs_after_the_drain_is_released(environment: Environment, read: Read) -> None:
-    supervisor = supervise(environment, 1, LLAMAQ_LEASE_S="300", LLAMAQ_DRAIN_S="300", LINGER_TOKENS="20")
-    with environment.client() as client:
-        reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True))
-        reader.await_tokens(3)
-        supervisor.signal(signal.SIGTERM)
-        supervisor.await_output("worker.stopping")
-        (child,) = children_of(supervisor.pid)
-        os.kill(child, signal.SIGKILL)
-        assert supervisor.end() == 1
-        assert reader.job.status().state is JobState.QUEUED
-        assert client.workers() == ()
-        assert reader.job.cancel()
-        reader.finish()
-
-
-def test_a_second_signal_stops_all_children_at_once(environment: Environment, read: Read) -> None:
-    supervisor = supervise(environment, 2)
-    with environment.client() as client:
-        reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
-        reader.await_tokens(3)
-        supervisor.signal(signal.SIGINT)
-        supervisor.await_output("worker.stopping", 2)
-        signalled_s = time.monotonic()
-        supervisor.signal(signal.SIGINT)
-        assert supervisor.end() == 130
-        assert time.monotonic() - signalled_s < 15, "the second signal did not end the drain, which takes 30 s"
-        assert client.workers() == ()
-        assert reader.job.status().state is JobState.QUEUED, "the worker did not requeue its job"
-        assert not environment.running_processes()
-
-
-def test_children_requeue_their_jobs_and_end_when_their_supervisor_is_killed(
-    environment: Environment, read: Read
-) -> None:
-    supervisor = supervise(environment, 2)
-    with environment.client() as client:
-        reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
-        reader.await_tokens(3)
-        supervisor.signal(signal.SIGKILL)
-        supervisor.end()
-        environment.await_no_process(timeout_s=20)  # less than a drain
-        assert client.workers() == ()
-        assert reader.job.status().state is JobState.QUEUED
-
-
-def test_children_that_wait_for_redis_end_when_their_supervisor_is_killed(
-    environment: Environment, free_port: int
-) -> None:
-    variables = environment.worker_variables(LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
-    supervisor = start_supervisor(environment, 1, **variables)
-    supervisor.await_output("worker.redis_error")
-    supervisor.signal(signal.SIGKILL)
-    supervisor.end()
-    environment.await_no_process(timeout_s=20)  # less than a drain
 
 
 @pytest.mark.parametrize(

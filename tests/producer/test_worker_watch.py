@@ -41,7 +41,7 @@ async def test_a_call_that_waits_for_a_queue_without_worker_reports_it_once_and_
 async def test_a_call_looks_again_while_it_waits(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_watch, "LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(worker_watch, "SEARCH_EVERY_S", 0.02)
     caplog.set_level(logging.WARNING, logger=worker_watch.__name__)
     async with AsyncClient(redis_url, queue) as client:
         async with FakeWorker(redis_url, queue) as worker:

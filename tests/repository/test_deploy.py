@@ -273,8 +273,8 @@ def test_the_image_and_make_install_both_distributions_of_this_checkout(dockerfi
     install = "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker"
     assert f"HATCH_BUILD_HOOKS_ENABLE=true {install}" in arguments(dockerfile, "RUN")
     recipes = (ROOT / "Makefile").read_text()
-    assert "pip install --quiet -e '.[worker]' -e ./worker" in recipes
-    assert "pip install --quiet -e '.[worker,dev]' -e ./worker" in recipes
+    assert "pip install --quiet -e '.[worker,serve]' -e ./worker" in recipes
+    assert "pip install --quiet -e '.[worker,serve,dev]' -e ./worker" in recipes
 
 
 def test_the_image_builds_llama_cpp_python_in_the_range_of_the_worker(

@@ -187,6 +187,11 @@ def test_parameters_are_accepted_exactly_within_their_printed_bounds() -> None:
     assert n_checked >= 13
 
 
+def test_a_bound_of_one_is_printed_in_the_singular() -> None:
+    assert cells_of(JobParams)["regex"]["bounds"] == "at least 1 character"
+    assert cells_of(JobParams)["choice"]["bounds"] == "1 to 1,024 entries"
+
+
 def test_the_printed_defaults_of_settings_are_accepted_as_their_values() -> None:
     n_checked = 0
     for name, cells in cells_of(WorkerSettings).items():

@@ -1,7 +1,7 @@
 """A fake Redis in the test process: fakeredis with a Lua interpreter and the `cmsgpack` that llamaq's scripts call.
 
-With it, tests of the client and of the scripts are fast. `tests/common/protocol/test_scripts.py` runs the same cases on
-this fake server and on a real one.
+With it, tests of the client and of the scripts are fast. The tests of the scripts in `tests/common/protocol` run the
+same cases on this fake server and on a real one.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def has_quick_tests(path: Path, root: Path) -> bool:
 
 
 def starts_redis(item: pytest.Item) -> bool:
-    """Return whether the parameters of a test select the real server of `tests/common/protocol/test_scripts.py`."""
+    """Return whether the parameters of a test select the real server of `fake_redis.url_of_each_server`."""
     spec = getattr(item, "callspec", None)
     return spec is not None and spec.params.get("redis_url") == "redis-server"
 

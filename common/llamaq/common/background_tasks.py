@@ -1,9 +1,9 @@
-"""Asyncio tasks that run in the background until they end, or until their owner cancels them. They may use Redis."""
+"""Helpers for asyncio tasks that use Redis: tasks in the background, tasks that end together, and cancellations."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -57,3 +57,24 @@ async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
             task.cancel()
         _, running = await asyncio.wait(running, timeout=CANCEL_EVERY_S)
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def drop_error(task: asyncio.Task[Any]) -> None:
+    """Fetch the error of a task that nothing waits for. Otherwise asyncio logs that it was never retrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all coroutines, which run at the same time.
+
+    If one raises an error, the others are cancelled, and this error is raised.
+    """
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -229,4 +229,6 @@ def _text_of(found: dict[str, Any]) -> str:
 
 def _reason_of(found: dict[str, Any]) -> FinishReason | None:
     reason = _choice_of(found).get("finish_reason")
-    return None if reason is None else FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+    if reason is None:
+        return None
+    return FinishReason.LENGTH if reason == "length" else FinishReason.STOP

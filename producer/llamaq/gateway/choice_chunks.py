@@ -9,7 +9,7 @@ from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
 from llamaq.producer import Chunk, Result
-from llamaq.producer.answer_parts.answer_format import AnswerSplitter
+from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.answer_parts.parts import CallStarted, Part
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.stream_chunks import StreamChunks

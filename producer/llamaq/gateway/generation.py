@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
-from llamaq.common.background_tasks import cancel_tasks
+from llamaq.common.background_tasks import all_of, cancel_tasks
 from llamaq.common.errors import InvalidSettings, JobCancelled, JobNotFound
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.gateway.http.errors import RequestRefused
@@ -207,15 +207,3 @@ def limited(request: JobRequest, max_tokens: int | None) -> JobRequest:
     if request.max_tokens is not None or max_tokens is None or request.embed is not None:
         return request
     return request.model_copy(update={"max_tokens": max_tokens})
-
-
-async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all coroutines. If one raises an error, the others are cancelled first."""
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -57,8 +57,6 @@ class ModelKnowledge:
 
 def _reasoning_spans(form: AnswerForm, result: Result) -> Sequence[tuple[int, int]]:
     splitter = form.splitter()
-    if splitter is None:
-        return ()
     splitter.feed(result.text, result.tag_offsets)
     splitter.finish()
     return splitter.reasoning_spans

@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks
+from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks, drop_error
 from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, Worker, WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
@@ -107,8 +107,7 @@ class QueueDirectory:
 
     def _forget_reading(self, task: asyncio.Task[None]) -> None:
         self._reading = None
-        if not task.cancelled():
-            task.exception()
+        drop_error(task)
 
     async def _read(self) -> None:
         redis, keys = self._default.redis, self._default.keys

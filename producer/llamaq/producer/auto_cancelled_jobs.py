@@ -10,13 +10,13 @@ from weakref import WeakSet
 
 from redis.exceptions import RedisError
 
-from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.background_tasks import BackgroundTasks, drop_error
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, ResultTimeout
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer.auto_cancelled_stream import AsyncStream
-from llamaq.producer.call_timeout import CallTimeout, drop_error
+from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.early_progress import EarlyProgress
@@ -79,7 +79,7 @@ class AutoCancelledJobs:
             return await self._stream(request, timeout)
 
     async def _stream(self, request: JobRequest, timeout: float | None) -> AsyncStream:
-        limit, job_id = CallTimeout(self._connection.timeout_s(timeout)), new_job_id(self._connection, request)
+        limit, job_id = self.new_limit(timeout), new_job_id(self._connection, request)
         early = await self._listen(str(job_id)) if request.prompt_progress else None
         try:
             job = await self._submit(request, limit, job_id)
@@ -109,8 +109,9 @@ class AutoCancelledJobs:
     def cancel_soon(self, job: AsyncJob) -> asyncio.Task[bool]:
         """Cancel a job in the background, unless other callers may share it.
 
-        Returns: A task that ends soon, even if Redis does not answer for a long time. Its result is whether the job was
-        cancelled.
+        Returns:
+            A task that ends soon, even if Redis does not answer for a long time. Its result is whether the job was
+            cancelled.
         """
         if job.early_progress is not None:
             job.early_progress.stop()
@@ -119,14 +120,14 @@ class AutoCancelledJobs:
     async def explain(self, timeout: ResultTimeout, job: AsyncJob) -> LlamaqError:
         """Return the error to raise after a timeout for which the job was cancelled."""
         queue = self._connection.settings.queue
-        looking = self._background.start(self._connection.workers.look(queue))
-        await asyncio.wait([looking], timeout=LAST_WAIT_S)
+        search = self._background.start(self._connection.workers.search(queue))
+        await asyncio.wait([search], timeout=LAST_WAIT_S)
         fate = "it continues, because it has an idempotency key" if job.is_shared else "it was cancelled"
-        if looking.done() and looking.exception() is None and not looking.result():
+        if search.done() and search.exception() is None and not search.result():
             error: LlamaqError = NoWorker(queue)
             error.args = (f"{error} (job {job.id}: {fate})",)
         else:
-            looking.add_done_callback(drop_error)
+            search.add_done_callback(drop_error)
             error = ResultTimeout(f"{timeout}; {fate}")
         error.job_id = job.id  # type: ignore[attr-defined]
         return error
@@ -162,7 +163,6 @@ class AutoCancelledJobs:
         Raises:
             NoWorker: The client has `require_worker`, and no worker serves the queue. Nothing was submitted.
         """
-        problem = "could not be submitted: Redis has not answered"
         await require_worker(self._connection, job_id, limit)
         submitting = self._background.start(send(self._connection, request, job_id, result_ttl_s=result_ttl_s))
         try:
@@ -172,7 +172,7 @@ class AutoCancelledJobs:
             raise
         if not submitting.done():
             self._background.start(self._cancel_when_submitted(submitting))
-            raise limit.error(str(job_id), problem)
+            raise limit.error(str(job_id), "could not be submitted: Redis has not answered")
         return submitting.result()
 
     async def _cancel_when_submitted(self, submitting: asyncio.Task[AsyncJob]) -> None:

@@ -60,12 +60,6 @@ def timeout_error(job_id: str, problem: str, timeout_s: float, cause: Exception 
     return ResultTimeout(f"job {job_id} {problem} within {timeout_s:g} s{reason}", job_id)
 
 
-def drop_error(task: asyncio.Task[Any]) -> None:
-    """Fetch the error of a task that nothing waits for. Otherwise asyncio logs that it was never retrieved."""
-    if not task.cancelled():
-        task.exception()
-
-
 @contextmanager
 def naming_job(job_id: str) -> Iterator[None]:
     """Add the id of the job to the errors that are raised in this context: as `job_id`, and at the end of the message.

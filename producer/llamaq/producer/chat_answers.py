@@ -10,7 +10,7 @@ from llamaq.common.protocol.chat import Message, ToolCall
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.producer.answer_form_detection import AnswerForms
 from llamaq.producer.answer_parts.answer_format import AnswerForm
-from llamaq.producer.answer_parts.parts import Content, Part
+from llamaq.producer.answer_parts.parts import Part
 from llamaq.producer.job_handle import Chunk
 from llamaq.producer.openai_format.tools import form_options, message_of, read_tools
 from llamaq.producer.queue_connection import QueueConnection
@@ -54,8 +54,6 @@ class ChatAnswers:
     def read(self, result: Result) -> Answer:
         """Split the text of a job."""
         splitter = self.form.splitter()
-        if splitter is None:
-            return Answer(result.text, "", (), result)
         message = message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], result.job_id)
         calls = tuple(ToolCall.model_validate(call) for call in message.get("tool_calls", ()))
         return Answer(message["content"] or "", message.get("reasoning_content", ""), calls, result)
@@ -66,17 +64,16 @@ class ChatAnswers:
         """
         splitter = self.form.splitter()
         for chunk in chunks:
-            yield from [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text, chunk.tag_offsets)
-        if splitter is not None:
-            yield from splitter.finish()
+            yield from splitter.feed(chunk.text, chunk.tag_offsets)
+        yield from splitter.finish()
 
     async def async_parts(self, chunks: AsyncIterable[Chunk]) -> AsyncGenerator[Part, None]:
         """Yield the parts of a stream of the asyncio client, like `parts`."""
         splitter = self.form.splitter()
         async for chunk in chunks:
-            for part in [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text, chunk.tag_offsets):
+            for part in splitter.feed(chunk.text, chunk.tag_offsets):
                 yield part
-        for part in splitter.finish() if splitter is not None else ():
+        for part in splitter.finish():
             yield part
 
 

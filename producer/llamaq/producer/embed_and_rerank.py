@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
+from llamaq.common.background_tasks import all_of
 from llamaq.common.errors import InvalidRequest, JobFailed, ResultTimeout
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_outcome import Result
@@ -125,16 +126,11 @@ async def compute(
     key = options.get("idempotency_key")
 
     async def run(number: int, task: dict[str, Any]) -> Result:
-        own: Any = {**options} if key is None else {**options, "idempotency_key": f"{key}:{number}"}
-        chosen: JobOptions = own
+        own_key = {} if key is None else {"idempotency_key": f"{key}:{number}"}
+        chosen = cast("JobOptions", {**options, **own_key})
         async with free:
             if not limit.remaining_s:
                 raise ResultTimeout(f"{len(tasks)} jobs have not ended within {limit.timeout_s:g} s")
             return await jobs.generate_within(await build_request(chosen, stream=False, **task), limit)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(run(number, task)) for number, task in enumerate(tasks)]
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return join_results([task.result() for task in running])
+    return join_results(await all_of([run(number, task) for number, task in enumerate(tasks)]))

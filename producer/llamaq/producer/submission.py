@@ -127,14 +127,14 @@ async def submit(
 
 
 async def require_worker(connection: QueueConnection, job_id: JobId, limit: CallTimeout) -> None:
-    """Before the submit of a job, look for a worker of its queue if the client has `require_worker`.
+    """Search for a worker of the queue before a job is submitted, if the client has `require_worker`.
 
     Raises:
         NoWorker: No worker serves the queue.
         ResultTimeout: Redis has not answered in time.
     """
     if connection.settings.require_worker:
-        problem = "was not submitted: Redis has not answered the look for a worker"
+        problem = "was not submitted: Redis has not answered the search for a worker"
         await limit.bound(connection.workers.require(job_id.queue), str(job_id), problem)
 
 

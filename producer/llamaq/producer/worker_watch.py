@@ -18,7 +18,7 @@ from llamaq.common.protocol.keys import Keys
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 30.0
+SEARCH_EVERY_S = 30.0
 """Interval at which the watch searches for a worker while calls wait."""
 FRESH_S = 5.0
 """A new call starts a search at once, unless the last search was less than this time ago."""
@@ -28,15 +28,15 @@ FRESH_S = 5.0
 class _Queue:
     waiting: list[Callable[[NoWorker], None]] = field(default_factory=list)
     """For each waiting call, the function that ends it."""
-    looked_s: float = float("-inf")
+    searched_s: float = float("-inf")
     has_worker: bool | None = None
     """The result of the last search. None: there was no search so far."""
-    look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    search_now: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
 class WorkerWatch:
-    """Looks for workers in the background, so that the normal path does not wait for it.
+    """Searches for workers in the background, so that calls do not wait for the search.
 
     A queue without a worker is logged once, until a worker was seen again.
     """
@@ -62,9 +62,9 @@ class WorkerWatch:
         state = self._queues.setdefault(queue, _Queue())
         state.waiting.append(fail)
         if state.task is None:
-            state.task = asyncio.create_task(self._look_regularly(queue, state))
-        elif asyncio.get_running_loop().time() - state.looked_s > FRESH_S:
-            state.look_now.set()
+            state.task = asyncio.create_task(self._search_regularly(queue, state))
+        elif asyncio.get_running_loop().time() - state.searched_s > FRESH_S:
+            state.search_now.set()
         elif state.has_worker is False and self._require_worker:
             fail(NoWorker(queue))
         try:
@@ -78,14 +78,14 @@ class WorkerWatch:
         Raises:
             NoWorker: No worker serves the queue.
         """
-        if self._require_worker and not await self.look(queue):
+        if self._require_worker and not await self.search(queue):
             raise NoWorker(queue)
 
-    async def look(self, queue: str) -> bool:
-        """Return whether a worker serves the queue."""
+    async def search(self, queue: str) -> bool:
+        """Search for a worker of the queue, and return whether there is one."""
         found = await has_worker(self._redis, self._keys, queue)
         state = self._queues.setdefault(queue, _Queue())
-        state.looked_s = asyncio.get_running_loop().time()
+        state.searched_s = asyncio.get_running_loop().time()
         if not found and state.has_worker is not False:
             log.warning(
                 "client.no_worker queue=%s: no worker serves this queue. Its jobs wait until one starts: "
@@ -97,23 +97,23 @@ class WorkerWatch:
         return found
 
     async def aclose(self) -> None:
-        """End all looks."""
+        """End all searches."""
         await cancel_tasks(*(state.task for state in self._queues.values() if state.task is not None))
         self._queues.clear()
 
-    async def _look_regularly(self, queue: str, state: _Queue) -> None:
+    async def _search_regularly(self, queue: str, state: _Queue) -> None:
         try:
             while state.waiting:
-                state.look_now.clear()
+                state.search_now.clear()
                 try:
-                    if not await self.look(queue) and self._require_worker:
+                    if not await self.search(queue) and self._require_worker:
                         for fail in list(state.waiting):
                             fail(NoWorker(queue))
                 except (RedisError, OSError) as exc:
-                    log.debug("client.no_look_for_workers queue=%s error=%s", queue, exc)
+                    log.debug("client.worker_search_failed queue=%s error=%s", queue, exc)
                 try:
-                    async with asyncio.timeout(LOOK_AGAIN_S):
-                        await state.look_now.wait()
+                    async with asyncio.timeout(SEARCH_EVERY_S):
+                        await state.search_now.wait()
                 except TimeoutError:
                     pass
         finally:

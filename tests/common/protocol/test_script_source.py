@@ -9,12 +9,11 @@ import pytest
 
 from llamaq.common.protocol.script_source import SHARED, source
 
-COMMON, BROKER = "llamaq.common.protocol", "llamaq.worker.broker"
-FOLDER = files(COMMON) / "scripts"
+PACKAGES = ("llamaq.common.protocol", "llamaq.worker.broker")
 SCRIPTS = sorted(
     (path.name.removesuffix(".lua"), package)
-    for package in (COMMON, BROKER)
-    for path in files(package).joinpath("scripts").iterdir()
+    for package in PACKAGES
+    for path in (files(package) / "scripts").iterdir()
     if not path.name.startswith("_")
 )
 
@@ -27,7 +26,8 @@ def defined_in(text: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "package"), SCRIPTS)
 def test_a_script_has_each_shared_function_that_it_names(name: str, package: str) -> None:
-    shared = [one for part in SHARED for one in defined_in(FOLDER.joinpath(f"{part}.lua").read_text())]
+    folder = files("llamaq.common.protocol") / "scripts"
+    shared = [one for part in SHARED for one in defined_in(folder.joinpath(f"{part}.lua").read_text())]
     text = source(name, package)
     code = re.sub(r"--.*", "", text)
     for one in shared:

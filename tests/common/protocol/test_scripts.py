@@ -1,4 +1,4 @@
-"""Each Lua script refuses writes of old attempts, and a second call with the same arguments changes nothing.
+"""The scripts that claim, flush and finish jobs refuse writes of old attempts, and a repeated call changes nothing.
 
 Every test runs on a real server and on the fake server of `tests.support.fake_redis`. So other tests may use the
 fake server.
@@ -7,30 +7,26 @@ fake server.
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from redis.exceptions import ResponseError
 from tests.support.fake_redis import url_of_each_server
+from tests.support.started_jobs import field, start
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
-from llamaq.common.protocol.job_script_calls import JobScripts
 from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_types import (
     Attempt,
     Claimant,
     FinishReply,
     JobEntry,
-    SubmitQueueFull,
-    Submitted,
     TerminalWrite,
 )
-from llamaq.producer import AsyncClient, AsyncJob, IdempotencyConflict
+from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
 redis_url = url_of_each_server
@@ -41,107 +37,11 @@ async def stored_events(worker: FakeWorker, job_id: str) -> list[Any]:
     return [codec.decode_event(fields[b"e"]) for _, fields in entries]
 
 
-async def field(worker: FakeWorker, job_id: str, name: str) -> bytes | None:
-    value: Any = await worker.redis.hget(worker.keys.of_job(job_id).job, name)
-    return value if isinstance(value, bytes) else None
-
-
-async def start(client: AsyncClient, worker: FakeWorker, **options: Any) -> tuple[AsyncJob, FakeAttempt]:
-    job = await client.submit("hello", **options)
-    return job, await worker.start_next()
-
-
 def terminal_write(reason: FinishReason = FinishReason.STOP) -> TerminalWrite:
     return TerminalWrite(Finished(finish_reason=reason, stats=JobStats()), {"finish_reason": reason.value})
 
 
-# submit
-
-
-async def test_the_same_submit_sent_twice_puts_one_job_into_the_queue(redis_url: str, queue: str) -> None:
-    async with FakeWorker(redis_url, queue) as worker:
-        request = codec.build_request({"prompt": "hello"})
-        payload = codec.encode_request(request, 1024)
-        job_id = JobId.new(queue)
-        for _ in range(2):
-            outcome = await JobScripts(worker.redis, worker.keys).submit(job_id, request, payload, result_ttl_s=60)
-            assert outcome == Submitted(str(job_id), existing=False)
-        assert await worker.redis.xlen(worker.keys.of_job(str(job_id)).interactive) == 1
-
-
-async def test_fifty_submits_with_one_idempotency_key_make_one_job(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue, partitions=4) as client:
-        jobs = await asyncio.gather(*(client.submit("hello", idempotency_key="order 7") for _ in range(50)))
-        assert len({job.id for job in jobs}) == 1
-        assert [job.is_new for job in jobs].count(True) == 1
-        assert (await client.queue_depth()).waiting == 1
-        other = await client.submit("hello", idempotency_key="order 8")
-        assert other.is_new
-        assert other.id != jobs[0].id
-
-
-async def test_an_idempotency_key_can_be_used_again_after_the_result_has_expired(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue, result_ttl_s=0.05) as client:
-        first = await client.submit("hello", idempotency_key="key")
-        await first.cancel()
-        key = client.keys.idempotency(queue, 0, "key")
-        while await client.redis.exists(key, client.keys.of_job(first.id).job):  # noqa: ASYNC110  # Redis expires it
-            await asyncio.sleep(0.01)
-        second = await client.submit("hello", idempotency_key="key")
-        assert second.is_new
-
-
-async def test_an_idempotency_key_can_be_used_again_after_its_job_was_deleted(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client:
-        first = await client.submit("hello", idempotency_key="key")
-        await client.redis.delete(client.keys.of_job(first.id).job)
-        second = await client.submit("another request", idempotency_key="key")
-        assert second.is_new
-        assert (await client.submit("another request", idempotency_key="key")).id == second.id
-
-
-async def test_an_idempotency_key_with_another_request_is_an_error_that_names_the_job(
-    redis_url: str, queue: str
-) -> None:
-    async with AsyncClient(redis_url, queue) as client:
-        options: dict[str, Any] = {"idempotency_key": "key", "logit_bias": {7: 1.5, 5: -1}}
-        first = await client.submit("hello", **options)
-        same: dict[str, Any] = {"seed": 5, "metadata": {"try": 2}, "priority": "bulk", "stream": False, "timeout_s": 9}
-        assert (await client.submit("hello", **options, **same)).id == first.id
-        for prompt, changed in (("other", {}), ("hello", {"max_tokens": 3}), ("hello", {"logit_bias": {7: 1.5}})):
-            with pytest.raises(IdempotencyConflict, match=first.id) as caught:
-                await client.submit(prompt, **{**options, **changed})
-            assert pickle.loads(pickle.dumps(caught.value)).job_id == first.id
-        await client.submit(tokens=[1, 2], idempotency_key="tokens")
-        with pytest.raises(IdempotencyConflict):
-            await client.submit(tokens=[1, 3], idempotency_key="tokens")
-        assert (await client.queue_depth()).waiting == 2
-
-
-async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(redis_url: str, queue: str) -> None:
-    async with FakeWorker(redis_url, queue) as worker:
-        await worker.redis.hset(worker.keys.config(queue, 0), "max_queue", "5")
-
-        async def submit(number: int) -> object:
-            request = codec.build_request({"prompt": "x", "priority": ("bulk", "interactive")[number % 2]})
-            payload = codec.encode_request(request, 1024)
-            return await JobScripts(worker.redis, worker.keys).submit(
-                JobId.new(queue), request, payload, result_ttl_s=60
-            )
-
-        outcomes = await asyncio.gather(*(submit(number) for number in range(40)))
-        assert sum(isinstance(outcome, Submitted) for outcome in outcomes) == 5
-        assert {outcome for outcome in outcomes if isinstance(outcome, SubmitQueueFull)} == {
-            SubmitQueueFull(depth=5, max_queue=5)
-        }
-
-
-async def test_jobs_that_run_do_not_count_for_max_queue(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        await worker.redis.hset(worker.keys.config(queue, 0), "max_queue", "1")
-        await start(client, worker)
-        job = await client.submit("fits")
-        assert (await job.status()).state is JobState.QUEUED
+# start
 
 
 async def test_an_entry_with_the_same_id_in_the_other_stream_does_not_start_the_job(redis_url: str, queue: str) -> None:
@@ -153,9 +53,6 @@ async def test_an_entry_with_the_same_id_in_the_other_stream_does_not_start_the_
         assert await worker.claim_scripts.claim_job(JobEntry(job.id, keys.bulk, entry), "another", LEASE_MS) == "done"
         assert await worker.redis.xlen(keys.bulk) == 0
         assert (await job.status()).attempt == 1
-
-
-# start
 
 
 async def test_each_start_is_a_new_attempt_and_returns_the_number_of_stored_tokens(redis_url: str, queue: str) -> None:
@@ -429,101 +326,6 @@ async def test_the_request_of_a_finished_job_is_deleted_and_seed_and_metadata_st
         failed, attempt = await start(client, worker)
         await attempt.fail()
         assert await field(worker, failed.id, "request") is not None, "a failed job can be retried"
-
-
-# cancel
-
-
-async def test_cancelling_a_waiting_job_ends_it_and_deletes_its_entry(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job = await client.submit("hello", priority="bulk")
-        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "cancelled"
-        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "done"
-        assert (await job.status()).finish_reason is FinishReason.CANCELLED
-        assert (await client.queue_depth()).waiting == 0
-
-
-async def test_cancelling_a_claimed_job_before_its_start_ends_it(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job = await client.submit("hello")
-        claim = await worker.claim()
-        assert claim is not None
-        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "cancelled"
-        assert await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS) == "done"
-        assert (await client.queue_depth()).running == 0
-
-
-async def test_the_flush_of_a_cancelled_job_returns_cancel(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await start(client, worker)
-        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "requested"
-        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "requested"
-        assert (await attempt.emit([1], "a")).code == "cancel"
-        assert (await job.status()).cancel_requested
-        await attempt.finish(FinishReason.CANCELLED)
-        assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "done"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("only_waiting", [False, True])
-async def test_a_cancelled_job_whose_worker_lost_its_lease_ends_at_once(
-    redis_url: str, queue: str, only_waiting: bool
-) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await start(client, worker)
-        await attempt.emit([1], "a")
-        await worker.scripts.flush(worker.name, [attempt.increment()], 1, renew=True)  # the lease expires after 1 ms
-        while not (await client.queue_depth()).waiting:  # noqa: ASYNC110 -- Redis tells nothing when a lease expires
-            await asyncio.sleep(0.05)
-        assert await JobScripts(worker.redis, worker.keys).cancel(job.id, only_waiting=only_waiting) == "cancelled"
-        result = await job.result()
-        assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
-        assert (await attempt.emit([2], "b")).code == "lost"
-        assert not await attempt.finish()
-
-
-async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_start(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await start(client, worker)
-        await attempt.emit([1], "a")
-        await job.cancel()
-        assert await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
-        result = await client.job(job.id).result(timeout=5)
-        assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
-
-
-async def test_cancelling_a_missing_job_returns_gone(redis_url: str, queue: str) -> None:
-    async with FakeWorker(redis_url, queue) as worker:
-        assert await JobScripts(worker.redis, worker.keys).cancel(str(JobId.new(queue))) == "gone"
-
-
-# requeue
-
-
-@pytest.mark.parametrize("was_claimed", [True, False])
-async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, queue: str, was_claimed: bool) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job = await client.submit("hello")
-        claim = await worker.claim()
-        assert claim is not None
-        if was_claimed:
-            assert isinstance(await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS), Attempt)
-        assert await worker.scripts.requeue(claim, 1 if was_claimed else None, "fake") is True
-        assert (await job.status()).state is JobState.QUEUED
-        reclaimed = await worker.claim_scripts.reclaim(claim.stream, 10, LEASE_MS, trusted_until_ms=0)
-        assert [(entry, found[b"id"]) for entry, found, _ in reclaimed] == [(claim.entry_id.encode(), job.id.encode())]
-        again = await worker.claim_scripts.claim_job(claim, "other", LEASE_MS)
-        assert isinstance(again, Attempt)
-        assert again.number == (3 if was_claimed else 1)
-
-
-async def test_after_a_requeue_the_old_worker_can_neither_write_nor_requeue_again(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await start(client, worker)
-        assert await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
-        assert not await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
-        assert (await attempt.emit([1], "a")).code == "lost"
-        assert await field(worker, job.id, "attempt") == b"2"
 
 
 async def test_the_error_of_a_failed_job_is_stored(redis_url: str, queue: str) -> None:

@@ -86,8 +86,6 @@ def split(
     tag_tokens = {} if tag_offsets is None else TOKENS
     form = form_of(template, tools=TOOLS if has_tools else (), tag_tokens=tag_tokens)
     splitter = form.after("<|Assistant|><think>\n" if template == R1 else "").splitter()
-    if splitter is None:
-        return [("content", "".join(pieces))]
     parts: list[Part] = []
     answer, start = "".join(pieces), 0
     for piece in pieces:
@@ -304,7 +302,6 @@ def test_an_answer_may_quote_its_tags(template: str, answer: str, expected: list
 
 def test_only_what_may_be_the_token_of_a_tag_is_held_back() -> None:
     splitter = form_of(QWEN, tools=TOOLS, tag_tokens=TOKENS).splitter()
-    assert splitter is not None
     assert splitter.feed("a <tool") == [Content("a <tool")], "no token of a tag begins here"
     assert splitter.feed("_call> <tool", [14]) == [Content("_call>")]
     assert splitter.feed('_call>{"name": "f", "arguments": {}}')[0] == CallStarted(0, "f")
@@ -317,7 +314,6 @@ def test_the_fields_of_a_call_may_have_another_order() -> None:
 
 def test_arguments_are_streamed_as_they_arrive() -> None:
     splitter = form_of(QWEN, tools=TOOLS).splitter()
-    assert splitter is not None
     seen = splitter.feed('<tool_call>{"name": "f", "arguments": {"a": "long')
     assert joined(seen) == [("call", "f", '{"a": "long')]
 
@@ -329,9 +325,10 @@ def test_without_tools_a_call_is_content(template: str) -> None:
 
 
 def test_reasoning_can_stay_content() -> None:
-    assert form_of(QWEN, may_reason=False).splitter() is None
+    plain = form_of(QWEN, may_reason=False).splitter()
+    assert [*plain.feed(""), *plain.feed("<think>a"), *plain.finish()] == [Content("<think>a")]
+    assert plain.reasoning_spans == ()
     splitter = form_of(QWEN, tools=TOOLS, may_reason=False).splitter()
-    assert splitter is not None
     assert splitter.feed("<think>a</think>b") == [Content("<think>a</think>b")]
 
 

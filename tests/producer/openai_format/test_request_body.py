@@ -21,7 +21,7 @@ def chat(**fields: Any) -> GenerationBody:
 
 
 def job(**fields: Any) -> dict[str, Any]:
-    return chat(**fields).values
+    return chat(**fields).only_job
 
 
 def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
@@ -31,7 +31,7 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
     ]  # fmt: skip
     assert [each["seed"] for each in chat(n=2, seed=-1).jobs] == [-1, -1]
     with pytest.raises(InvalidRequest, match="several answers"):
-        _ = body.values
+        _ = body.only_job
 
 
 @pytest.mark.parametrize(

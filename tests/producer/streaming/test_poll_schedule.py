@@ -11,7 +11,7 @@ from llamaq.producer.streaming.poll_schedule import (
     LONGEST_SILENCE_S,
     SILENCE_S,
     WAITING_SILENCE_S,
-    LookSchedule,
+    PollSchedule,
 )
 
 
@@ -24,18 +24,18 @@ class SilentListener:
         self.is_closed = False
 
 
-def look_times(schedule: LookSchedule, until_s: float, start_s: float = 0.0) -> list[float]:
+def poll_times(schedule: PollSchedule, until_s: float, start_s: float = 0.0) -> list[float]:
     """Return the times at which the schedule wants a poll, if it is asked ten times a second."""
     times = [start_s + number / 10 for number in range(int((until_s - start_s) * 10))]
     return [now_s for now_s in times for _ in schedule.pop_due(now_s)]
 
 
 @pytest.mark.parametrize(("is_receiving", "first_s"), [(True, SILENCE_S), (False, WAITING_SILENCE_S)])
-def test_the_pause_between_two_looks_doubles_up_to_its_limit(is_receiving: bool, first_s: float) -> None:
+def test_the_pause_between_two_polls_doubles_up_to_its_limit(is_receiving: bool, first_s: float) -> None:
     listener: Any = SilentListener(is_receiving=is_receiving)
-    schedule = LookSchedule()
+    schedule = PollSchedule()
     schedule.add(listener, 0.0)
-    times = look_times(schedule, 600)
+    times = poll_times(schedule, 600)
     pauses = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
     for number, pause_s in enumerate(pauses):
         expected_s = min(first_s * 2**number, LONGEST_SILENCE_S)
@@ -45,18 +45,18 @@ def test_the_pause_between_two_looks_doubles_up_to_its_limit(is_receiving: bool,
 
 def test_a_message_begins_the_short_pauses_again() -> None:
     listener: Any = SilentListener(is_receiving=True)
-    schedule = LookSchedule()
+    schedule = PollSchedule()
     schedule.add(listener, 0.0)
-    look_times(schedule, 200)
+    poll_times(schedule, 200)
     listener.heard_s = 200.0
-    first_s = look_times(schedule, 300, 200.0)[:2]
+    first_s = poll_times(schedule, 300, 200.0)[:2]
     assert first_s[0] <= 200 + LONGEST_SILENCE_S * (1 + JITTER) + 0.2
     assert first_s[1] - first_s[0] <= 2 * SILENCE_S * (1 + JITTER) + 0.2
 
 
 def test_a_listener_that_hears_messages_all_the_time_is_never_polled() -> None:
     listener: Any = SilentListener(is_receiving=True)
-    schedule = LookSchedule()
+    schedule = PollSchedule()
     schedule.add(listener, 0.0)
     for number in range(1, 1000):
         listener.heard_s = number / 10
@@ -65,15 +65,15 @@ def test_a_listener_that_hears_messages_all_the_time_is_never_polled() -> None:
 
 def test_a_closed_listener_is_forgotten() -> None:
     listener: Any = SilentListener(is_receiving=True)
-    schedule = LookSchedule()
+    schedule = PollSchedule()
     schedule.add(listener, 0.0)
     listener.is_closed = True
-    assert look_times(schedule, 100) == []
-    assert repr(schedule) == "<LookSchedule 0 planned>"
+    assert poll_times(schedule, 100) == []
+    assert repr(schedule) == "<PollSchedule 0 planned>"
 
 
 def test_ten_thousand_silent_jobs_are_polled_at_different_times() -> None:
-    schedule = LookSchedule()
+    schedule = PollSchedule()
     listeners: Any = [SilentListener(is_receiving=False) for _ in range(10_000)]
     for listener in listeners:
         schedule.add(listener, 0.0)

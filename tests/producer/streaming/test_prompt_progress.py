@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.producer.streaming.test_subscriber import until_confirmed
+from tests.support.numbered_streams import until_confirmed
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import PromptProgress

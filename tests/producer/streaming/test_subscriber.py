@@ -1,4 +1,4 @@
-"""Streams lose, repeat and reorder no token when messages are lost, connections break or Redis restarts."""
+"""Streams lose, repeat and reorder no token when messages are lost or damaged, and readers share one connection."""
 
 from __future__ import annotations
 
@@ -7,52 +7,20 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
+from tests.support.numbered_streams import check_output, emit, read_all, submit_and_start, until_confirmed
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.job_events import TokenSpan
-from llamaq.producer import AsyncClient, AsyncJob, Chunk, FinishReason, ResultTimeout
+from llamaq.producer import AsyncClient, FinishReason, ResultTimeout
 from llamaq.producer.streaming import poll_schedule, subscriber
 from llamaq.producer.streaming.event_reader import INBOX_EVENTS, PAGE_EVENTS, EventReader
-from llamaq.producer.streaming.output_position import Position
 from llamaq.producer.streaming.pubsub_connection import MESSAGES_PER_YIELD, PubSubConnection
-from llamaq.producer.testing import FakeAttempt, FakeWorker
+from llamaq.producer.testing import FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
-
-
-async def read_all(job: AsyncJob, **options: Any) -> list[Chunk]:
-    return [chunk async for chunk in job.stream(**options)]
-
-
-def check_output(chunks: list[Chunk], n_tokens: int) -> None:
-    """Check that the chunks have the tokens 0, 1, 2, … and that the text of each token is its number and a space."""
-    assert [token for chunk in chunks for token in chunk.tokens] == list(range(n_tokens))
-    assert "".join(chunk.text for chunk in chunks) == "".join(f"{number} " for number in range(n_tokens))
-    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-    assert [chunk.offset for chunk in chunks] == [chunk.tokens[0] for chunk in chunks if chunk.tokens]
-
-
-async def emit(attempt: FakeAttempt, count: int) -> None:
-    for _ in range(count):
-        number = attempt.stored
-        assert (await attempt.emit([number], f"{number} ")).code == "ok"
-
-
-async def submit_and_start(client: AsyncClient, worker: FakeWorker) -> tuple[AsyncJob, FakeAttempt]:
-    job = await client.submit("x")
-    return job, await worker.start_next()
-
-
-async def until_confirmed(client: AsyncClient, channels: int = 1) -> None:
-    while client.subscriber.n_confirmed < channels:  # noqa: ASYNC110  # there is no event to await
-        await asyncio.sleep(0.005)
 
 
 async def test_readers_that_join_early_late_and_after_the_end_read_the_same(redis_url: str, queue: str) -> None:
@@ -94,7 +62,7 @@ async def test_the_last_reader_of_a_job_unsubscribes(redis_url: str, queue: str)
             await asyncio.sleep(0.005)
 
 
-def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients poll silent jobs 20 times a second."""
     monkeypatch.setattr(subscriber, "CHECK_S", 0.02)
     for name in ("SILENCE_S", "WAITING_SILENCE_S", "LONGEST_SILENCE_S"):
@@ -126,7 +94,7 @@ class LossyDispatch:
 async def test_streams_are_complete_when_messages_are_lost_repeated_or_damaged(
     redis_url: str, queue: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_often(monkeypatch)
+    poll_often(monkeypatch)
     lossy = LossyDispatch(monkeypatch, seed)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
@@ -161,7 +129,7 @@ async def test_tokens_lost_right_before_the_end_are_yielded_before_the_stream_en
 async def test_a_stream_without_any_message_is_still_complete(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_often(monkeypatch)
+    poll_often(monkeypatch)
     monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *_: None)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
@@ -178,7 +146,7 @@ async def test_a_stream_without_any_message_is_still_complete(
 async def test_a_job_with_a_damaged_hash_fails_alone(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_often(monkeypatch)
+    poll_often(monkeypatch)
     monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *_: None)  # only polls show progress
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
@@ -196,92 +164,6 @@ async def test_a_job_with_a_damaged_hash_fails_alone(
         await emit(attempt, 10)
         await attempt.finish()
         check_output(await reader, 20)
-
-
-async def kill_subscriptions(client: AsyncClient) -> int:
-    """Kill every subscribed connection of the client and return their number."""
-    listed: Any = await client.redis.client_list()
-    subscribed = [one for one in listed if one["name"] == "llamaq-client" and int(one["sub"]) > 0]
-    for one in subscribed:
-        await client.redis.client_kill_filter(_id=one["id"])
-    return len(subscribed)
-
-
-async def test_no_token_is_lost_when_connections_are_killed(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await submit_and_start(client, worker)
-        readers = [asyncio.create_task(read_all(job)) for _ in range(3)]
-        await until_confirmed(client)
-        killed = 0
-        for _ in range(4):
-            await emit(attempt, 20)
-            killed += await kill_subscriptions(client)
-            await emit(attempt, 5)
-            await until_confirmed(client)
-        await attempt.finish()
-        for reader in readers:
-            check_output(await reader, 100)
-        assert killed >= 4
-
-
-async def test_after_a_reconnect_old_and_new_streams_are_complete(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        runs = [await submit_and_start(client, worker) for _ in range(10)]
-        readers = [asyncio.create_task(read_all(job)) for job, _ in runs]
-        await until_confirmed(client, 10)
-        await kill_subscriptions(client)
-        runs.append(await submit_and_start(client, worker))
-        readers.append(asyncio.create_task(read_all(runs[-1][0])))
-        for _, attempt in runs:
-            await emit(attempt, 10)
-            await attempt.finish()
-        for reader in readers:
-            check_output(await reader, 10)
-
-
-@pytest.mark.starts_processes
-async def test_no_token_is_lost_when_redis_restarts_with_its_append_only_file(
-    tmp_path: Path, free_port: int, queue: str
-) -> None:
-    with EmbeddedRedis(port=free_port, data_dir=tmp_path) as first:
-        async with AsyncClient(first.url, queue) as client, FakeWorker(first.url, queue) as worker:
-            await worker.redis.config_set("appendfsync", "always")
-            job, attempt = await submit_and_start(client, worker)
-            reader = asyncio.create_task(read_all(job))
-            result = asyncio.create_task(job.result(timeout=30))
-            await until_confirmed(client)
-            await emit(attempt, 30)
-            first.stop()
-            with pytest.raises(RedisConnectionError):
-                await client.queue_depth()
-            with EmbeddedRedis(port=free_port, data_dir=tmp_path):
-                await emit(attempt, 30)
-                await attempt.finish()
-                check_output(await reader, 60)
-                assert len((await result).tokens) == 60
-                check_output(await read_all(job), 60)
-
-
-async def test_tokens_that_redis_lost_and_the_worker_sent_again_are_yielded_once(redis_url: str, queue: str) -> None:
-    """After a failover, the event stream may lack tokens that were already published. The worker sends these again."""
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await submit_and_start(client, worker)
-        reader = asyncio.create_task(read_all(job))
-        await until_confirmed(client)
-        await emit(attempt, 10)
-        keys = client.keys.of_job(job.id)
-        lost: Any = await client.redis.xrevrange(keys.events, count=4)
-        await client.redis.xdel(keys.events, *[entry_id for entry_id, _ in lost])
-        await client.redis.hset(keys.job, "generated", "6")
-        await kill_subscriptions(client)
-        await until_confirmed(client)
-        # The worker sends the missing tokens as one event, although it first sent them as several events.
-        attempt.stored, attempt.text = 6, "".join(f"{number} " for number in range(6))
-        await attempt.emit(range(6, 12), "".join(f"{number} " for number in range(6, 12)))
-        await emit(attempt, 3)
-        attempt.tokens = list(range(15))
-        await attempt.finish()
-        check_output(await reader, 15)
 
 
 async def test_a_slow_reader_neither_loses_tokens_nor_delays_other_readers(redis_url: str, queue: str) -> None:
@@ -439,34 +321,3 @@ async def test_a_flood_of_messages_does_not_block_the_event_loop(
         check_output(await reader, n_tokens)
         assert 1 < most <= MESSAGES_PER_YIELD
         assert longest_s < 0.5  # processor time, because the machine may stop the process; a bound for slow machines
-
-
-TEXT = "".join(f"{number} " for number in range(40))
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(-3, 3), st.integers(0, 25)), max_size=60))
-@settings(deadline=None)
-def test_a_position_returns_every_token_and_character_once_for_any_pieces(
-    pieces: list[tuple[int, int, int, int]],
-) -> None:
-    position = Position()
-    tokens: list[int] = []
-    tag_offsets: list[int] = []
-    text = ""
-    for offset, count, shift, chars in pieces:
-        start = max(0, min(len(TEXT), 2 * offset + shift))
-        piece = TEXT[start : start + chars]
-        tags = tuple(start + place for place, character in enumerate(piece) if character == " ")
-        event = TokenSpan(offset, tuple(range(offset, offset + count)), start, piece, tag_offsets=tags)
-        if position.is_before(event):
-            continue
-        new = position.advance(event)
-        if new is not None:
-            assert (new.offset, new.text_offset) == (len(tokens), len(text))
-            tokens += new.tokens
-            text += new.text
-            tag_offsets += new.tag_offsets
-    assert tokens == list(range(len(tokens)))
-    assert tag_offsets == [place for place, character in enumerate(text) if character == " "]
-    assert text == TEXT[: len(text)]
-    assert (position.tokens, position.chars) == (len(tokens), len(text))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.worker.broker.test_outbox import Worker, working
+from tests.support.outbox_rig import OutboxRig, working
 from tests.worker.broker.test_suspects import until, until_true
 from tests.worker.broker.test_suspects import working as full_worker
 
@@ -29,14 +29,14 @@ from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired, SlotLos
 from llamaq.worker.engine_loop.output_mailbox import Message
 
 
-async def put(at: Worker, *messages: Message) -> None:
+async def put(at: OutboxRig, *messages: Message) -> None:
     """Deliver messages of the engine thread, and flush."""
     at.outputs.put(messages)
     await asyncio.sleep(0)
     await at.outbox.flush()
 
 
-async def state_of(at: Worker, job: AsyncJob) -> tuple[JobState, int, int, bytes]:
+async def state_of(at: OutboxRig, job: AsyncJob) -> tuple[JobState, int, int, bytes]:
     """Return the state of the only job, the numbers of waiting and running jobs, and the consumer of its entry."""
     depth = await at.client.queue_depth()
     stream = at.client.keys.of_job(job.id).interactive

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from tests.worker.broker.test_outbox import Worker, working
+from tests.support.outbox_rig import OutboxRig, working
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
@@ -20,7 +20,7 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import PromptAdvanced
 
 
-async def advance(at: Worker, job: Job, processed: int) -> None:
+async def advance(at: OutboxRig, job: Job, processed: int) -> None:
     progress = PromptProgress(total_tokens=99, cached_tokens=0, processed_tokens=processed, time_ms=1.5)
     at.outputs.put([PromptAdvanced(job, progress)])
     await asyncio.sleep(0)

@@ -17,7 +17,7 @@ from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
-from llamaq.producer.streaming.poll_schedule import LookSchedule
+from llamaq.producer.streaming.poll_schedule import PollSchedule
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.job_progress import JobProgress
@@ -150,7 +150,7 @@ async def test_an_attempt_that_fails_is_retried_later_and_a_stale_worker_cannot_
 async def test_a_client_that_waits_gives_a_retried_job_its_entry_without_a_worker(
     redis_url: str, queue: str, streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LookSchedule, "pop_due", lambda *_: [])  # no look after a silence
+    monkeypatch.setattr(PollSchedule, "pop_due", lambda *_: [])  # no poll after a silence
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("x", retries=1, stream=streams)
         waiting = asyncio.create_task(read_all(job) if streams else read_result(job))

@@ -2,8 +2,6 @@
 
 Every script may run twice without harm, because redis-py sends a command again when its connection breaks. The opening
 comment of each Lua file lists its keys, arguments and return values.
-
-The scripts of jobs are in the folder `scripts` beside this module. Other packages may have such a folder too.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-# The files with the shared functions. Each file uses only functions of the files before it.
+# The files of this package with the shared functions. Each file uses only functions of the files before it.
 SHARED = ("_metrics", "_turns", "_lib", "_claim")
 _DEFINITION = re.compile(
     r"^local (?:function (?P<name>\w+)\(.*?^end$|(?P<constant>\w+) = .*?(?=^local|^--|^$|\Z))", re.MULTILINE | re.DOTALL
@@ -21,14 +19,17 @@ _DEFINITION = re.compile(
 
 @cache
 def source(name: str, package: str = __package__) -> str:
-    """Return the text of a script in a package, with the shared functions that it needs in front of it.
+    """Return the text of a script, with the shared functions that it needs in front of it.
 
     Each call of a script creates all functions in its text, so functions that are not needed would cost time. A
     function uses only functions that stand before it.
+
+    Args:
+        name: Name of the script's file, without `.lua`.
+        package: The package whose folder `scripts` has the file.
     """
-    folder = files(__package__) / "scripts"
-    text = files(package).joinpath("scripts", f"{name}.lua").read_text()
-    shared = "\n".join(folder.joinpath(f"{part}.lua").read_text() for part in SHARED)
+    text = (files(package) / "scripts" / f"{name}.lua").read_text()
+    shared = "\n".join((files(__package__) / "scripts" / f"{part}.lua").read_text() for part in SHARED)
     for found in reversed(list(_DEFINITION.finditer(shared))):
         if re.search(rf"\b{found['name'] or found['constant']}\b", text):
             text = f"{found[0].rstrip()}\n{text}"

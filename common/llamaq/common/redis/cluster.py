@@ -18,7 +18,7 @@ from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError,
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks
+from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks, drop_error
 from llamaq.common.redis.client import BLOCKING, RetryingRedis
 from llamaq.common.redis.pool import BoundedPool
 from llamaq.common.redis.shared_round_trips import Command
@@ -217,7 +217,7 @@ class Cluster(RetryingRedis):
         """Read the map in the background. While it is read, further calls have no effect."""
         if self._loading is None or self._loading.done():
             self._loading = self._tasks.start(self._reload())
-            self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._loading.add_done_callback(drop_error)
         return self._loading
 
     async def _reload(self) -> None:
@@ -240,9 +240,9 @@ class Cluster(RetryingRedis):
                 done, asked = await asyncio.wait(
                     asked, timeout=NEXT_TRY_S if left else None, return_when=asyncio.FIRST_COMPLETED
                 )
-                for reply in done:
-                    if (error := reply.exception()) is None:
-                        self._use_map(*reply.result())
+                for task in done:
+                    if (error := task.exception()) is None:
+                        self._use_map(*task.result())
                         return
                     errors.append(error)
         finally:

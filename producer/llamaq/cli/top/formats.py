@@ -41,8 +41,9 @@ def format_rate(value: float | None) -> str:
         return NO_VALUE
     if value >= 99_950:
         return f"{value / 1000:.0f}k"
-    decimals = 0 if value == 0 or value >= 9.95 else 1 if value >= 0.995 else 2
-    return f"{value:.{decimals}f}"
+    if value == 0 or value >= 9.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 0.995 else f"{value:.2f}"
 
 
 def format_ms(value: float | None) -> str:

@@ -19,7 +19,7 @@ from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.files.blocks import compress, read_blocks
 from llamaq.producer.bulk.input_file import FinishedRows, Record
 from llamaq.producer.bulk.output_lines import row_number_of
-from llamaq.producer.streaming.retried_reads import may_pass
+from llamaq.producer.streaming.retried_reads import is_temporary
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class StoredRows:
                     counters=self._counters,
                 )
             except (RedisError, OSError) as exc:
-                if not may_pass(exc):
+                if not is_temporary(exc):
                     raise
                 log.warning("batch.write_delayed id=%s error=%s", self._request.id, exc)
                 await asyncio.sleep(pauses.next_delay_s())

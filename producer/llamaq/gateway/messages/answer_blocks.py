@@ -59,14 +59,12 @@ class AnswerBlocks:
 
     def feed(self, piece: Chunk | Result) -> Iterator[Event]:
         """Take the next piece of the answer, or the whole answer, and yield the events for its text."""
-        text = piece.text
-        parts = self._splitter.feed(text, piece.tag_offsets) if self._splitter else [Content(text)] if text else []
-        for part in parts:
+        for part in self._splitter.feed(piece.text, piece.tag_offsets):
             yield from self._take(part)
 
     def finish(self, result: Result) -> Iterator[Event]:
         """End the answer, and yield the last events."""
-        for part in self._splitter.finish() if self._splitter else []:
+        for part in self._splitter.finish():
             yield from self._take(part)
         if not self._blocks:
             yield from self._begin("text", {})

@@ -12,7 +12,8 @@ from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import AsyncClient, Result
-from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, AnswerSplitter
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
+from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import logprobs_object, tokens_of
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
@@ -77,7 +78,7 @@ class PreparedCompletion:
 
     def splitters(self) -> list[AnswerSplitter]:
         """Return a new splitter for each choice. Empty: the choices contain only content."""
-        return [splitter for _ in self.jobs if (splitter := self.form.splitter()) is not None]
+        return [self.form.splitter() for _ in self.jobs] if self.form.is_split else []
 
     async def logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0

@@ -65,14 +65,13 @@ class OutputItems:
             tag_offsets: Positions in the answer, in characters, of further tokens that are tags. Their text may follow.
         """
         self._logprobs += logprobs
-        parts = self._splitter.feed(text, tag_offsets) if self._splitter else [Content(text)] if text else []
-        for part in parts:
+        for part in self._splitter.feed(text, tag_offsets):
             yield from self._take(part)
             self._logprobs = []
 
     def finish(self, *, is_complete: bool) -> Iterator[Event]:
         """End the answer, and yield the last events."""
-        for part in self._splitter.finish() if self._splitter else []:
+        for part in self._splitter.finish():
             yield from self._take(part)
         if not self.items:
             yield from self._take(Content(""))

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field
 
 from llamaq.common.protocol import answer_tags
 from llamaq.common.protocol.wire_model import WireModel
-from llamaq.producer.answer_parts.first_call import FirstCall
+from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter, FirstCall
+from llamaq.producer.answer_parts.content_splitter import ContentSplitter
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
-from llamaq.producer.answer_parts.parts import Part
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
 from llamaq.producer.answer_parts.xml_call import text_parameters_of
 
@@ -35,25 +35,6 @@ class AnswerFormat(StrEnum):
     """Messages in channels: gpt-oss."""
     JSON = "json"
     """The answer is an object. For models whose chat template names no format."""
-
-
-class AnswerSplitter(Protocol):
-    """Splits one answer into its parts."""
-
-    def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
-        """Return the parts that a further piece of the answer completes.
-
-        Args:
-            text: The piece.
-            tag_offsets: Positions in the whole answer, in characters, of the tokens that are tags and begin there.
-        """
-
-    def finish(self) -> list[Part]:
-        """Return the last parts, at the end of the answer."""
-
-    @property
-    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
-        """The places of the reasoning so far: the positions of its first characters, and those after its last ones."""
 
 
 _MARKS = {
@@ -111,14 +92,14 @@ class AnswerForm(WireModel):
             return HARMONY_REASONING
         return (self.reasoning_open, self.reasoning_close) if self.reasoning_open else None
 
-    def splitter(self) -> AnswerSplitter | None:
-        """Return a splitter for one answer. None: the whole text is content."""
-        if not self.is_split:
-            return None
+    def splitter(self) -> AnswerSplitter:
+        """Return a splitter for one answer."""
         splitter = self._splitter_of_all_calls()
         return splitter if self.is_parallel else FirstCall(splitter)
 
     def _splitter_of_all_calls(self) -> AnswerSplitter:
+        if not self.is_split:
+            return ContentSplitter()
         if self.format is AnswerFormat.HARMONY:
             return HarmonySplitter(self.tag_tokens)
         tags = replace(

@@ -42,7 +42,7 @@ from llamaq.producer.bulk.run_description import BulkProgress, BulkState, RunPar
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
 from llamaq.producer.option_synonyms import translate
-from llamaq.producer.streaming.retried_reads import may_pass
+from llamaq.producer.streaming.retried_reads import is_temporary
 from llamaq.producer.submission import SEED_BITS, build_request
 
 log = logging.getLogger(__name__)
@@ -63,11 +63,11 @@ ReadRow = Callable[[RunParameters, int, object], Awaitable[Row]]
 Decide = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def passes(error: Exception) -> bool:
+def is_outage(error: Exception) -> bool:
     """Return whether an error is caused by the current state of the workers or of Redis, and not by the row."""
     if isinstance(error, NoWorker | ResultTimeout | SlotCommandRefused):
         return True
-    return isinstance(error, RedisError | OSError) and may_pass(error)
+    return isinstance(error, RedisError | OSError) and is_temporary(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +221,7 @@ class Execution:
             try:
                 await self._write(open_row)
             except (LlamaqError, RedisError, OSError) as exc:
-                if not passes(exc):
+                if not is_outage(exc):
                     raise
                 log.info("bulk.answer_delayed run=%s row=%d error=%s", self._run.run_id, open_row.row.number, exc)
                 break
@@ -258,7 +258,7 @@ class Execution:
         """Add the line of a row whose jobs have ended.
 
         Raises:
-            LlamaqError: The answer needs a worker, and none has replied: the error `passes`.
+            LlamaqError: The answer needs a worker, and none has replied: `is_outage` of the error is true.
             RedisError: Redis refuses the commands.
             BulkRunRefused: A job of another run has the idempotency key.
         """
@@ -272,7 +272,7 @@ class Execution:
             results = open_row.results()
             line = await answer_line(self._run, row, results, queue=self._client.queue, now_s=int(time.time()))
         except LlamaqError as exc:
-            if passes(exc):
+            if is_outage(exc):
                 raise
             self._rows.add_error(row.number, error_line(self._run, row, exc))
         except (RedisError, OSError):
@@ -315,7 +315,7 @@ class Execution:
             try:
                 return await self._read(self._run, number, record)
             except (LlamaqError, RedisError, OSError) as exc:
-                if not passes(exc):
+                if not is_outage(exc):
                     raise
                 log.info("bulk.row_delayed run=%s row=%d error=%s", self._run.run_id, number, exc)
                 await asyncio.sleep(pauses.next_delay_s())

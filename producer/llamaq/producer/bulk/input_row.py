@@ -105,7 +105,7 @@ def _read_batch_line(run: RunParameters, row: Row, record: Mapping[str, Any]) ->
     asked = read_body(row.endpoint, body)
     if asked.is_echoed:
         raise InvalidRequest("echo: a bulk run does not support it; leave it out")
-    row.jobs = [asked.values]
+    row.jobs = [asked.only_job]
     row.model = run.model or asked.model
 
 

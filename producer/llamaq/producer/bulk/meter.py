@@ -52,7 +52,11 @@ class Meter:
         rows_per_s = (self._rows - rows_then) / passed_s
         rows_done = self._rows_before + self._rows
         n_open = self._rows_total - rows_done
-        is_known = rows_per_s > 0 and passed_s >= ETA_AFTER_S
+        eta_s = None
+        if not n_open:
+            eta_s = 0.0
+        elif rows_per_s > 0 and passed_s >= ETA_AFTER_S:
+            eta_s = round(n_open / rows_per_s, 1)
         return BulkProgress(
             run_id=self._run_id,
             state=state,
@@ -66,6 +70,6 @@ class Meter:
             generated_tokens=self._generated_tokens,
             elapsed_s=round(now_s - self._start_s, 3),
             tokens_per_s=round((self._generated_tokens - tokens_then) / passed_s, 1),
-            eta_s=0.0 if not n_open else round(n_open / rows_per_s, 1) if is_known else None,
+            eta_s=eta_s,
             notice=notice,
         )

@@ -20,7 +20,7 @@ from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import has_ended
 from llamaq.producer.streaming.job_listener_base import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
-from llamaq.producer.streaming.retried_reads import RetriedReads, may_pass
+from llamaq.producer.streaming.retried_reads import RetriedReads, is_temporary
 
 T = TypeVar("T")
 
@@ -183,7 +183,8 @@ class EndCollector(Generic[T]):
                 pipe.hmget(keys.of_job(job_id).job, *STATE_FIELDS, *RESULT_FIELDS)
             replies: list[Any] = await pipe.execute(raise_on_error=False)
         for reply in replies:
-            if isinstance(reply, RedisError) and may_pass(reply):  # for example: Redis loads its data after a restart
+            # For example, Redis loads its data after a restart.
+            if isinstance(reply, RedisError) and is_temporary(reply):
                 raise reply
         return replies
 

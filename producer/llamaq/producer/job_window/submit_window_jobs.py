@@ -13,7 +13,7 @@ from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import Submission
 from llamaq.producer.job_window.window_job import WindowJob
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.streaming.retried_reads import may_pass
+from llamaq.producer.streaming.retried_reads import is_temporary
 from llamaq.producer.submission import encode, new_job_id, with_default_tenant
 from llamaq.producer.submit_many import submit_each
 
@@ -49,7 +49,7 @@ async def submit_jobs(connection: QueueConnection, jobs: Sequence[WindowJob[T]])
     try:
         handles, errors = await submit_each(connection, [submission for _, submission in encoded])
     except (RedisError, OSError) as exc:
-        if not may_pass(exc):
+        if not is_temporary(exc):
             raise
         submitted.refused = [job for job, _ in encoded]
         submitted.problem = f"Redis does not answer: {exc}"
@@ -90,4 +90,4 @@ def _passes(error: Exception) -> bool:
     """Return whether a request that was refused with this error may be accepted later."""
     if isinstance(error, QueueFull | QueueDraining | RedisFull):
         return True
-    return isinstance(error, RedisError) and may_pass(error)
+    return isinstance(error, RedisError) and is_temporary(error)

@@ -81,11 +81,12 @@ class GenerationBody:
     """Whether the text of a completion begins with its prompt."""
 
     @property
-    def values(self) -> dict[str, Any]:
+    def only_job(self) -> dict[str, Any]:
         """The arguments of `submit` for the only choice.
 
         Raises:
-            InvalidRequest: The body asks for several choices, or for probabilities, whose texts only a worker knows.
+            InvalidRequest: The body asks for several choices, for calls of tools, or for probabilities, whose texts
+                only a worker knows.
         """
         if self.tool_choice.tools:
             raise InvalidRequest("tools: not supported here; leave it out")

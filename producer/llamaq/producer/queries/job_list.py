@@ -57,6 +57,14 @@ class JobFilter(StrictModel):
         """The priorities whose job streams contain matching jobs."""
         return tuple(Priority) if self.priority is None else (self.priority,)
 
+    def matches(self, job: JobSummary) -> bool:
+        """Return whether a job meets the conditions that its summary shows: all except the metadata."""
+        return (
+            self.tenant in (None, job.tenant)
+            and self.state in (None, job.state)
+            and (self.older_than_s is None or job.age_s >= self.older_than_s)
+        )
+
     def matches_metadata(self, metadata: Mapping[str, JsonValue]) -> bool:
         """Return whether this metadata has all keys and values of the filter."""
         return all(name in metadata and _is_equal(metadata[name], value) for name, value in self.metadata.items())
@@ -169,12 +177,7 @@ async def _read_page(
             continue  # the job ended meanwhile, or other data replaced it
         if entry is not None or values[-1] == priority.value.encode():
             jobs.append(_summary(job_id, priority, values, now_ms))
-    if wanted.tenant is not None:
-        jobs = [job for job in jobs if job.tenant == wanted.tenant]
-    if wanted.older_than_s is not None:
-        jobs = [job for job in jobs if job.age_s >= wanted.older_than_s]
-    if wanted.state is not None:
-        jobs = [job for job in jobs if job.state == wanted.state]
+    jobs = list(filter(wanted.matches, jobs))
     return await _with_metadata(connection, jobs, wanted) if wanted.metadata else jobs
 
 

@@ -127,7 +127,7 @@ def _submit(client: Client, arguments: dict[str, Any], current: Job | None) -> L
                 return job
         except (IdempotencyConflict, JobNotFound):
             continue  # a job of `insert` ran again and changed the prompt, or the result has expired just now
-    raise AssertionError("count() ends never")
+    raise AssertionError("count() never ends")
 
 
 def _idempotency_prefix(current: Job) -> str:

@@ -71,13 +71,13 @@ class DeadlineWatch:
             self._unplanned.append((listener, due_ms))
             return
         now_s = asyncio.get_running_loop().time()
-        look_s = due_ms / 1000 - self._server_ahead_s + LATE_S
-        if look_s <= now_s:
+        check_s = due_ms / 1000 - self._server_ahead_s + LATE_S
+        if check_s <= now_s:
             self._tasks.start(self._end(listener.job_id))
-            look_s = now_s + RETRY_S
+            check_s = now_s + RETRY_S
         elif due_ms == known_ms:
             return
-        heapq.heappush(self._planned, (look_s, next(self._numbers), listener))
+        heapq.heappush(self._planned, (check_s, next(self._numbers), listener))
 
     def check(self) -> None:
         """Request a new read of each job whose deadline has passed."""

@@ -140,26 +140,23 @@ class EventReader(JobListener):
         try:
             event = codec.decode_streamed(payload)
         except ProtocolError:  # any client of Redis may publish; only the event stream is trusted
-            return self._fall_behind()
-        if isinstance(event, TokenSpan):
-            if self.position.is_before(event):
-                return self._fall_behind()
-            self._put(event)
-            self._wait.wake()
-        elif isinstance(event, Finished | Failed):
-            if self._has_all_output(event):
+            self._fall_behind()
+            return
+        match event:
+            case TokenSpan() if not self.position.is_before(event):
+                self._put(event)
+                self._wait.wake()
+            case Finished() | Failed() if self._has_all_output(event):
                 self._end(event)
                 self._wait.wake()
-            else:
-                self._fall_behind()
-        elif isinstance(event, PromptProgress):
-            if event != self._progress:
+            case PromptProgress() if event != self._progress:
                 self._progress = event
                 self._ready.append(event)
                 self._wait.wake()
-        elif isinstance(event, Retried):
-            self._fall_behind()  # reads when the job is due again, so that `expire` can add its entry
-        return None
+            case TokenSpan() | Finished() | Failed():  # output before it is missing
+                self._fall_behind()
+            case Retried():  # reads when the job is due again, so that `expire` can add its entry
+                self._fall_behind()
 
     def _has_all_output(self, end: Finished | Failed) -> bool:
         """Return whether all output was read. The offsets do not show this: a message that was lost just before the

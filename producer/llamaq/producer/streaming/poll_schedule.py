@@ -20,24 +20,24 @@ JITTER = 0.2
 
 
 @dataclass(slots=True, order=True)
-class _Look:
+class _PlannedPoll:
     due_s: float
     number: int
     listener: JobListener = field(compare=False)
     pause_s: float = field(compare=False)
     planned_s: float = field(compare=False)
-    """Time at which this look was planned."""
+    """Time at which this poll was planned."""
 
 
-class LookSchedule:
+class PollSchedule:
     """Plans the next poll of each listener. Times are those of the event loop."""
 
     def __init__(self) -> None:
-        self._looks: list[_Look] = []
+        self._polls: list[_PlannedPoll] = []
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<LookSchedule {len(self._looks)} planned>"
+        return f"<PollSchedule {len(self._polls)} planned>"
 
     def add(self, listener: JobListener, now_s: float) -> None:
         """Plan the first poll of a listener."""
@@ -46,24 +46,24 @@ class LookSchedule:
     def pop_due(self, now_s: float) -> list[JobListener]:
         """Return the listeners to poll now, and plan their next polls. Closed listeners are dropped."""
         due = []
-        while self._looks and self._looks[0].due_s <= now_s:
-            look = heapq.heappop(self._looks)
-            listener = look.listener
+        while self._polls and self._polls[0].due_s <= now_s:
+            poll = heapq.heappop(self._polls)
+            listener = poll.listener
             if listener.is_closed:
                 continue
-            if listener.heard_s >= look.planned_s:  # a message has ended the silence
+            if listener.heard_s >= poll.planned_s:  # a message has ended the silence
                 first_s = _first_pause_s(listener)
                 if listener.heard_s + first_s > now_s:
                     self._plan(listener, listener.heard_s, first_s)
                     continue
-                look.pause_s = first_s
+                poll.pause_s = first_s
             due.append(listener)
-            self._plan(listener, now_s, min(2 * look.pause_s, LONGEST_SILENCE_S))
+            self._plan(listener, now_s, min(2 * poll.pause_s, LONGEST_SILENCE_S))
         return due
 
     def _plan(self, listener: JobListener, start_s: float, pause_s: float) -> None:
         due_s = start_s + pause_s * random.uniform(1, 1 + JITTER)  # no secret
-        heapq.heappush(self._looks, _Look(due_s, next(self._numbers), listener, pause_s, start_s))
+        heapq.heappush(self._polls, _PlannedPoll(due_s, next(self._numbers), listener, pause_s, start_s))
 
 
 def _first_pause_s(listener: JobListener) -> float:

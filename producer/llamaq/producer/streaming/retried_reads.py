@@ -40,7 +40,7 @@ class RetriedReads:
             try:
                 result = await attempt()
             except (RedisError, OSError) as exc:
-                if not may_pass(exc):
+                if not is_temporary(exc):
                     raise
                 self.error = exc
                 await asyncio.sleep(pauses.next_delay_s())
@@ -49,7 +49,7 @@ class RetriedReads:
                 return result
 
 
-def may_pass(error: Exception) -> bool:
+def is_temporary(error: Exception) -> bool:
     """Return whether a read that failed with this error may succeed later."""
     if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
         return False

@@ -40,13 +40,13 @@ from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.producer.streaming.deadline_and_delay_watch import DeadlineWatch
 from llamaq.producer.streaming.job_listener_base import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
-from llamaq.producer.streaming.poll_schedule import LookSchedule
+from llamaq.producer.streaming.poll_schedule import PollSchedule
 from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.5
-"""Interval at which the subscriber looks for jobs to poll, and for keys that have moved."""
+"""Interval at which the subscriber polls silent jobs, and checks whether keys have moved."""
 POLLS_PER_ROUND_TRIP = 500
 
 
@@ -69,7 +69,7 @@ class Subscriber:
         """Connections by node."""
         self._nodes: dict[bytes, str] = {}
         """The node of each partition. A partition is missing while the nodes of the cluster are unknown."""
-        self._looks = LookSchedule()
+        self._schedule = PollSchedule()
         self._due: dict[str | None, list[JobListener]] = defaultdict(list)
         """Listeners to poll, by node. Each node has its own task, so that a silent node does not delay the others."""
         self._polls: dict[str | None, asyncio.Task[None]] = {}
@@ -114,7 +114,7 @@ class Subscriber:
     def _add(self, listener: JobListener) -> None:
         if self._checking is None:
             self._checking = asyncio.create_task(self._check_regularly())
-        self._looks.add(listener, asyncio.get_running_loop().time())
+        self._schedule.add(listener, asyncio.get_running_loop().time())
         listener.on_deadline = partial(self._deadlines.update, listener)
         channel = listener.channel
         self._listeners.setdefault(channel, []).append(listener)
@@ -190,7 +190,7 @@ class Subscriber:
                 log.exception("subscriber.check_failed")
 
     def _poll_due_jobs(self) -> None:
-        due = self._looks.pop_due(asyncio.get_running_loop().time())
+        due = self._schedule.pop_due(asyncio.get_running_loop().time())
         if is_cluster(self._redis):
             # One job of each partition is polled too: the reply shows when its keys have moved to another node.
             due += [self._listeners[next(iter(channels))][0] for channels in self._partitions.values()]

@@ -86,19 +86,23 @@ def _bounds_of(variant: Schema, show: Callable[[Any], str]) -> str:
         return f"`{variant['const']}`"
     if "enum" in variant:
         return ", ".join(f"`{value}`" for value in variant["enum"])
-    for least, most, unit in (
-        ("minimum", "maximum", ""),
-        ("minLength", "maxLength", " characters"),
-        ("minItems", "maxItems", " entries"),
-        ("minProperties", "maxProperties", " entries"),
+    if (above := variant.get("exclusiveMinimum")) is not None:
+        high = variant.get("maximum")
+        return f"above {show(above)}" + (f", at most {show(high)}" if high is not None else "")
+    for least, most, one, many in (
+        ("minimum", "maximum", "", ""),
+        ("minLength", "maxLength", " character", " characters"),
+        ("minItems", "maxItems", " entry", " entries"),
+        ("minProperties", "maxProperties", " entry", " entries"),
     ):
-        low, high, above = variant.get(least), variant.get(most), variant.get("exclusiveMinimum")
-        if unit == "" and above is not None:
-            return f"above {show(above)}" + (f", at most {show(high)}" if high is not None else "")
-        if low is not None and high is not None:
-            return f"{show(low)} to {show(high)}{unit}"
-        if low is not None or high is not None:
-            return f"at least {show(low)}{unit}" if low is not None else f"at most {show(high)}{unit}"
+        low, high = variant.get(least), variant.get(most)
+        numbers = [bound for bound in (low, high) if bound is not None]
+        if not numbers:
+            continue
+        unit = one if numbers == [1] else many
+        if low is None:
+            return f"at most {show(high)}{unit}"
+        return f"at least {show(low)}{unit}" if high is None else f"{show(low)} to {show(high)}{unit}"
     return ""
 
 

@@ -25,6 +25,12 @@ from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.scheduling.finished_job_stats import mode_of
 
+MAX_UNSENT_PROGRESS = 64
+"""Largest number of events `prompt_progress` that are kept while Redis is slow. Newer ones replace the oldest."""
+RETRYABLE = frozenset({ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED})
+"""Codes of failures that may not happen again, so a job with retries is tried again. `decode_failed` can mean that
+cells were missing."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryDelay:
@@ -34,13 +40,6 @@ class RetryDelay:
     """Delay of the first retry in seconds."""
     longest_s: float
     """Upper bound on the delay in seconds."""
-
-
-MAX_UNSENT_PROGRESS = 64
-"""Largest number of events `prompt_progress` that are kept while Redis is slow. Newer ones replace the oldest."""
-MAY_PASS = frozenset({ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED})
-"""Failures that may not happen again: a job with retries is tried again. `decode_failed` can mean that cells were
-missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +231,7 @@ class JobProgress:
 
     def retry_after(self, error: JobRejected) -> bool:
         """Plan a retry if the failure may not happen again and a retry is left. Return whether it was planned."""
-        if error.code not in MAY_PASS or not self.retries_left:
+        if error.code not in RETRYABLE or not self.retries_left:
             return False
         self.retried_error, self.must_requeue = _failed_event(error), True
         return True
@@ -240,7 +239,7 @@ class JobProgress:
     def fail(self, error: JobRejected, output: Mapping[str, bytes | str] = MappingProxyType({})) -> None:
         """Record the failure of the job, with the fields of its output, which the next flush writes."""
         event, dead_reason = _failed_event(error), ""
-        if error.code in MAY_PASS and self.retries_left is not None:
+        if error.code in RETRYABLE and self.retries_left is not None:
             dead_reason = f"{event.code} after the last retry: {event.message}"
         self.terminal_write = TerminalWrite(event, {"error": codec.encode_event(event), **output}, dead_reason)
 

@@ -99,6 +99,23 @@ local function begin_attempt(by, job, last, from)
   return attempt
 end
 
+-- Deletes the tokens of a job that another model has begun, so that the model of `by` starts it again. If it may not do so,
+-- returns the reply to the claim: the job is left to the workers of its model, or it fails, because readers have its tokens.
+local function restart_with_other_model(by, job, events, channel, stream, entry, from, generated, request)
+  if not by.restarts then
+    if from ~= '' then
+      return {'stale'}
+    end
+    renew_lease(stream, by.group, WAITING, entry, LEFT_MS)
+    return {'left'}
+  end
+  if cmsgpack.unpack(request).stream ~= false then
+    fail_other_model(job, events, channel, stream, by.group, entry, generated)
+    return {'ended'}
+  end
+  delete_tokens(job, events)
+end
+
 -- Claims one job for the worker `by`, and returns the reply that claim.lua describes.
 --
 -- If the reply to an earlier call was lost, this reply is the same again, unless another worker has taken the job meanwhile.
@@ -149,18 +166,10 @@ local function claim_job(by, job, events, stream, entry, channel, from)
   end
 
   if by.model ~= '' and model and model ~= by.model and generated ~= '0' then
-    if not by.restarts then
-      if from ~= '' then
-        return {'stale'}
-      end
-      renew_lease(stream, group, WAITING, entry, LEFT_MS)
-      return {'left'}
+    local refusal = restart_with_other_model(by, job, events, channel, stream, entry, from, generated, request)
+    if refusal then
+      return refusal
     end
-    if cmsgpack.unpack(request).stream ~= false then
-      fail_other_model(job, events, channel, stream, group, entry, generated)
-      return {'ended'}
-    end
-    delete_tokens(job, events)
     generated, last.generated = '0', '0'
   end
 

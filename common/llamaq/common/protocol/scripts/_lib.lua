@@ -515,8 +515,9 @@ local function requeue_entries(stream, group, consumer)
   return n_requeued
 end
 
--- Calls `release` for up to `limit` pending entries of a consumer, apart from those that are requeued already. It returns
--- whether it has released the job of an entry. Returns the number of released jobs. A damaged job does not affect the others.
+-- Calls `release(stream, entry)` for up to `limit` pending entries of a consumer, except those that are requeued already.
+-- `release` returns whether it has released the job of the entry. Returns the number of released jobs. A damaged job does
+-- not affect the others.
 local function release_entries(stream, group, consumer, limit, release)
   local pending, n_released = redis.pcall('XPENDING', stream, group, '-', '+', limit, consumer), 0
   for _, item in ipairs(array_or_empty(pending)) do

@@ -189,7 +189,14 @@ class GrammarSandbox:
         process.close()
 
     def _failure(self, process: _SandboxProcess, *, is_late: bool) -> JobRejected:
-        """Return the result of a trial whose process has ended or is late."""
+        """Return the result of a trial whose process has ended or is late.
+
+        A result is cached, because the same grammar would fail again. What a later trial may change is raised instead.
+
+        Raises:
+            JobRejected: The machine is too busy for the trial.
+            EngineError: The process does not start, was killed, or `close` was called.
+        """
         status = process.close()
         self._check_open()
         if not process.has_started:

@@ -1,14 +1,30 @@
-"""Leaves out all calls of an answer but the first one, for requests that allow one call."""
+"""What every splitter does, and a splitter for requests that allow one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 
-if TYPE_CHECKING:
-    from llamaq.producer.answer_parts.answer_format import AnswerSplitter
+
+class AnswerSplitter(Protocol):
+    """Splits one answer into its parts."""
+
+    def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
+        """Return the parts that a further piece of the answer completes.
+
+        Args:
+            text: The piece.
+            tag_offsets: Positions in the whole answer, in characters, of the tokens that are tags and begin there.
+        """
+
+    def finish(self) -> list[Part]:
+        """Return the last parts, at the end of the answer."""
+
+    @property
+    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
+        """The places of the reasoning so far: the positions of its first characters, and those after its last ones."""
 
 
 class FirstCall:
