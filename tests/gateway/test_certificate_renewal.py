@@ -11,6 +11,7 @@ import httpx
 import pytest
 import trustme
 from tests.support.http_server import serving_http
+from trustme import KeyType
 
 from llamaq.gateway.http import certificate_renewal
 
@@ -18,9 +19,9 @@ from llamaq.gateway.http import certificate_renewal
 class Authority:
     """A certificate authority, and a certificate of it for the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_type: KeyType) -> None:
         self._ca = trustme.CA()
-        self._issued = self._ca.issue_cert("127.0.0.1")
+        self._issued = self._ca.issue_cert("127.0.0.1", key_type=key_type)
 
     def write(self, cert: Path | None = None, key: Path | None = None) -> None:
         """Write the certificate, its key, or both."""
@@ -41,13 +42,19 @@ async def wait_for(event: str, caplog: pytest.LogCaptureFixture) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("key_types", [(KeyType.ECDSA, KeyType.ECDSA), (KeyType.ECDSA, KeyType.RSA)], ids=repr)
 async def test_a_renewed_certificate_is_used_without_a_restart(
-    redis_url: str, queue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    redis_url: str,
+    queue: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    key_types: tuple[KeyType, KeyType],
 ) -> None:
     monkeypatch.setattr(certificate_renewal, "CHECK_EVERY_S", 0.01)
     caplog.set_level(logging.INFO, certificate_renewal.__name__)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    old, new = Authority(), Authority()
+    old, new = map(Authority, key_types)
     old.write(cert, key)
     async with serving_http(redis_url, queue, tls_cert=cert, tls_key=key) as url, old.client(url) as http:
         assert url.startswith("https://")

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.gateway.app import build_app
-from llamaq.gateway.http.certificate_renewal import CertificateRenewal, check_certificate
+from llamaq.gateway.http.certificate_renewal import CertificateRenewal, load_certificate
 from llamaq.gateway.http.open_requests import OpenRequests
 from llamaq.gateway.settings import ServeSettings
 
@@ -164,7 +164,7 @@ def _check_tls(settings: ServeSettings) -> None:
         if not path.is_file():
             raise InvalidSettings(f"{name}: there is no file {path}")
     try:
-        check_certificate(settings.tls_cert, settings.tls_key)
+        load_certificate(settings.tls_cert, settings.tls_key)
     except OSError as exc:  # an SSLError is one too
         raise InvalidSettings(f"tls_cert, tls_key: the files cannot be used: {exc.strerror or exc}") from exc
 

@@ -11,6 +11,8 @@ from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
 from llamaq.producer.answer_parts.answer_grammar import answer_grammar
+from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
+from llamaq.producer.answer_parts.parts import CallStarted
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 
@@ -203,11 +205,26 @@ def test_the_grammar_of_harmony_names_its_channels() -> None:
 
 
 def test_the_name_of_a_tool_is_a_text_of_the_grammar() -> None:
-    odd = 'a"b\\c\n'
+    odd = 'a"b\\c'
     for answer_format in AnswerFormat:
         grammar = answer_grammar(AnswerForm(format=answer_format, has_tools=True), [tool(odd)])
         assert odd not in grammar
         assert json.dumps(odd)[1:-1] in grammar or json.dumps(json.dumps(odd))[1:-1] in grammar
+
+
+@pytest.mark.parametrize("name", ["a b", "a<|message|>", "a\nb", ""])
+def test_a_name_that_no_header_of_harmony_can_contain_is_an_invalid_request(name: str) -> None:
+    form = AnswerForm(format=AnswerFormat.HARMONY, has_tools=True)
+    with pytest.raises(InvalidRequest, match=r"tools\.1: this model's calls need a name without white space"):
+        answer_grammar(form, [tool("weather"), tool(name)])
+
+
+@pytest.mark.parametrize("name", ["weather", "functions.weather", "to=x", "a/b'{}", "größe", 'a"b'])
+def test_the_splitter_of_harmony_returns_each_name_that_the_grammar_allows(name: str) -> None:
+    grammar = answer_grammar(AnswerForm(format=AnswerFormat.HARMONY, has_tools=True), [tool(name)])
+    header = f"commentary to=functions.{name} "
+    assert json.dumps(header, ensure_ascii=False) in grammar
+    assert CallStarted(0, name) in HarmonySplitter().feed(f"<|channel|>{header}<|constrain|>json<|message|>{{}}")
 
 
 def test_a_schema_that_no_grammar_holds_is_an_invalid_request() -> None:

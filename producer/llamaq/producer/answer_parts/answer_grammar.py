@@ -16,6 +16,7 @@ from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS, rewrite_schema
 from llamaq.common.protocol.answer_tags import CALL_CLOSE, CALL_OPEN, MISTRAL_CALLS
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
+from llamaq.producer.answer_parts.harmony_splitter import NAME
 
 _ARGUMENTS = {AnswerFormat.LLAMA3: "parameters"}
 """The name of the arguments in the object of a call, where it is not `arguments`."""
@@ -91,7 +92,14 @@ def _objects(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> li
 
 
 def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | None) -> str:
-    """Return a grammar for reasoning in the channel `analysis`, which may be left out, and one call or the content."""
+    """Return a grammar for reasoning in the channel `analysis`, which may be left out, and one call or the content.
+
+    Raises:
+        InvalidRequest: The header of a call cannot contain the name of a tool.
+    """
+    for number, tool in enumerate(tools):
+        if not NAME.fullmatch(tool["function"]["name"]):
+            raise InvalidRequest(f"tools.{number}: this model's calls need a name without white space and `<`")
     names = [f"call{number}" for number in range(len(tools))]
     rules = [
         f"{rule}: <|channel|> {json.dumps(f'commentary to=functions.{name} ', ensure_ascii=False)} "

@@ -17,7 +17,9 @@ from llamaq.producer.answer_parts.tag_scanner import TagScanner
 
 ENDS = (END, CALL, RETURN, START)
 RECIPIENT = "to="
-_RECIPIENT = re.compile(RECIPIENT + r"(?:functions\.)?(?P<name>[^\s<]+)")
+NAME = re.compile(r"[^\s<]+")
+"""The names of tools that the header of a call can contain."""
+_RECIPIENT = re.compile(rf"{RECIPIENT}(?:functions\.)?(?P<name>{NAME.pattern})")
 
 
 class HarmonySplitter:
