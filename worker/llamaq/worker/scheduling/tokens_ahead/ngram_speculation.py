@@ -68,6 +68,8 @@ class NgramSpeculation(Speculation):
         """Whether a draft is verified whose time is the first one to be measured."""
         self._n_since_trial = 0
         """Number of ticks with drafts since the last trial, in which no draft promised a gain."""
+        self._n_vain_trials = 0
+        """Number of trials since a draft last promised a gain."""
 
     def _with_drafts(self, batch: Batch, room: int, limit_s: float) -> Batch:
         """Return the batch with drafts; see `add_drafts`."""
@@ -143,17 +145,20 @@ class NgramSpeculation(Speculation):
         options = [DraftOption(len(one.draft), one.probability) for one in proposals]
         lengths = choose_lengths(options, n_decode, plain_s, times, room)
         chosen = {one.slot: one.draft.first(length) for one, length in zip(proposals, lengths, strict=True) if length}
+        if chosen:
+            self._n_vain_trials = 0
         return chosen or self._try_one(proposals, room, n_decode)
 
     def _try_one(self, proposals: Sequence[_ProposedDraft], room: int, n_decode: int) -> dict[Slot, Draft]:
         """Return a trial of one job, the one with the fewest drafted tokens, if a trial is due.
 
         The first draft of each grade of a job is tried at once: its text may be of another kind than those of the jobs
-        before. But a trial delays all streams of the tick, so with several streams, trials come in as many ticks as
-        there are streams.
+        before. But a trial delays all streams of the tick. So with several streams, trials come in as many ticks as
+        there are streams, and the longer no draft promises a gain, the fewer they are: on a CPU, draft tokens beside
+        eight streams take as long as decode tokens.
         """
         self._n_since_trial += 1
-        if self._n_since_trial < n_decode:
+        if self._n_since_trial <= min((n_decode - 1) * max(1, self._n_vain_trials), TRIAL_AFTER):
             self._pass({one.draft.grade for one in proposals})
             return {}
         candidates = [one for one in proposals if one.draft.grade not in one.drafting.acceptance]
@@ -166,6 +171,7 @@ class NgramSpeculation(Speculation):
             self._n_passed[grade], self._trial_after[grade] = 0, min(2 * self._ticks_to_trial(grade), TRIAL_AFTER)
             candidates = [one for one in proposals if one.draft.grade == grade]
         self._n_since_trial = 0
+        self._n_vain_trials += 1
         least = min(candidates, key=lambda one: one.drafting.n_drafted)
         return {least.slot: least.draft.first(min(TRIAL_TOKENS, room))}
 
