@@ -106,7 +106,8 @@ class BatchRunner:
             return
         except ProtocolError as exc:
             log.error("batch.damaged id=%s error=%s", batch_id, exc)
-            await self.store.close(batch_id)
+            with suppress(RedisError, OSError):  # then it is claimed again, and found damaged again
+                await self.store.close(batch_id)
             return
         except (RedisError, OSError) as exc:
             log.warning("batch.delayed id=%s error=%s", batch_id, exc)

@@ -33,7 +33,7 @@ from llamaq.worker.slot_files.command_handler import SlotCommandHandler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 
 MAX_DRAW_THREADS = 8
-"""More threads do not draw the tokens of 32 streams in less time."""
+"""The largest number that was measured: the tokens of 32 streams take 0.34 ms with 8 threads, and 0.50 with 4."""
 SAVE_TIMEOUT_S = 10.0
 """Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
 
