@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.command_line import failing, llamaq, submit
+from tests.support.development_mode import command, complaints, environment, is_complaint
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app, main
@@ -20,7 +21,7 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client, FinishReason, JobParams, Result
 from llamaq.producer.testing import FakeWorker, serving
 
-ROOT = Path(__file__).parents[2]
+MAIN = "from llamaq.cli.main import main; main()"
 
 
 def test_generate_prints_the_text(served: str) -> None:
@@ -157,15 +158,15 @@ def test_a_command_that_waits_for_a_worker_prints_a_notice_and_goes_on(
 ) -> None:
     given = [*arguments, *([submit(redis_url, unserved)] if arguments == ("result",) else [])]
     process = subprocess.Popen(
-        command(*given), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
+        command(MAIN, *given), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
     )
     assert process.stderr is not None
-    line = next(line for line in process.stderr if not line.startswith(SLOW_STEP))
+    line = next(line for line in process.stderr if is_complaint(line))
     assert f"no worker serves queue '{unserved}'" in line
     with serving(redis_url, unserved, lambda _: ["the ", "answer"]):
         output, errors = process.communicate(timeout=60)
     assert "the answer" in output
-    assert not [line for line in errors.splitlines() if not line.startswith(SLOW_STEP)]
+    assert complaints(errors) == []
     assert process.returncode == 0
 
 
@@ -185,23 +186,10 @@ def test_the_text_of_a_cancelled_job_is_incomplete_which_the_exit_code_says(
     assert capsys.readouterr().err == "llamaq: the job was cancelled before its end\n"
 
 
-SLOW_STEP = "Executing <"
-"""Python's development mode reports steps of the event loop that take longer than 0.1 s."""
-
-
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-X", "dev", "-c", "from llamaq.cli.main import main; main()", *args]
-
-
-def environment() -> dict[str, str]:
-    paths = os.pathsep.join(str(ROOT / portion) for portion in ("common", "producer", "worker"))
-    return {**os.environ, "PYTHONPATH": paths, "TERM": "dumb"}
-
-
 def test_a_real_process_streams_token_by_token(redis_url: str, queue: str) -> None:
     job_id = submit(redis_url, queue)
     process = subprocess.Popen(
-        command("stream", job_id, "--redis-url", redis_url), stdout=subprocess.PIPE, env=environment()
+        command(MAIN, "stream", job_id, "--redis-url", redis_url), stdout=subprocess.PIPE, env=environment()
     )
     assert process.stdout is not None
     pipe = process.stdout.fileno()

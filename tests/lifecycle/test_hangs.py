@@ -92,14 +92,14 @@ def test_another_worker_continues_the_jobs_of_a_worker_whose_engine_hangs(enviro
 
 
 def test_a_worker_with_slow_ticks_keeps_its_jobs(environment: Environment, read: Read) -> None:
-    first = start_worker_with_faults(environment)
+    first = start_worker_with_faults(environment, LLAMAQ_LEASE_S="3", LLAMAQ_HANG_S="1.5")
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
         reader.await_tokens(5)
         environment.start_worker()  # claims the job if its lease expires
-        # Together, these ticks take longer than `hang_s` and than the lease. But a tick counts as hung only if it takes
-        # four times as long as the slowest tick before it.
-        set_faults(environment, "0.8", "2.5", "0.0")
+        # The second tick takes longer than `hang_s` and than the lease. But a tick counts as hung only if it takes four
+        # times as long as the slowest tick before it. The lease is long, because a busy machine delays its renewals.
+        set_faults(environment, "1.2", "4.0", "0.0")
         while (environment.folder / "faults").exists():
             time.sleep(0.02)
         reader.await_tokens(reader.n_tokens + 5)

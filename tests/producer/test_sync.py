@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+from tests.support.development_mode import complaints, run_script
 
 from llamaq.producer import (
     AsyncClient,
@@ -36,8 +32,6 @@ from llamaq.producer import (
     auto_cancelled_jobs,
 )
 from llamaq.producer.testing import FakeWorker, serving
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -235,25 +229,6 @@ def test_close_interrupts_the_calls_of_other_threads_and_cancels_their_jobs(redi
             with pytest.raises(RuntimeError, match="closed"):
                 waiting.result()
             assert other.queue_depth().waiting == 0
-
-
-def run_script(code: str, *args: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join(str(ROOT / portion) for portion in ("common", "producer", "worker"))
-    return subprocess.Popen(
-        [sys.executable, "-X", "dev", "-c", code, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-
-
-def complaints(err: str) -> list[str]:
-    """Return the lines of stderr, without the notice that no worker serves the queue.
-
-    On a busy machine the development mode of Python also reports steps of the event loop that took longer than 0.1 s.
-    """
-    return [line for line in err.splitlines() if not re.match(r"Executing <.* took .* seconds|client\.no_worker", line)]
 
 
 def test_a_process_that_does_not_close_its_client_exits_at_once_without_output(redis_url: str, queue: str) -> None:
