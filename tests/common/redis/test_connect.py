@@ -12,8 +12,10 @@ from typing import Any
 
 import certifi
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from redis.asyncio import Connection, Redis
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, DataError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests.support.ports import HOST, reserve_ports
@@ -48,6 +50,23 @@ async def test_a_command_is_sent_without_another_task(redis_url: str) -> None:
         loop.set_task_factory(None)
     assert not tasks
     await redis.aclose()
+
+
+WORDS = st.text(st.characters(codec="utf-8")) | st.binary() | st.integers() | st.floats()
+
+
+@given(st.sampled_from(["GET", "CLIENT SETNAME", b"SCRIPT LOAD"]), st.lists(WORDS))
+def test_commands_are_encoded_as_by_redis_py(name: str | bytes, words: list[str | bytes | int | float]) -> None:
+    plain, robust = Connection(), robust_connection(Connection)()
+    assert b"".join(robust.pack_command(name, *words)) == b"".join(plain.pack_command(name, *words))
+    both: Any = [(name, *words), ("PING",)]
+    assert b"".join(robust.pack_commands(both)) == b"".join(plain.pack_commands(both))
+
+
+@pytest.mark.parametrize("wrong", [None, True, ["x"], object()])
+def test_a_command_with_a_wrong_argument_is_refused(wrong: Any) -> None:
+    with pytest.raises(DataError, match=r"SET: .*must be str, int, float or bytes"):
+        robust_connection(Connection)().pack_command("SET", "key", wrong)
 
 
 async def test_a_connection_of_redis_py_6_4_is_closed() -> None:

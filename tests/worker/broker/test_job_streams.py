@@ -200,29 +200,50 @@ async def test_one_call_waits_for_an_entry_and_reads_it(redis_url: str, queue: s
         await add(redis, queue, 0, INTERACTIVE, 2)
         await add(redis, queue, 0, BULK, 2)
         assert counts(await streams.wait_and_read(30, 3)) == {"0 interactive": 2, "0 bulk": 1}
-        has_read_all = [streams.has_read_all]
+        has_read_all = [streams.has_read_all()]
         assert counts(await streams.read(3)) == {"0 bulk": 1}
-        assert [*has_read_all, streams.has_read_all] == [False, True], "it was asked for three"
+        assert [*has_read_all, streams.has_read_all()] == [False, True], "it was asked for three"
 
 
-async def test_a_read_of_some_priorities_and_a_wait_without_a_read_may_leave_entries(
-    redis_url: str, queue: str
-) -> None:
+async def test_the_streams_that_are_read_out_are_known_for_each_priority(redis_url: str, queue: str) -> None:
     async with opened(redis_url, queue, 1) as (redis, streams):
-        has_read_all = [streams.has_read_all]
 
-        async def read_all() -> None:
-            await add(redis, queue, 0, BULK, 1)
-            has_read_all.append(streams.has_read_all)
-            assert counts(await streams.read(2)) == {"0 bulk": 1}
-            has_read_all.append(streams.has_read_all)
+        def read_out() -> list[bool]:
+            return [streams.has_read_all(), *(streams.has_read_all([priority]) for priority in (INTERACTIVE, BULK))]
 
-        await read_all()
+        assert read_out() == [False, False, False]
         await streams.read(1, [INTERACTIVE])
-        await read_all()
+        assert read_out() == [False, True, False]
+        await add(redis, queue, 0, BULK, 2)
+        assert counts(await streams.read(1, [BULK])) == {"0 bulk": 1}
+        assert read_out() == [False, True, False], "the entry that it was asked for may not be the last one"
+        assert counts(await streams.read(2)) == {"0 bulk": 1}
+        assert read_out() == [True, True, True]
+        await add(redis, queue, 0, INTERACTIVE, 1)
+        assert counts(await streams.read(1)) == {"0 interactive": 1}
+        assert read_out() == [False, False, True], "a new entry of the other stream would end the next wait"
+
+
+async def test_after_a_wait_without_a_read_there_may_be_entries(redis_url: str, queue: str) -> None:
+    async with opened(redis_url, queue, 1) as (_, streams):
+        await streams.read(1)
         await streams.wait(0.01)
-        await read_all()
-        assert has_read_all == [False, *[False, True] * 3]
+        assert not streams.has_read_all([BULK])
+
+
+async def test_a_new_entry_ends_a_wait_that_follows_cancelled_waits(redis_url: str, queue: str) -> None:
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        for _ in range(3):
+            await streams.read(1, [BULK])
+            waiting = asyncio.create_task(streams.wait(30, [BULK]))
+            await until_blocked(redis)
+            await cancel_tasks(waiting)
+            assert streams.has_read_all([BULK])
+        await add(redis, queue, 0, BULK, 1)
+        async with asyncio.timeout(2):
+            await streams.wait(30, [BULK])
+        assert not streams.has_read_all([BULK])
+        assert counts(await streams.read(1, [BULK])) == {"0 bulk": 1}
 
 
 async def test_a_wait_ends_although_it_begins_after_its_end_was_asked_for(redis_url: str, queue: str) -> None:
@@ -252,7 +273,7 @@ async def test_an_entry_that_a_given_up_wait_has_seen_ends_the_next_wait_with_a_
         await until_blocked(redis)
         await cancel_tasks(given_up)
         assert await streams.read(3) == []
-        assert streams.has_read_all
+        assert streams.has_read_all()
         await add(redis, queue, 0, INTERACTIVE, 1)
         await until_blocked(redis, is_blocked=False)
         await redis.ping()

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, DataError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -156,7 +157,7 @@ def _explain(error: RedisError, uses_tls: bool) -> RedisError | None:
 
 
 def robust_connection(kind: type[C]) -> type[C]:
-    """Return a subclass of this connection class that fixes four defects.
+    """Return a subclass of this connection class that fixes five defects.
 
     - Lost cancellations, and a task for each command. redis-py sends with `asyncio.wait_for`. On Python 3.11, this
       function creates a task, and loses a cancellation or timeout that arrives when the send completes (cpython issue
@@ -166,11 +167,14 @@ def robust_connection(kind: type[C]) -> type[C]:
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
     - Connections that close during a command. redis-py's cluster client closes the connections of a failed node, also
       while a command is about to be sent over one of them. The command then fails with an `AttributeError`.
+    - Slow commands. The asyncio connections of redis-py encode commands in Python, which takes eight times as long as
+      the C code of hiredis: 19 us for the 25 arguments of a submit. Its other connections use hiredis.
     """
     last_timeout_s = 0.0
 
     class RobustConnection(kind):  # type: ignore[misc,valid-type]
         _connected_s = 0.0
+        pack_command = _pack_command
 
         async def _connect(self) -> None:
             self._connected_s = asyncio.get_running_loop().time()
@@ -207,6 +211,19 @@ def robust_connection(kind: type[C]) -> type[C]:
                 raise NotTheMaster(f"the server refuses to write: {exc}") from exc
 
     return RobustConnection
+
+
+def _pack_command(_: AbstractConnection, *args: Any) -> list[bytes]:
+    """Encode a command. Its name may have several words, such as `CLIENT SETNAME`.
+
+    Raises:
+        DataError: An argument is no text, number or bytes.
+    """
+    name = args[0].encode() if isinstance(args[0], str) else args[0]
+    try:
+        return [hiredis.pack_command((*name.split(), *args[1:]))]
+    except TypeError as exc:
+        raise DataError(f"{name.decode()}: {exc}") from exc
 
 
 async def _prepare_to_send(connection: Any, check_health: bool) -> None:

@@ -132,7 +132,7 @@ class Intake:
         if was_full:  # a slot became free during the search, which had no room for the jobs of other workers
             return False
         claims = self._job_claims
-        if not claims.has_read_all and await self._starts.start_read(claims.read(self.room)):
+        if not claims.has_read_all() and await self._starts.start_read(claims.read(self.room)):
             return True
         return await self._move_jobs() or await self._start_next(self._time_to_reclaim_s(tuple(Priority)))
 
@@ -190,8 +190,9 @@ class Intake:
         """
         self._outbox.room_freed.clear()
         rooms = self._rooms()
+        claims = self._job_claims
         for priority, room in rooms:
-            if await self._starts.start_read(self._job_claims.read(room, [priority])):
+            if not claims.has_read_all([priority]) and await self._starts.start_read(claims.read(room, [priority])):
                 return True
         if rooms:
             await self._wait_for_room_or_job([priority for priority, _ in rooms])

@@ -131,10 +131,9 @@ class JobClaims:
         """Whether `wait_and_read` may be called."""
         return self._streams.can_wait_and_read
 
-    @property
-    def has_read_all(self) -> bool:
-        """Whether the last `read` or `wait_and_read` has left no entry. New entries end the next wait."""
-        return self._streams.has_read_all
+    def has_read_all(self, priorities: Sequence[Priority] = tuple(Priority)) -> bool:
+        """Return whether a read has left no entry of these priorities. New entries end the next wait."""
+        return self._streams.has_read_all(priorities)
 
     async def wait_and_read(self, wait_s: float, count: int) -> list[ClaimReply]:
         """Wait up to `wait_s` for a new entry, then claim like `read`, in one call. `end_wait` ends the wait."""

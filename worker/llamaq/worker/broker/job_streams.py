@@ -82,14 +82,21 @@ class JobStreams:
         self._is_scattered = partitions > 1 and is_cluster(redis)
         self.can_wait_and_read = partitions == 1
         """Whether `wait_and_read` may be called."""
-        self.has_read_all = False
-        """Whether the last read has left no entry. New entries end the next wait."""
+        self._read_out: set[str] = set()
+        """The streams of the only partition that a read has left without an entry. New entries end the next wait."""
         self._turns = PartitionTurns(redis, partitions)
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that has ended a wait."""
         self._peeks: dict[tuple[int, tuple[Priority, ...]], asyncio.Task[Any]] = {}
         """Maps a partition and its peeked priorities to the running peek, or to a peek that has ended after its
         wait. On one server, the peek of partition 0 is for all partitions."""
+
+    def has_read_all(self, priorities: Sequence[Priority] = tuple(Priority)) -> bool:
+        """Return whether a read has left no entry of these priorities. New entries end the next wait.
+
+        With several partitions, this is not known.
+        """
+        return self._read_out.issuperset(self._partitions[0][priority] for priority in priorities)
 
     def __repr__(self) -> str:
         return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"
@@ -143,10 +150,17 @@ class JobStreams:
 
     async def _read_partition(self, count: int, priorities: Sequence[Priority]) -> Entries:
         """Read the only partition."""
-        self.has_read_all = False
-        found = await self._read_group([self._partitions[0][priority] for priority in priorities], count, count)
-        self.has_read_all = len(priorities) == len(Priority) and _size(found) < min(count, MAX_JOBS_IN_CALL)
+        streams = [self._partitions[0][priority] for priority in priorities]
+        found = await self._read_group(streams, count, count)
+        self._note_read(streams, found, count)
         return found
+
+    def _note_read(self, streams: Sequence[str], found: Entries, count: int) -> None:
+        """Note which streams of the only partition are read out after a read of up to `count` entries."""
+        if _size(found) < min(count, MAX_JOBS_IN_CALL):
+            self._read_out.update(streams)
+        else:
+            self._read_out.difference_update(stream for stream, _ in found)
 
     async def _read_fairly(self, streams: list[str], count: int, read: Read) -> Entries:
         """Read up to `count` entries, an equal share from each stream that has entries.
@@ -247,9 +261,9 @@ class JobStreams:
         streams = [self._partitions[0][priority] for priority in Priority]
         after = [self._last_peeked.get(stream, b"0-0") for stream in streams]
         words = ("XREAD", "COUNT", MAX_PEEKED, "BLOCK", int(wait_s * 1000), "STREAMS", *streams, self._wake)
-        self.has_read_all = False
+        self._read_out.clear()
         found = await self._received(streams, self._read_behind((*words, *after, b"0-0"), streams, count))
-        self.has_read_all = _size(found) < min(count, MAX_JOBS_IN_CALL)
+        self._note_read(streams, found, count)
         return found
 
     async def _read_behind(self, wait: tuple[Any, ...], streams: Sequence[str], count: int) -> Entries:
@@ -274,10 +288,9 @@ class JobStreams:
         """Wait up to `wait_s` for a new entry of these priorities in any partition.
 
         The call may return early without a new entry. It takes no entry. The next call with the same priorities also
-        awaits unfinished peeks.
+        awaits unfinished peeks. After a call that is not cancelled, it is not known whether there are entries.
         """
         peeked = tuple(priorities)
-        self.has_read_all = False
         for partition in self._turns.next_order() if self._is_scattered else [0]:
             if (partition, peeked) not in self._peeks:
                 partitions = [self._partitions[partition]] if self._is_scattered else self._partitions
@@ -290,6 +303,7 @@ class JobStreams:
                 del self._peeks[key]
                 # A peek that ends after its call is noted here by a later call. So its entries end the next wait.
                 self._note_peeked(peek.result())
+        self._read_out.clear()
 
     async def _peek_at(self, streams: list[str], wait_s: float) -> Any:
         after: dict[Any, Any] = {stream: self._last_peeked.get(stream, b"0-0") for stream in streams}
