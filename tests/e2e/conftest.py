@@ -241,7 +241,7 @@ def slow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) ->
     """A worker that prefills long prompts in hundreds of small chunks, so that a test can observe the prefill."""
     spec = ModelSpec(Architecture.LLAMA, n_layers=4, n_embd=256, n_ff=512, n_heads=8, n_kv_heads=2, n_ctx=32_768)
     model = write_model(tmp_path_factory.mktemp("models") / "slow.gguf", spec, seed=2)
-    return start_worker("slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=0.8, heartbeat_s=0.2, lease_s=2.0)
+    return start_worker("slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=2.0, heartbeat_s=0.2, lease_s=2.0)
 
 
 @pytest.fixture(scope="session")

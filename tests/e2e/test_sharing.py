@@ -93,7 +93,7 @@ def test_a_job_can_request_a_slot(client: Client) -> None:
 def test_the_snapshot_of_a_worker_shows_its_cache(client: Client, wait_for: Await) -> None:
     client.generate(FACTS, max_tokens=4)
     wait_for(lambda: only_worker(client).cache.entries > 0)  # the next heartbeat shows it
-    (worker,) = client.workers()
+    worker = only_worker(client)
     assert 0 < worker.cache.used_cells <= worker.cache.n_cells
 
 

@@ -13,7 +13,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, TickStats, TickTotals, Worker
-from llamaq.producer import Client, JobFailed, JobOptions, NoWorker
+from llamaq.producer import Client, JobFailed, JobOptions, NoWorker, auto_cancelled_jobs
 from llamaq.worker.engine.llama_log import has_gpu
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def test_a_snapshot_shows_busy_slots_and_then_idle_slots(slow_client: Client, wa
     jobs = [slow_client.submit("the world", max_tokens=5000) for _ in range(2)]
 
     def both_slots_busy() -> Worker | None:
-        (worker,) = slow_client.workers()
+        worker = only_worker(slow_client)
         at_work = {slot.job_id for slot in worker.slots if slot.generated_tokens}
         # The slots and the last tick are not of the same moment: the last tick may have completed the second prompt.
         has_decoded_both = worker.last_tick is not None and worker.last_tick.decode_tokens == len(jobs)
@@ -264,7 +264,10 @@ def test_stats_return_depth_workers_and_recent_jobs(client: Client, demo: Served
     assert stats.recent
 
 
-def test_a_queue_without_a_worker_has_no_workers_and_no_tokenizer(demo: ServedQueue, queue: str) -> None:
+def test_a_queue_without_a_worker_has_no_workers_and_no_tokenizer(
+    demo: ServedQueue, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_cancelled_jobs, "LAST_WAIT_S", 10.0)  # the search for a worker
     with Client(demo.url, queue) as client:
         assert client.workers() == ()
         assert (client.queue_depth().waiting, client.queue_depth().running) == (0, 0)
@@ -272,5 +275,5 @@ def test_a_queue_without_a_worker_has_no_workers_and_no_tokenizer(demo: ServedQu
         with pytest.raises(NoWorker, match=queue):
             client.tokenizer()
         with pytest.raises(NoWorker, match=queue):
-            client.generate(STORY, timeout=0.1)
+            client.generate(STORY, timeout=2)
         assert client.queue_depth().waiting == 0, "a job whose caller timed out is still in the queue"

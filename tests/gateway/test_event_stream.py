@@ -72,7 +72,10 @@ async def test_a_waiting_stream_sends_comments_that_tell_what_it_waits_for(redis
         assert '"finish_reason":"stop"' in rest
 
 
-async def test_an_error_before_the_first_event_has_a_status(redis_url: str, queue: str) -> None:
+async def test_an_error_before_the_first_event_has_a_status(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", 30.0)  # the error is not late on a busy machine either
     async with gateway(redis_url, queue) as (url, worker, _), sending(url, STREAM) as (reader, _):
         await (await worker.start_next()).fail("chat_template", "no template")
         assert b" 400 " in await reader.readuntil(b"\r\n")

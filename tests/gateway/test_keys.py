@@ -202,7 +202,7 @@ async def test_embeddings_without_a_model_use_a_queue_that_the_key_allows(redis_
         await worker.redis.hset(worker.keys.worker(worker.name), "worker", codec.encode_model(heartbeat))
         http.headers.update(bearer(await store.add(name="bob", queues=[texts])))
         asking = asyncio.create_task(http.post("/v1/embeddings", json={"input": "hi"}))
-        attempt = await asyncio.wait_for(worker.start_next(), 3)
+        attempt = await asyncio.wait_for(worker.start_next(), 30)
         await attempt.finish(embeddings=[fake_embedding("hi")])
         assert (await asking).status_code == 200
         assert (await http.post(CHAT, json=HELLO)).status_code == 403

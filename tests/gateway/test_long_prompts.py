@@ -10,6 +10,7 @@ import pytest
 from tests.support.http_server import serving_http
 
 from llamaq.common.protocol.text_commands import TextReply
+from llamaq.gateway.http import event_stream
 from llamaq.producer.queries import text_commands
 from llamaq.producer.testing import FakeWorker
 
@@ -79,6 +80,7 @@ async def test_a_response_has_the_code_of_openai_and_the_lengths(
         return TextReply(tokens=TOKENS)
 
     monkeypatch.setattr(text_commands, "ask", ask)
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", 30.0)  # the failure is not late on a busy machine either
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,

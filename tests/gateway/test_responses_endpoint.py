@@ -13,8 +13,8 @@ from tests.support.http_server import post_of, sending
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_request import MAX_MESSAGES
 from llamaq.gateway import prompt_too_long_error
+from llamaq.gateway.http import event_stream
 from llamaq.gateway.http.errors import RequestRefused
-from llamaq.gateway.http.event_stream import FIRST_PING_S
 from llamaq.gateway.responses.item_references import with_referenced_items
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseStore
 from llamaq.producer import FinishReason
@@ -33,6 +33,7 @@ async def test_an_error_before_the_first_text_of_a_stream_sets_the_status(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, code: ErrorCode, answered: str
 ) -> None:
     monkeypatch.setattr(prompt_too_long_error, "ASK_TIMEOUT_S", 0.1)  # the worker does not count the prompt
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", 30.0)  # the failure is not late on a busy machine either
     async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi", "stream": True}))
         attempt = await worker.start_next()
@@ -44,8 +45,10 @@ async def test_an_error_before_the_first_text_of_a_stream_sets_the_status(
 
 @pytest.mark.parametrize("is_background", [False, True])
 async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
-    redis_url: str, queue: str, is_background: bool
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, is_background: bool
 ) -> None:
+    first_ping_s = 30.0 if is_background else 0.5
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", first_ping_s)
     body = {"input": "hi", "stream": True, "background": is_background}
     loop = asyncio.get_running_loop()
     async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
@@ -58,7 +61,7 @@ async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
             attempt = await worker.start_next()
             await attempt.fail(ErrorCode.PROMPT_TOO_LONG)
             rest = [line async for line in lines]
-    assert (waited_s < FIRST_PING_S) == is_background
+    assert (waited_s < first_ping_s) == is_background
     (failed,) = [json.loads(line.removeprefix("data: ")) for line in rest if '"response.failed"' in line]
     assert failed["response"]["error"]["code"] == "context_length_exceeded"
 

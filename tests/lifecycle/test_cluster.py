@@ -130,7 +130,7 @@ def test_commands_work_with_a_cluster(cluster_environment: Environment) -> None:
 
 
 def test_jobs_without_a_reader_are_cancelled_on_every_node(cluster_environment: Environment) -> None:
-    start_worker(cluster_environment, "--disconnect-s", "2")
+    start_worker(cluster_environment, "--disconnect-s", "4")
 
     async def close_half_of_the_streams() -> None:
         url, queue = cluster_environment.redis_url, cluster_environment.queue
@@ -140,7 +140,7 @@ def test_jobs_without_a_reader_are_cancelled_on_every_node(cluster_environment: 
                 key = secrets.token_hex(4)
                 partition = JobId.new(client.queue, PARTITIONS, key).partition
                 if partition not in jobs:  # all jobs last longer than `disconnect_s`, and the first two much longer
-                    n_tokens = 1900 if partition in (0, 1) else 300
+                    n_tokens = 1900 if partition in (0, 1) else 550
                     jobs[partition] = await client.submit(
                         PROMPT, cancel_on_disconnect=True, idempotency_key=key, max_tokens=n_tokens, ignore_eos=True
                     )
@@ -174,8 +174,8 @@ def test_an_idle_worker_starts_a_job_of_any_partition_at_once(cluster_environmen
 def test_streams_continue_when_a_replica_becomes_master(
     environment: Environment, replicated_cluster: ClusterServers, read: Read, is_planned: bool
 ) -> None:
-    longer = LONG | {"max_tokens": 500}  # the streams take longer than `disconnect_s`
-    start_worker(environment, "--n-parallel", "8", "--disconnect-s", "2.5")
+    longer = LONG | {"max_tokens": 700}  # the streams take longer than `disconnect_s`
+    start_worker(environment, "--n-parallel", "8", "--disconnect-s", "4.5")
     with client_of(environment) as client:
         readers = [read(job) for job in submit_to_each(client, cancel_on_disconnect=True, **longer)]
         for reader in readers:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment, Read
 
 PROMPT = "Once upon a time"
-LEASE_S = 1.0
+LEASE_S = 3.0
 BALLAST_BYTES = 20_000_000
 
 
@@ -61,8 +61,9 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
             client.submit(PROMPT)
         n_stalled = reader.job.status().generated_tokens
         wait_until(lambda: reader.n_tokens == n_stalled, "the reader has received all stored tokens")
-        time.sleep(3 * LEASE_S)  # longer than the leases and the cards of workers, which must be renewed meanwhile
-        assert {one.card.worker for one in client.workers()} == {worker.worker_id, other.worker_id}
+        time.sleep(1.5 * LEASE_S)  # longer than the leases and the cards of workers, which must be renewed meanwhile
+        both = {worker.worker_id, other.worker_id}
+        wait_until(lambda: {one.card.worker for one in client.workers()} == both, "both workers have a card")
         assert reader.n_tokens == n_stalled
         redis.delete("ballast")
         environment.let_jobs_finish()

@@ -53,7 +53,8 @@ def test_a_killed_child_is_restarted_after_a_delay_that_doubles(environment: Env
     backoffs = re.findall(r"child\.died code=-9 lived_s=\S+ restart_in_s=(\S+)", supervisor.output)
     assert backoffs == ["0.1", "0.2"]
     with environment.client() as client:
-        assert {worker.card.pid for worker in client.workers()} >= {untouched, victim}
+        both = {untouched, victim}
+        wait_until(lambda: {worker.card.pid for worker in client.workers()} >= both, "both workers have a card")
         assert len(client.generate(PROMPT, max_tokens=5).tokens) > 0
     supervisor.signal(signal.SIGTERM)
     assert supervisor.end() == 0

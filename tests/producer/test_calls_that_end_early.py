@@ -38,10 +38,10 @@ async def test_generate_raises_no_worker_and_cancels_when_no_worker_serves_the_q
 ) -> None:
     async with AsyncClient(redis_url, queue) as client:
         with pytest.raises(NoWorker, match=queue):
-            await client.generate("hello", timeout=0.5)
+            await client.generate("hello", timeout=2)
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
         with pytest.raises(NoWorker, match=queue):
-            async for _ in await client.stream("hello", timeout=0.5):
+            async for _ in await client.stream("hello", timeout=2):
                 pass
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
@@ -50,7 +50,7 @@ async def test_generate_raises_result_timeout_and_cancels_when_the_worker_is_slo
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         await worker.announce()
         with pytest.raises(ResultTimeout) as caught:
-            await client.generate("hello", timeout=0.5)
+            await client.generate("hello", timeout=2)
         assert isinstance(caught.value, TimeoutError)
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
@@ -113,7 +113,7 @@ async def test_a_timeout_does_not_cancel_a_job_that_an_idempotency_key_shares(re
         job = await client.submit("hello", idempotency_key="k")
         attempt = await worker.start_next()
         with pytest.raises(NoWorker):
-            await client.generate("hello", idempotency_key="k", timeout=0.5)
+            await client.generate("hello", idempotency_key="k", timeout=2)
         assert (await attempt.emit([1], "a")).code == "ok"
         await attempt.finish()
         assert (await client.generate("hello", idempotency_key="k")).job_id == job.id

@@ -27,7 +27,7 @@ async def test_the_batches_of_a_key_with_limits_run_one_after_the_other_within_t
     async with (
         key_store(redis_url, queue) as keys,
         FakeWorker(redis_url, queue, key_prefix=queue) as worker,
-        serving_http(redis_url, queue, key_prefix=queue, require_key=True, batch_lease_s=0.3) as url,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True, batch_lease_s=3) as url,
         httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
     ):
         first = await begin(http, jsonl(*(line(str(number), "x") for number in range(4))))

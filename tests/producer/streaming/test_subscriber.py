@@ -238,14 +238,14 @@ async def test_the_timeout_applies_to_each_chunk(redis_url: str, queue: str) -> 
 
         async def slowly() -> AsyncIterator[None]:
             for _ in range(5):  # together longer than the timeout, each much shorter
-                await asyncio.sleep(0.45)
+                await asyncio.sleep(1.3)
                 await emit(attempt, 1)
                 yield
 
-        reader = asyncio.create_task(read_all(job, timeout=2.0))
+        reader = asyncio.create_task(read_all(job, timeout=6.0))
         async for _ in slowly():
             assert not reader.done()
-        with pytest.raises(ResultTimeout, match=r"within 2 s"):
+        with pytest.raises(ResultTimeout, match=r"within 6 s"):
             await reader
         assert (await attempt.emit([5], "5 ")).code == "ok"
 

@@ -240,7 +240,7 @@ async def test_a_new_entry_ends_a_wait_that_follows_cancelled_waits(redis_url: s
             await cancel_tasks(waiting)
             assert streams.has_read_all([BULK])
         await add(redis, queue, 0, BULK, 1)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             await streams.wait(30, [BULK])
         assert not streams.has_read_all([BULK])
         assert counts(await streams.read(1, [BULK])) == {"0 bulk": 1}
@@ -269,7 +269,7 @@ async def test_an_entry_that_a_given_up_wait_has_seen_ends_the_next_wait_with_a_
     redis_url: str, queue: str
 ) -> None:
     async with opened(redis_url, queue, 1) as (redis, streams):
-        given_up = asyncio.create_task(streams.wait(3))
+        given_up = asyncio.create_task(streams.wait(30))
         await until_blocked(redis)
         await cancel_tasks(given_up)
         assert await streams.read(3) == []
@@ -277,8 +277,8 @@ async def test_an_entry_that_a_given_up_wait_has_seen_ends_the_next_wait_with_a_
         await add(redis, queue, 0, INTERACTIVE, 1)
         await until_blocked(redis, is_blocked=False)
         await redis.ping()
-        async with asyncio.timeout(2):
-            assert counts(await streams.wait_and_read(3, 3)) == {"0 interactive": 1}
+        async with asyncio.timeout(20):
+            assert counts(await streams.wait_and_read(30, 3)) == {"0 interactive": 1}
         await streams.close()
 
 
