@@ -156,6 +156,8 @@ def test_purge_asks_first_and_cancels_what_matches(redis_url: str, selected: str
         assert [job.job_id for job in client.jobs()] == [jobs[0].id]
         purged = json.loads(llamaq("purge", "--yes", "--json"))
         assert purged == {"queue": selected, "jobs": [jobs[0].id], "dry_run": False}
+        unasked = runner.invoke(build_app("purge"), ["purge"], input="")
+        assert (unasked.exit_code, unasked.stdout, unasked.stderr) == (0, "cancelled 0 waiting jobs\n", "")
     assert runner.invoke(build_app("purge"), ["purge", "--metadata", "user"]).exit_code == 2
 
 

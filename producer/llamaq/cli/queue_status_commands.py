@@ -109,7 +109,7 @@ def purge(
             count = len(
                 client.purge(priority=priority, older_than_s=age_s, metadata=wanted, tenant=tenant, dry_run=True)
             )
-            if not typer.confirm(f"Cancel {_count(count)} of queue {client.queue!r}?", err=True):
+            if count and not typer.confirm(f"Cancel {_count(count)} of queue {client.queue!r}?", err=True):
                 raise typer.Exit(EXIT_FAILED)
             age_s += time.monotonic() - counted_s  # jobs that were submitted after the count are left alone
         purged = client.purge(priority=priority, older_than_s=age_s, metadata=wanted, tenant=tenant, dry_run=dry_run)
