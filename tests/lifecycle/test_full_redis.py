@@ -61,7 +61,11 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
             client.submit(PROMPT)
         n_stalled = reader.job.status().generated_tokens
         wait_until(lambda: reader.n_tokens == n_stalled, "the reader has received all stored tokens")
-        time.sleep(1.5 * LEASE_S)  # longer than the leases and the cards of workers, which must be renewed meanwhile
+        # For longer than the leases and the cards of workers, the first worker keeps its job: both are renewed.
+        ends_s = time.monotonic() + 1.5 * LEASE_S
+        while time.monotonic() < ends_s:
+            assert reader.job.status().worker == worker.worker_id
+            time.sleep(0.1)
         both = {worker.worker_id, other.worker_id}
         wait_until(lambda: {one.card.worker for one in client.workers()} == both, "both workers have a card")
         assert reader.n_tokens == n_stalled

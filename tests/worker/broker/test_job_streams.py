@@ -246,6 +246,27 @@ async def test_a_new_entry_ends_a_wait_that_follows_cancelled_waits(redis_url: s
         assert counts(await streams.read(1, [BULK])) == {"0 bulk": 1}
 
 
+async def test_an_entry_that_a_pause_left_unread_is_found_although_all_waits_are_cancelled(
+    redis_url: str, queue: str
+) -> None:
+    """A full worker cancels each wait as soon as a slot becomes free, and the entry has ended an earlier wait."""
+    config = Keys().config(queue, 0)
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        await add(redis, queue, 0, BULK, 1)
+        await streams.wait(30, [BULK])
+        await redis.hset(config, "mode", "paused")
+        assert await streams.read(1, [BULK]) == []
+        await redis.hdel(config, "mode")
+        async with asyncio.timeout(20):
+            while streams.has_read_all([BULK]):
+                waiting = asyncio.create_task(streams.wait(0.1, [BULK]))
+                await asyncio.sleep(0.01)
+                await cancel_tasks(waiting)
+        assert counts(await streams.read(1, [BULK])) == {"0 bulk": 1}
+        await redis.delete(config)
+        await streams.close()
+
+
 async def test_a_wait_ends_although_it_begins_after_its_end_was_asked_for(redis_url: str, queue: str) -> None:
     async with opened(redis_url, queue, 1) as (redis, streams):
         waiting = asyncio.create_task(streams.wait_and_read(30, 3))
