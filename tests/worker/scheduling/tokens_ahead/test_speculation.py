@@ -355,6 +355,18 @@ def test_a_latency_target_bounds_ticks_with_drafts_and_allows_none_while_prompts
     assert all(batch.n_drafted == 0 for batch in prefilling)
 
 
+def test_drafts_beside_a_prompt_need_no_further_pass_over_the_weights() -> None:
+    rig = Rig(n_ctx=4000, n_batch=64)
+    rig.scheduler.submit(make_job(max_tokens=400, drafting=drafting(Oracle(), 8)))
+    for _ in range(10):
+        run_tick(rig.scheduler, rig.engine)
+    rig.engine.batches.clear()
+    rig.scheduler.submit(make_job([7] * 35, max_tokens=1))
+    for _ in range(3):
+        run_tick(rig.scheduler, rig.engine)
+    assert [(batch.n_prefill, batch.n_drafted) for batch in rig.engine.batches] == [(15, 0), (15, 0), (5, 8)]
+
+
 def test_a_strategy_of_a_user_gets_drafts_without_knowing_them() -> None:
     class Custom:
         def build_batch(self, slots: Sequence[Slot], budget: int, chunk_size: int, *, queue_depth: int) -> Batch:

@@ -66,8 +66,14 @@ class TokensAhead:
         return self._speculation.add_drafts(batch, self._room(batch), self._limit_s)
 
     def _room(self, batch: Batch) -> int:
-        """Return how many tokens can be added to a batch."""
-        return min(self._strategy.limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
+        """Return how many tokens can be added to a batch.
+
+        Beside prompts, they fill the pass over the weights that the batch needs in any case (see `DecodeMaximal`). With
+        one token more, llama.cpp would make another pass.
+        """
+        limits = self._strategy.limits
+        room = min(limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
+        return min(room, -batch.n_tokens % limits.chunk_size) if batch.prefill else room
 
     def forces_after(self, runs: Sequence[Run]) -> bool:
         """Return whether the next plan adds forced tokens; see `ForcedTokens.adds_after`."""
