@@ -17,7 +17,7 @@ from llamaq.worker.core.job_parts import N_LARGEST
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine.llama_bindings import SUCCESS, Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.testing import make_job
@@ -178,6 +178,28 @@ def test_jobs_that_come_and_go_in_any_sequence_have_their_own_logits(demo_model:
         assert outputs[0] == outputs[1], f"seed {seed}"
     engine.close()
     plain_engine.close()
+
+
+def test_rows_keep_their_tokens_whichever_sequences_had_rows_before(engine: Engine, plain_engine: Engine) -> None:
+    random, contexts = Random(0), (engine.context, plain_engine.context)
+    n_tokens = [0] * 6
+    for _ in range(100):
+        with_row = []
+        for context in contexts:
+            context.batch.clear()
+        for seq_id in random.sample(range(6), random.randint(1, 6)):
+            chunk = random.choices(range(500), k=random.choice((1, 1, 1, 2, 3)))
+            has_row = random.random() < 0.6
+            for context in contexts:
+                context.batch.add_chunk(chunk, n_tokens[seq_id], seq_id, has_row=has_row)
+            n_tokens[seq_id] += len(chunk)
+            with_row += [seq_id] * has_row
+        assert [context.decode() for context in contexts] == [SUCCESS, SUCCESS]
+        if with_row:
+            rows = zip(samplers_of(engine).rows(with_row), plain_engine.context.logits(len(with_row)), strict=True)
+            for row, logits in rows:
+                assert isinstance(row, LargestLogits)
+                assert (row.logits == logits[row.tokens]).all()
 
 
 @pytest.mark.interpreted  # it replaces a part of a compiled class

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import InvalidSettings, ModelError
-from llamaq.tools.random_gguf import PLAIN, write_model
+from llamaq.tools.random_gguf import PLAIN, SLIDING, write_model
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model
 from llamaq.worker.process.generation_parts import load_engine
 from llamaq.worker.process.speculation_factory import MAX_DRAFT_TOKENS_OF_TICK, make_speculation, n_draft_tokens
@@ -33,6 +33,22 @@ def test_a_worker_that_cannot_remove_the_cells_of_drafts_refuses_speculation(
     else:
         assert make_speculation(settings, engine) is not None
     engine.close()
+
+
+@pytest.mark.starts_processes  # it loads models
+def test_the_refusal_of_speculation_names_the_slots_and_the_batch_that_a_sliding_window_needs(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "sliding.gguf", SLIDING)
+    for n_parallel, n_batch, is_possible in ((4, 8, False), (4, 9, True), (128, 512, False), (127, 512, True)):
+        settings = WorkerSettings(
+            speculation="ngram", n_parallel=n_parallel, n_batch=n_batch, n_ctx=512, n_threads=1, warmup=False
+        )
+        engine = load_engine(model, settings)
+        if is_possible:
+            assert make_speculation(settings, engine) is not None
+        else:
+            with pytest.raises(InvalidSettings, match=r"--n-parallel of at most 127, and --n-batch above twice"):
+                make_speculation(settings, engine)
+        engine.close()
 
 
 def test_the_context_has_logits_for_the_slots_and_the_drafts_of_a_tick() -> None:

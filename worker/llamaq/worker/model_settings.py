@@ -13,6 +13,10 @@ from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.worker.cpu_cores import usable_cores
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+MAX_INT32 = 2**31 - 1
+"""The largest number that llama.cpp can store. ctypes would pass on the lower 32 bits of a larger one."""
+MAX_THREADS = 512
+"""GGML_MAX_N_THREADS. With far more threads than the system has, llama.cpp ends the process."""
 _CACHE_TYPES = ", ".join(f"`{name}`" for name in get_args(CacheType))
 
 
@@ -36,7 +40,10 @@ class ModelSettings(BaseModel):
         "defaults of jobs. A sampling setting of the worker has precedence.",
     )
     n_ctx: int = Field(
-        8192, ge=64, description="Number of KV cells. All slots share them; each token of a job needs one."
+        8192,
+        ge=64,
+        le=MAX_INT32,
+        description="Number of KV cells. All slots share them; each token of a job needs one.",
     )
     n_batch: int | None = Field(
         None,
@@ -47,6 +54,7 @@ class ModelSettings(BaseModel):
     n_ubatch: int | None = Field(
         None,
         ge=1,
+        le=MAX_INT32,
         description="Maximum number of tokens that llama.cpp computes in one step of a batch. If not set: 512, but "
         "with `embeddings` the whole batch.",
     )
@@ -65,6 +73,7 @@ class ModelSettings(BaseModel):
     n_threads: int | None = Field(
         None,
         ge=1,
+        le=MAX_THREADS,
         description="Number of llama.cpp's threads. If not set: one for each physical CPU core that the process may "
         "use, within the CPU quota of its container; while several workers compute on this host without a GPU, each "
         "takes its share of the cores. Set fewer when other programs need the cores, because each step waits for the "
@@ -73,6 +82,7 @@ class ModelSettings(BaseModel):
     n_threads_batch: int | None = Field(
         None,
         ge=1,
+        le=MAX_THREADS,
         description="Number of threads for batches of more than one token, also while other workers "
         "compute. If not set: as many as for one token.",
     )
@@ -153,7 +163,9 @@ class ModelSettings(BaseModel):
 class DeviceSettings(BaseModel):
     """GPUs and memory."""
 
-    n_gpu_layers: int = Field(-1, ge=-1, description="Number of layers that the GPU computes. -1: all layers.")
+    n_gpu_layers: int = Field(
+        -1, ge=-1, le=MAX_INT32, description="Number of layers that the GPU computes. -1: all layers."
+    )
     device: int | None = Field(None, ge=0, description="Index of the only GPU to use. If not set: all GPUs.")
     devices: Annotated[tuple[int, ...], NoDecode] = Field(
         (), description="GPU indices, separated by commas. A supervisor starts one worker process for each."
@@ -170,6 +182,7 @@ class DeviceSettings(BaseModel):
     main_gpu: int = Field(
         0,
         ge=0,
+        le=MAX_INT32,
         description="Index of the GPU for the whole model with `split_mode` `none`, for small tensors with `row`.",
     )
     override_tensor: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -210,7 +223,7 @@ class RopeSettings(BaseModel):
         0, ge=0, description="Factor of the frequencies of RoPE: 1 / `rope_scale`. 0: as the model says."
     )
     yarn_orig_ctx: int = Field(
-        0, ge=0, description="Context in tokens that the model was trained on. 0: as the model says."
+        0, ge=0, le=MAX_INT32, description="Context in tokens that the model was trained on. 0: as the model says."
     )
     yarn_ext_factor: float = Field(-1, description="Mix of extrapolation for YaRN. -1: as the model says.")
     yarn_attn_factor: float = Field(-1, description="Factor of the attention for YaRN. -1: as the model says.")

@@ -142,6 +142,7 @@ class LifeSettings(BaseModel):
     lease_s: float = Field(
         10.0,
         ge=1,
+        le=10**7,  # a lease must be shorter than `EXPIRED_IDLE_MS` in `_lib.lua`
         description="Seconds after which a job's lease expires if it is not renewed. Then another worker may claim the "
         "job.",
     )

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS
-from llamaq.worker.model_settings import CacheType
+from llamaq.worker.model_settings import MAX_INT32, MAX_THREADS, CacheType
 
 
 class SpeculationSettings(BaseModel):
@@ -37,11 +37,15 @@ class SpeculationSettings(BaseModel):
         description="A draft ends before a token that the draft model considers less probable. 0: it never does.",
     )
     n_gpu_layers_draft: int = Field(
-        -1, ge=-1, description="Number of layers of the draft model that the GPU computes. -1: all layers."
+        -1,
+        ge=-1,
+        le=MAX_INT32,
+        description="Number of layers of the draft model that the GPU computes. -1: all layers.",
     )
     n_threads_draft: int | None = Field(
         None,
         ge=1,
+        le=MAX_THREADS,
         description="Number of threads of the draft model, also while other workers compute. If not set: as many as "
         "for the model.",
     )

@@ -1,7 +1,13 @@
 """Backend sampling: the device finds the largest logits of each row, and only these are copied to the host.
 
-llama.cpp can run a chain of samplers as a part of its compute graph, one chain for each sequence. Here each chain is
-top-k alone. The host finishes the draw with the samplers of the job.
+llama.cpp can run a chain of samplers as a part of its compute graph, one chain for each sequence. Here each chain has
+top-k twice, and the host finishes the draw with the samplers of the job.
+
+The second top-k changes nothing but the memory of the result. The graph has the chains of all sequences, but only the
+tokens of sequences that have a row are marked as results. llama.cpp may keep the memory plan of an earlier graph, in
+which other sequences had rows (`ggml_gallocr_needs_realloc` compares sizes only). If tokens had no mark in that graph,
+the plan gives their memory to the next chain as soon as the logits are computed from them. Nothing is computed from the
+tokens of the second top-k, so no plan gives their memory away.
 
 When a chain is added or removed, llama.cpp plans its graphs again before the next decode. This takes some milliseconds,
 so a sequence keeps its chain until a job needs all logits, and stays without a chain until a job does not need them.
@@ -100,7 +106,8 @@ class BackendSamplers:
 
     def _add(self, seq_id: int) -> None:
         chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_top_k(self._n_largest))
+        for _ in range(2):
+            llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_top_k(self._n_largest))
         llama_cpp.llama_set_sampler(self._context.pointer, seq_id, chain)
         self._chains[seq_id] = chain
 

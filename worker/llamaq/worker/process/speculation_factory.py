@@ -6,6 +6,7 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.draft_plan import DraftWork
 from llamaq.worker.engine.draft_model import DraftModel
 from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES
 from llamaq.worker.process.cache_factory import choose_held_draft_cells
 from llamaq.worker.scheduling.tokens_ahead.draft_model_speculation import DraftModelSpeculation
 from llamaq.worker.scheduling.tokens_ahead.draft_sequences import DraftSequences
@@ -36,7 +37,9 @@ def make_speculation(
         raise InvalidSettings(
             "--speculation (LLAMAQ_SPECULATION): the cells of drafts that are not accepted must be removed one by one, "
             "which this model's memory does not permit. A recurrent state never does; a sliding window does with "
-            "--swa-full, --kv-unified and --cache-prompt. Use --speculation off"
+            "--swa-full, --kv-unified and --cache-prompt, if there is a second sequence for each slot: with "
+            f"--n-parallel of at most {(MAX_SEQUENCES - 1) // 2}, and --n-batch above twice this number of slots. Use "
+            "--speculation off"
         )
     if draft_model is None:
         return NgramSpeculation(engine.vocab.end_tokens, n_draft_tokens(settings))
