@@ -83,12 +83,13 @@ def run(
     n_slots: int = 3,
     strategy: BatchStrategy | None = None,
     draft_tokens: int = 0,
+    chunk_size: int = 16,
     repeats: int = 0,
 ) -> tuple[list[Output], FakeEngine]:
     """Run jobs on the fake engine, which checks every cell."""
     engine = FakeEngine(n_ctx=n_ctx, n_batch=n_batch, n_seq_max=n_slots + 4)
     memory = make_memory(engine, n_slots=n_slots, cache=RadixPrefixCache())
-    scheduler = make_scheduler(engine, memory, strategy=strategy, draft_tokens=draft_tokens)
+    scheduler = make_scheduler(engine, memory, strategy=strategy, draft_tokens=draft_tokens, chunk_size=chunk_size)
     for job in jobs:
         scheduler.submit(job)
     outputs: list[Output] = []
@@ -185,6 +186,23 @@ def test_ticks_are_repeated_while_forced_tokens_do_not_pay_and_the_output_is_the
     assert tokens[0] == tokens[1]
     assert n_forced[1] < 0.2 * n_forced[0]
     assert n_plans[1] < 0.3 * n_plans[0]
+
+
+def test_forced_tokens_take_the_place_of_tokens_of_a_long_prompt() -> None:
+    jobs = [make_job(max_tokens=60, sampler=ForcingSampler()), make_job([7] * 100, max_tokens=1)]
+    outputs, engine = run(jobs, chunk_size=16)
+    beside_prompt = [batch for batch in engine.batches if batch.decode and batch.prefill]
+    assert any(batch.n_forced for batch in beside_prompt[:-1])
+    assert {batch.n_tokens for batch in beside_prompt[:-1]} == {16}, "one pass over the weights for each chunk"
+    assert beside_prompt[-1].n_tokens <= 16
+    assert tokens_of(outputs, jobs[0]) == tokens_of(run([make_job(max_tokens=60, sampler=ForcingSampler())])[0])
+
+
+def test_forced_tokens_do_not_delay_the_first_token_of_a_prompt_that_ends_in_the_tick() -> None:
+    streaming, ending = make_job(max_tokens=60, sampler=ForcingSampler(0)), make_job([7] * 31, max_tokens=1)
+    _, engine = run([streaming, ending], chunk_size=16)
+    beside_prompt = [(batch.n_forced, batch.n_prefill) for batch in engine.batches if batch.decode and batch.prefill]
+    assert beside_prompt == [(0, 15)]
 
 
 def test_forced_tokens_beside_a_prompt_always_pay() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import inf
 
 from llamaq.worker.core.batch import Batch, SlotResult
@@ -44,14 +45,30 @@ class TokensAhead:
         self._has_grammar = has_grammar
         if not has_grammar and self._speculation is None:
             return batch
-        room = self._room(batch)
         self._limit_s = limit_s = self._strategy.draft_limit_s(self._memory.slots)
         if has_grammar:
-            batch = self._forced.add(batch, room, limit_s)
+            batch = self._with_forced(batch, limit_s)
         if self._speculation is not None:
             left_s = self._forced.left_s(batch, limit_s)
-            batch = self._speculation.add_drafts(batch, room - batch.n_forced, left_s)
+            batch = self._speculation.add_drafts(batch, self._room(batch), left_s)
         return batch
+
+    def _with_forced(self, batch: Batch, limit_s: float) -> Batch:
+        """Return the batch with its forced tokens.
+
+        They may take the place of tokens of a prompt that does not end in this tick. Both take as long, and all of them
+        have to be computed.
+        """
+        longest = max([one for one in batch.prefill if not one.is_last], key=lambda one: one.n_tokens, default=None)
+        n_replaceable = 0 if longest is None else longest.n_tokens - 1
+        n_left = self._n_left_in_tick(batch)
+        room = min(n_left + n_replaceable, self._memory.n_cells_for_drafts)
+        batch = self._forced.add(batch, room, limit_s)
+        n_replaced = batch.n_forced - n_left
+        if longest is None or n_replaced <= 0:
+            return batch
+        shorter = longest._replace(n_tokens=longest.n_tokens - n_replaced)
+        return replace(batch, prefill=tuple([shorter if one is longest else one for one in batch.prefill]))
 
     @property
     def needs_plan(self) -> bool:
@@ -66,14 +83,18 @@ class TokensAhead:
         return self._speculation.add_drafts(batch, self._room(batch), self._limit_s)
 
     def _room(self, batch: Batch) -> int:
-        """Return how many tokens can be added to a batch.
+        """Return how many draft tokens can be added to a batch."""
+        return min(self._n_left_in_tick(batch), self._memory.n_cells_for_drafts - batch.n_forced)
 
-        Beside prompts, they fill the pass over the weights that the batch needs in any case (see `DecodeMaximal`). With
-        one token more, llama.cpp would make another pass.
+    def _n_left_in_tick(self, batch: Batch) -> int:
+        """Return how many tokens the tick can compute in addition to a batch.
+
+        Beside prompts, this is what the pass over the weights has left that the batch needs in any case (see
+        `DecodeMaximal`). With one token more, llama.cpp would make another pass.
         """
         limits = self._strategy.limits
-        room = min(limits.budget - batch.n_tokens, self._memory.n_cells_for_drafts)
-        return min(room, -batch.n_tokens % limits.chunk_size) if batch.prefill else room
+        n_left = limits.budget - batch.n_tokens
+        return min(n_left, -batch.n_tokens % limits.chunk_size) if batch.prefill else n_left
 
     def forces_after(self, runs: Sequence[Run]) -> bool:
         """Return whether the next plan adds forced tokens; see `ForcedTokens.adds_after`."""
