@@ -289,9 +289,19 @@ def test_the_image_runs_a_worker_as_an_ordinary_user_with_a_health_check(dockerf
     runtime = dockerfile[-last:]
     assert arguments(runtime, "USER") == ["llamaq"]
     assert "useradd" in arguments(runtime, "RUN")[0]
-    assert arguments(runtime, "ENTRYPOINT") == ['["llamaq"]']
+    assert arguments(runtime, "ENTRYPOINT") == ['["tini", "-s", "--", "llamaq"]']
     assert arguments(runtime, "CMD") == ['["worker"]']
     assert arguments(runtime, "HEALTHCHECK")[0].endswith('CMD ["llamaq", "health"]')
+
+
+def test_process_1_of_the_image_leaves_no_zombie_of_a_worker_that_crashed(
+    compose: dict[str, Any], dockerfile: list[list[str]]
+) -> None:
+    last = [name for name, _ in dockerfile][::-1].index("FROM")
+    (setup,) = (run for run in arguments(dockerfile[-last:], "RUN") if "apt-get install" in run)
+    assert "tini" in shlex.split(setup)
+    assert arguments(dockerfile, "ENTRYPOINT")[0].startswith('["tini", "-s",')
+    assert not any("entrypoint" in service for service in compose["services"].values())
 
 
 def test_the_settings_named_in_the_compose_file_exist(compose: dict[str, Any]) -> None:
