@@ -45,7 +45,7 @@ RUN HATCH_BUILD_HOOKS_ENABLE=true /opt/llamaq/bin/pip install '/src[worker,hub,m
 FROM ${RUNTIME_IMAGE}
 ENV DEBIAN_FRONTEND=noninteractive
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends libgomp1 python3 \
+    && apt-get install --yes --no-install-recommends libgomp1 python3 tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home llamaq \
     && install --directory --owner llamaq --group llamaq /home/llamaq/.cache /home/llamaq/.cache/huggingface
@@ -57,5 +57,7 @@ WORKDIR /home/llamaq
 
 HEALTHCHECK --interval=10s --timeout=10s --start-period=120s --retries=3 \
     CMD ["llamaq", "health"]
-ENTRYPOINT ["llamaq"]
+# A worker that crashes leaves the process that compiles grammars. If process 1 does not wait for its end, it remains as a
+# zombie. tini waits; Kubernetes has nothing like `docker run --init`. With `-s`, tini may also be another process than 1.
+ENTRYPOINT ["tini", "-s", "--", "llamaq"]
 CMD ["worker"]

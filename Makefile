@@ -261,7 +261,7 @@ LLAMAQ_CHART_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/chart
 CHART_DIR := $(LLAMAQ_CHART_CACHE)/$(subst ==,-,$(HELM_WHEEL)-$(KUBERNETES_SCHEMAS))
 
 .PHONY: check-chart
-check-chart: $(VENV)/dev.stamp $(CHART_DIR)/installed.txt ## render the Helm chart and validate it for four Kubernetes versions
+check-chart: $(VENV)/dev.stamp $(CHART_DIR)/installed.txt ## render the Helm chart and validate it for five Kubernetes versions
 	@$(BIN)/python -m llamaq.tools.chart "$(CHART_DIR)"
 
 $(CHART_DIR)/installed.txt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
@@ -20,13 +21,15 @@ from llamaq.common.settings import ENV_PREFIX, QueueSettings, client_settings
 from llamaq.gateway.keys.key_check import OPEN_PATHS
 from llamaq.gateway.settings import ServeSettings, serve_settings
 from llamaq.producer import AsyncClient
+from llamaq.tools.chart.__main__ import KUBERNETES
 from llamaq.tools.chart.keda_schema import errors_in, is_of_keda
-from llamaq.tools.chart.rendered import CHART, RENDERED, header, manifests, values_files
+from llamaq.tools.chart.rendered import CHART, RENDERED, ROOT, header, manifests, values_files
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
 
 LOADERS: dict[str, Callable[[], Any]] = {"worker": load_settings, "server": serve_settings}
 """The functions that read the settings of a container. Other containers have those of a client."""
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 NAMES = [path.name for path in values_files()]
 Manifest = dict[str, Any]
 
@@ -67,6 +70,28 @@ def test_there_are_no_other_manifests() -> None:
 def test_the_chart_has_the_version_of_llamaq() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == version("llamaq")
+
+
+def test_the_chart_is_checked_with_the_oldest_version_of_kubernetes_that_it_supports() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["kubeVersion"] == f">={KUBERNETES[0]}.0-0"
+    assert f"Kubernetes {KUBERNETES[0]} or newer" in PAGE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kubernetes_knows_the_hooks_of_all_versions_that_the_chart_supports(name: str) -> None:
+    minor = int(KUBERNETES[0].partition(".")[2])
+    for _, container in pods(name):
+        if "sleep" in container.get("lifecycle", {}).get("preStop", {}):
+            assert minor >= 30, "an API server before 1.30 drops `sleep`, and rejects the empty hook"
+
+
+def test_every_pod_is_replaced_when_the_url_of_redis_in_the_values_changes() -> None:
+    for name in NAMES:
+        templates = [one["spec"]["template"] for one in of_kind(name, "Deployment")]
+        digests = {(one["metadata"].get("annotations") or {}).get("checksum/redis-url") for one in templates}
+        url = values_of(name)["redis"].get("url")
+        assert digests == {url and hashlib.sha256(url.encode()).hexdigest()}, name
 
 
 def test_the_values_repeat_the_defaults_of_the_settings() -> None:

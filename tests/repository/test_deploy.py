@@ -18,6 +18,7 @@ from tests.support.redis_servers import Server
 
 from llamaq.common.settings import QueueSettings
 from llamaq.gateway.settings import ServeSettings
+from llamaq.worker.process.exit_codes import EXIT_FORCED
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
 
@@ -289,9 +290,19 @@ def test_the_image_runs_a_worker_as_an_ordinary_user_with_a_health_check(dockerf
     runtime = dockerfile[-last:]
     assert arguments(runtime, "USER") == ["llamaq"]
     assert "useradd" in arguments(runtime, "RUN")[0]
-    assert arguments(runtime, "ENTRYPOINT") == ['["llamaq"]']
+    assert arguments(runtime, "ENTRYPOINT") == ['["tini", "-s", "--", "llamaq"]']
     assert arguments(runtime, "CMD") == ['["worker"]']
     assert arguments(runtime, "HEALTHCHECK")[0].endswith('CMD ["llamaq", "health"]')
+
+
+def test_process_1_of_the_image_leaves_no_zombie_of_a_worker_that_crashed(
+    compose: dict[str, Any], dockerfile: list[list[str]]
+) -> None:
+    last = [name for name, _ in dockerfile][::-1].index("FROM")
+    (setup,) = (run for run in arguments(dockerfile[-last:], "RUN") if "apt-get install" in run)
+    assert "tini" in shlex.split(setup)
+    assert arguments(dockerfile, "ENTRYPOINT")[0].startswith('["tini", "-s",')
+    assert not any("entrypoint" in service for service in compose["services"].values())
 
 
 def test_the_settings_named_in_the_compose_file_exist(compose: dict[str, Any]) -> None:
@@ -369,6 +380,28 @@ def test_systemd_waits_longer_than_a_worker_and_a_server_need_to_stop() -> None:
     assert int(worker["TimeoutStopSec"]) > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
     assert worker["KillMode"] == "mixed", "SIGTERM reaches the supervisor alone"
     assert int(server["TimeoutStopSec"]) > ServeSettings.model_fields["shutdown_s"].default
+
+
+def test_systemd_leaves_it_to_the_supervisor_to_restart_a_worker_that_the_kernel_killed_for_memory() -> None:
+    worker = service_of_systemd("llamaq-worker")
+    assert worker["OOMPolicy"] == "continue", "the default stops the workers of all devices"
+
+
+def test_a_service_that_a_second_signal_has_ended_has_not_failed() -> None:
+    assert service_of_systemd("llamaq-worker")["SuccessExitStatus"] == str(EXIT_FORCED)
+
+
+def test_a_service_may_lock_its_model_in_memory() -> None:
+    assert "use_mlock" in WorkerSettings.model_fields
+    assert service_of_systemd("llamaq-worker")["LimitMEMLOCK"] == "infinity"
+
+
+def test_root_creates_the_devices_of_cuda_before_a_service_that_may_not_do_it() -> None:
+    worker = service_of_systemd("llamaq-worker")
+    assert worker["NoNewPrivileges"] == "yes"
+    commands = worker["ExecStartPre"].split(" ; ")
+    assert [command.split()[0] for command in commands] == ["+-/usr/bin/nvidia-smi", "+-/usr/bin/nvidia-modprobe"]
+    assert "-u" in commands[1].split(), "the device nvidia-uvm"
 
 
 @pytest.mark.parametrize("name", SERVICES)

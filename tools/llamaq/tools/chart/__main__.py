@@ -1,4 +1,4 @@
-"""Renders the chart with each file of `ci/` for four versions of Kubernetes, and validates all manifests.
+"""Renders the chart with each file of `ci/` for five versions of Kubernetes, and validates all manifests.
 
     python -m llamaq.tools.chart FOLDER
 
@@ -21,7 +21,8 @@ import yaml
 from llamaq.tools.chart.keda_schema import errors_in, is_of_keda
 from llamaq.tools.chart.rendered import CHART, RENDERED, header, manifests, values_files
 
-KUBERNETES = ("1.34", "1.35", "1.36", "1.37")
+KUBERNETES = ("1.30", "1.34", "1.35", "1.36", "1.37")
+"""The oldest version that the chart supports, and the newest ones."""
 RELEASE = "example"
 
 
