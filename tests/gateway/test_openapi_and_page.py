@@ -52,6 +52,12 @@ def test_parameters_and_errors_are_described_as_the_endpoints_have_them() -> Non
     assert {(method.lower(), path) for method, path in QUERY} <= described
 
 
+def test_a_path_that_ends_with_a_slash_is_answered_without_a_redirect() -> None:
+    client = TestClient(build_app(serve_settings()), follow_redirects=False)
+    assert client.get("/openapi.json/").json() == client.get("/openapi.json").json()
+    assert client.post("/v1/models/").json() == client.post("/v1/models").json()
+
+
 def test_the_chat_page_loads_nothing_from_elsewhere_and_parses_no_text_as_html() -> None:
     page = get("/")
     assert page.headers["content-type"].startswith("text/html")

@@ -24,6 +24,7 @@ from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.open_requests import Defects, OpenRequests
 from llamaq.gateway.http.request_ids import RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
+from llamaq.gateway.http.trailing_slashes import TrailingSlashes
 from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_file import KeyFile
 from llamaq.gateway.keys.key_store import KeyStore
@@ -157,6 +158,7 @@ def _middleware(settings: ServeSettings, open_requests: OpenRequests) -> list[Mi
     """Return the middleware, from the outside to the inside."""
     cors = Middleware(Cors, **cors_options(settings.cors_origins))
     return [
+        Middleware(TrailingSlashes),
         Middleware(RequestIds),
         *([cors] if settings.cors_origins else []),
         Middleware(Defects),

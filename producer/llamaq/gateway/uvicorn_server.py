@@ -6,16 +6,18 @@ import asyncio
 import gc
 import math
 import resource
+import select
 import signal
 import socket
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import InvalidSettings
 from llamaq.gateway.app import build_app
 from llamaq.gateway.http.certificate_renewal import CertificateRenewal, load_certificate
@@ -34,6 +36,14 @@ GC_THRESHOLD = 20_000
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. Load balancers have shorter times, so that they close connections
 first."""
+LAST_REQUESTS_S = 0.5
+"""How long idle connections stay open after the server began to stop. A request that a client sends in this time is
+answered, and the response announces the close. If the server closed the connection at the moment at which a proxy sends
+a request, the proxy would answer with 502."""
+ACCEPTING_S = 0.05
+"""After this time, the connections that the server has accepted last are open."""
+CLOSE = (b"connection", b"close")
+"""The header that announces that the server closes the connection after the response."""
 
 
 class BoundedHeaders(H11Protocol):
@@ -44,6 +54,7 @@ class BoundedHeaders(H11Protocol):
 
     header_timeout_s = 20.0
     _header_timer: asyncio.TimerHandle | None = None
+    _closes_when_idle = False
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the headers of the first request."""
@@ -63,6 +74,38 @@ class BoundedHeaders(H11Protocol):
         """End the wait."""
         super().connection_lost(exc)
         self._stop_timer()
+
+    def announce_close(self) -> None:
+        """Let the response to the current request, if it has not begun, tell the client that the connection closes."""
+        if self.cycle is not None:
+            self.cycle.default_headers = [*self.cycle.default_headers, CLOSE]
+
+    def shutdown(self) -> None:
+        """Close the connection when it is idle.
+
+        A request that has arrived, but is not read yet, is answered first. A response that has begun without an
+        announcement may be followed by a further request, whose response announces the close.
+        """
+        if self.conn.their_state is h11.IDLE:
+            if not self._has_unread_data():
+                super().shutdown()
+        elif self.conn.our_state is h11.SEND_BODY:
+            self._closes_when_idle = True
+        else:
+            super().shutdown()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        if self._closes_when_idle and not self.transport.is_closing():
+            self.loop.call_later(LAST_REQUESTS_S, self.shutdown)
+
+    def _has_unread_data(self) -> bool:
+        if self.transport.is_closing():
+            return False
+        poll = select.poll()  # `select.select` is limited to 1024 files
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
 
     def _watch_headers(self) -> None:
         is_answered = self.conn.our_state is h11.DONE  # before the end of its body: a refusal
@@ -120,11 +163,38 @@ class AnsweringServer(uvicorn.Server):
         """Stop: accept no more connections, and wait for the open requests."""
         if self._renewing is not None:
             self._renewing.cancel()
+        for connection in self.server_state.connections:
+            cast("BoundedHeaders", connection).announce_close()
+        self.server_state.default_headers.append(CLOSE)
+        accepting = self._stop_listening(sockets or [])
+        await asyncio.sleep(ACCEPTING_S)
+        if self.server_state.connections:
+            await asyncio.sleep(LAST_REQUESTS_S)
+        await cancel_tasks(*accepting)
         ending = asyncio.get_running_loop().call_later(self._settings.shutdown_s, self._open_requests.end_all)
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+
+    def _stop_listening(self, sockets: list[socket.socket]) -> list[asyncio.Task[Any]]:
+        """Close the sockets. Return tasks that accept the connections which wait: the system would reset them."""
+        waiting: list[socket.socket] = []
+        for listening in sockets:
+            with suppress(OSError):  # no connection waits
+                while True:
+                    waiting.append(listening.accept()[0])
+        for server in self.servers:
+            server.close()
+        loop = asyncio.get_running_loop()
+        return [
+            loop.create_task(loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl))
+            for connection in waiting
+        ]
+
+    def _protocol(self) -> H11Protocol:
+        protocol = cast("type[H11Protocol]", self.config.http_protocol_class)
+        return protocol(self.config, self.server_state, self.lifespan.state)
 
 
 def build_server(settings: ServeSettings) -> uvicorn.Server:
