@@ -1,13 +1,10 @@
-"""The Makefile, the CI, the container image and the compose file are consistent. Docker is not needed."""
+"""The container image and the compose file are consistent. Docker is not needed."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,8 @@ from tests.support.redis_servers import Server
 
 from llamaq.common.settings import QueueSettings
 from llamaq.gateway.settings import ServeSettings
-from llamaq.worker.process.exit_codes import EXIT_FORCED
 from llamaq.worker.process.supervisor import Supervisor
-from llamaq.worker.settings import WorkerSettings, load_settings
+from llamaq.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,28 +50,6 @@ def llama_requirement() -> str:
 
 def arguments(dockerfile: list[list[str]], instruction: str) -> list[str]:
     return [args for name, args in dockerfile if name == instruction]
-
-
-def make(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run make in the checkout. If make runs these tests, the variables of that outer make are not passed on."""
-    inherited = {"CMAKE_ARGS", "LLAMAQ_WHEEL_CACHE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON"}
-    return subprocess.run(
-        ["make", "--no-print-directory", *args],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in inherited} | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def wheel_dir(**env: str) -> str:
-    """Return the folder in which make stores the built wheel of llama-cpp-python."""
-    database = make("--print-data-base", "--question", "help", env=env).stdout
-    found = re.search(r"^WHEEL_DIR := (.*)$", database, re.MULTILINE)
-    assert found
-    return found[1]
 
 
 def services_of(compose: dict[str, Any], profile: str) -> set[str]:
@@ -308,122 +282,3 @@ def test_process_1_of_the_image_leaves_no_zombie_of_a_worker_that_crashed(
 def test_the_settings_named_in_the_compose_file_exist(compose: dict[str, Any]) -> None:
     fields = {f"LLAMAQ_{name.upper()}" for name in (*QueueSettings.model_fields, *WorkerSettings.model_fields)}
     assert set(compose["services"]["worker"]["environment"]) <= fields
-
-
-def test_ci_runs_make_test() -> None:
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert re.search(r"^make test$", script.read_text(), re.MULTILINE)
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
-
-
-def test_make_help_lists_every_target_that_is_not_a_file() -> None:
-    phony = {
-        name
-        for line in (ROOT / "Makefile").read_text().splitlines()
-        if line.startswith(".PHONY:")
-        for name in line.split()[1:]
-    }
-    listed = set(re.findall(r"^  make ([a-z-]+)", make("help").stdout, re.MULTILINE))
-    assert listed == phony
-    assert {"demo", "test", "venv", "lint", "types", "bench", "bench-quick", "clean", "help"} <= listed
-
-
-@pytest.mark.parametrize("target", ["demo", "test", "bench", "bench-quick", "clean"])
-def test_the_recipe_of_each_target_expands(target: str) -> None:
-    done = make("--dry-run", target)
-    assert done.returncode == 0, done.stderr
-
-
-def test_built_wheels_are_stored_outside_the_checkout_in_one_folder_per_cmake_arguments(tmp_path: Path) -> None:
-    plain, again = wheel_dir(), wheel_dir()
-    assert plain == again
-    assert wheel_dir(CMAKE_ARGS="-DGGML_CUDA=ON") != plain
-    assert ROOT not in Path(plain).parents
-    assert Path(wheel_dir(LLAMAQ_WHEEL_CACHE=str(tmp_path))).parent == tmp_path
-
-
-def test_without_a_compiler_make_names_the_packages_to_install(tmp_path: Path) -> None:
-    done = make(
-        f"BIN={Path(sys.executable).parent}",
-        f"LLAMAQ_WHEEL_CACHE={tmp_path}",
-        f"WHEEL={tmp_path}/wheel",
-        f"{tmp_path}/wheel",
-        env={"CC": "no-such-compiler"},
-    )
-    assert done.returncode != 0
-    assert "no-such-compiler" in done.stderr
-    assert "apt-get install build-essential" in done.stderr
-
-
-def test_without_a_new_enough_python_make_names_the_required_version(tmp_path: Path) -> None:
-    done = make("PYTHON=/bin/false", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/bin/python")
-    assert done.returncode != 0
-    assert "python >= 3.11" in done.stderr
-
-
-SERVICES = ["llamaq-worker", "llamaq-server"]
-"""The services of systemd."""
-
-
-def service_of_systemd(name: str) -> dict[str, str]:
-    """Return the settings of a service, each of which its file has once."""
-    text = (ROOT / f"deploy/systemd/{name}.service").read_text()
-    settings = re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)
-    assert len(dict(settings)) == len(settings)
-    return dict(settings)
-
-
-def test_systemd_waits_longer_than_a_worker_and_a_server_need_to_stop() -> None:
-    worker, server = (service_of_systemd(name) for name in SERVICES)
-    drain_s = WorkerSettings.model_fields["drain_s"].default
-    assert int(worker["TimeoutStopSec"]) > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
-    assert worker["KillMode"] == "mixed", "SIGTERM reaches the supervisor alone"
-    assert int(server["TimeoutStopSec"]) > ServeSettings.model_fields["shutdown_s"].default
-
-
-def test_systemd_leaves_it_to_the_supervisor_to_restart_a_worker_that_the_kernel_killed_for_memory() -> None:
-    worker = service_of_systemd("llamaq-worker")
-    assert worker["OOMPolicy"] == "continue", "the default stops the workers of all devices"
-
-
-def test_a_service_that_a_second_signal_has_ended_has_not_failed() -> None:
-    assert service_of_systemd("llamaq-worker")["SuccessExitStatus"] == str(EXIT_FORCED)
-
-
-def test_a_service_may_lock_its_model_in_memory() -> None:
-    assert "use_mlock" in WorkerSettings.model_fields
-    assert service_of_systemd("llamaq-worker")["LimitMEMLOCK"] == "infinity"
-
-
-def test_root_creates_the_devices_of_cuda_before_a_service_that_may_not_do_it() -> None:
-    worker = service_of_systemd("llamaq-worker")
-    assert worker["NoNewPrivileges"] == "yes"
-    commands = worker["ExecStartPre"].split(" ; ")
-    assert [command.split()[0] for command in commands] == ["+-/usr/bin/nvidia-smi", "+-/usr/bin/nvidia-modprobe"]
-    assert "-u" in commands[1].split(), "the device nvidia-uvm"
-
-
-@pytest.mark.parametrize("name", SERVICES)
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_systemd_accepts_the_services(name: str, tmp_path: Path) -> None:
-    text = (ROOT / f"deploy/systemd/{name}.service").read_text()
-    unit = tmp_path / f"{name}.service"
-    unit.write_text(text.replace("/opt/llamaq/bin/llamaq", sys.executable))  # systemd-analyze wants an existing program
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_files_of_the_services_are_those_that_the_page_of_operations_writes(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
-    (settings,) = re.findall(r"^cat > /etc/llamaq/worker.toml <<'END'\n(.*?)^END$", page, re.DOTALL | re.MULTILINE)
-    path = tmp_path / "worker.toml"
-    path.write_text(settings)
-    assert load_settings(path).devices == (0, 1)
-    for name in SERVICES:
-        service = service_of_systemd(name)
-        assert service["EnvironmentFile"] == "/etc/llamaq/redis.env"
-        assert service["EnvironmentFile"] in page
-    assert service_of_systemd("llamaq-worker")["ExecStart"].endswith(" worker --config /etc/llamaq/worker.toml")

@@ -46,10 +46,11 @@ CLOSE = (b"connection", b"close")
 """The header that announces that the server closes the connection after the response."""
 
 
-class BoundedHeaders(H11Protocol):
+class ClientConnection(H11Protocol):
     """uvicorn's protocol, which also closes a connection if its headers do not arrive in time.
 
-    It reads on during an answer, so that it notices when a client that has sent more than its request disconnects.
+    When the server stops, it announces the close of the connection, and answers a request that has arrived before. It
+    reads on during an answer, so that it notices when a client that has sent more than its request disconnects.
     """
 
     header_timeout_s = 20.0
@@ -164,7 +165,7 @@ class AnsweringServer(uvicorn.Server):
         if self._renewing is not None:
             self._renewing.cancel()
         for connection in self.server_state.connections:
-            cast("BoundedHeaders", connection).announce_close()
+            cast("ClientConnection", connection).announce_close()
         self.server_state.default_headers.append(CLOSE)
         accepting = self._stop_listening(sockets or [])
         await asyncio.sleep(ACCEPTING_S)
@@ -210,7 +211,7 @@ def build_server(settings: ServeSettings) -> uvicorn.Server:
             app,
             host=settings.http_host,
             port=settings.http_port,
-            http=type("Protocol", (BoundedHeaders,), {"header_timeout_s": settings.header_timeout_s}),
+            http=type("Protocol", (ClientConnection,), {"header_timeout_s": settings.header_timeout_s}),
             ws="none",
             lifespan="on",
             log_config=None,

@@ -8,9 +8,8 @@ from functools import partial
 from math import inf
 from random import Random
 
-import numpy as np
-import numpy.typing as npt
 import pytest
+from tests.support.forced_tokens_rig import PERIOD, ForcingSampler, TimedEngine, decoding_slot
 from tests.support.oracle import Oracle
 from tests.support.outputs import end_of, tokens_of
 
@@ -24,11 +23,10 @@ from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.scheduling.strategies.batch_strategies import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
 from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
-from llamaq.worker.scheduling.tokens_ahead.forced_tokens import FIRST_TOKENS, MAX_IN_TICK, ForcedTokens
+from llamaq.worker.scheduling.tokens_ahead.forced_tokens import MAX_IN_TICK, ForcedTokens
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,
-    GreedySampler,
     ManualClock,
     make_job,
     make_memory,
@@ -37,42 +35,7 @@ from llamaq.worker.testing import (
     run_to_end,
 )
 
-PERIOD = 9
 STRATEGIES: list[Callable[[], BatchStrategy]] = [DecodeMaximal, PrefillPriority, Balanced, LatencyTarget]
-
-
-class ForcingSampler(GreedySampler):
-    """A sampler whose grammar forces the tokens at some positions of the output.
-
-    Args:
-        n_free: Number of tokens in each `PERIOD` that are sampled. The others are forced.
-        knows: Whether `prepare` has always found all forced tokens.
-    """
-
-    can_prepare = True
-
-    def __init__(self, n_free: int = 3, *, knows: bool = True) -> None:
-        super().__init__()
-        self._n_free = n_free
-        self._knows = knows
-        self.n_sampled = 0
-
-    def _forced_at(self, position: int) -> int | None:
-        return ord("A") + position % 26 if position % PERIOD >= self._n_free else None
-
-    def forced_tokens(self, history: Sequence[int], n_prompt: int) -> Sequence[int]:
-        position = len(history) - n_prompt
-        tokens: list[int] = []
-        while self._knows and len(tokens) < 16 and (token := self._forced_at(position + len(tokens))) is not None:
-            tokens.append(token)
-        return tokens
-
-    def sample(
-        self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int, drawn: int | None = None
-    ) -> int:
-        self.n_sampled += 1
-        forced = self._forced_at(len(history) - n_prompt)
-        return super().sample(logits, history, n_prompt, drawn) if forced is None else forced
 
 
 def run(
@@ -143,24 +106,6 @@ def test_forced_tokens_need_no_tick_and_no_logits() -> None:
     assert len(engine.batches) <= 90 * 3 / PERIOD + 12
     assert isinstance(quick.sampler, ForcingSampler)
     assert quick.sampler.n_sampled <= 90 * 4 / PERIOD + 1
-
-
-class TimedEngine(FakeEngine):
-    """Advances a clock by the time of each batch.
-
-    Args:
-        build_s: How much longer a batch takes if the last one had another number of tokens. A batch takes 10 ms.
-    """
-
-    def __init__(self, clock: ManualClock, build_s: float) -> None:
-        super().__init__(n_ctx=4000, n_batch=64, n_seq_max=8)
-        self._clock = clock
-        self._build_s = build_s
-
-    def run(self, batch: Batch) -> list[SlotResult]:
-        is_alike = self.batches and self.batches[-1].n_tokens == batch.n_tokens
-        self._clock.now_s += 0.010 + (0.0 if is_alike else self._build_s)
-        return super().run(batch)
 
 
 @pytest.mark.parametrize("n_late", [1, 3, 1000])
@@ -329,87 +274,6 @@ def test_one_tick_has_a_bounded_number_of_forced_tokens() -> None:
     _, engine = run(jobs, n_ctx=2000, n_batch=512)
     assert max(batch.n_forced for batch in engine.batches) == MAX_IN_TICK
     assert max(batch.n_decode for batch in engine.batches) == 3
-
-
-def test_a_limit_of_the_time_of_ticks_bounds_forced_tokens() -> None:
-    forced = ForcedTokens(can_remove=True, is_limited=True)
-    job = make_job(max_tokens=300, sampler=ForcingSampler(n_free=0))
-    slot = decoding_slot(job)
-    batch = Batch((DecodeToken(slot),))
-    room, limit_s = 64, 0.010
-    assert not forced.add(batch, room, limit_s).n_forced  # this tick measures the time without them
-    forced.record_tick(batch, 0.004)
-    first = forced.add(batch, room, limit_s)
-    assert first.n_forced == FIRST_TOKENS
-    forced.record_tick(first, 0.004 + FIRST_TOKENS * 0.001)
-    assert forced.add(batch, room, limit_s).n_forced == 6
-    assert forced.add(batch, room, 0.003).n_forced == 0
-    assert forced.add(batch, room, float("inf")).n_forced > 6
-
-
-def test_forced_tokens_end_no_repetition_if_the_limit_of_the_time_of_ticks_allows_none() -> None:
-    n_plans = []
-    for knows in (False, True):
-        clock = ManualClock()
-        engine = TimedEngine(clock, build_s=0.0)
-        scheduler = make_scheduler(engine, make_memory(engine), strategy=LatencyTarget(5.0), clock=clock)
-        scheduler.submit(make_job(max_tokens=100, sampler=ForcingSampler(knows=knows)))
-        n_plans.append(0)
-        while scheduler.has_work:
-            run_tick(scheduler, engine, repeats=50, n_late=1, clock=clock)
-            n_plans[-1] += 1
-        assert not any(batch.n_forced for batch in engine.batches)
-    assert n_plans[1] <= n_plans[0] + 1 < 10  # with one more plan, the time of a tick becomes known
-
-
-def test_forced_tokens_end_a_repetition_if_a_plan_with_the_same_limit_would_add_them() -> None:
-    forced = ForcedTokens(can_remove=True, is_limited=True)
-    slot = decoding_slot(make_job(max_tokens=300, sampler=ForcingSampler(n_free=0)))
-    batch = Batch((DecodeToken(slot),))
-    assert not forced.add(batch, 64, 0.010).n_forced
-    assert forced.adds_after([slot.active])  # the tick of this plan tells the time without forced tokens
-    forced.record_tick(batch, 0.004)
-    for limit_s in (0.010, 0.003, 0.010):
-        n_forced = forced.add(batch, 64, limit_s).n_forced
-        assert forced.adds_after([slot.active]) is (n_forced > 0) is (limit_s > 0.004)
-
-
-def test_ticks_before_the_first_grammar_tell_the_time_without_forced_tokens() -> None:
-    forced = ForcedTokens(can_remove=True, is_limited=True)
-    batch = Batch((DecodeToken(decoding_slot(make_job(max_tokens=300, sampler=ForcingSampler(n_free=0)))),))
-    forced.record_tick(batch, 0.004)
-    assert forced.add(batch, 64, 0.010).n_forced == FIRST_TOKENS
-
-
-def test_forced_tokens_and_drafts_together_keep_the_limit_of_the_time_of_ticks() -> None:
-    class Limited(DecodeMaximal):
-        def draft_limit_s(self, slots: Sequence[Slot]) -> float:
-            return 0.0205
-
-    clock, engine = ManualClock(), FakeEngine(n_ctx=2000, n_batch=64, n_seq_max=8)
-    memory = make_memory(engine, n_slots=2)
-    scheduler = make_scheduler(engine, memory, strategy=Limited(), draft_tokens=64, clock=clock)
-    scheduler.submit(make_job([1, 2], max_tokens=300, sampler=ForcingSampler(n_free=4)))
-    scheduler.submit(make_job([3, 4], max_tokens=300, drafting=Drafting(Oracle(), 20)))
-    seconds: list[float] = []
-    while scheduler.has_work:
-        scheduler.admit()
-        batch = scheduler.plan()
-        seconds.append(0.010 + 0.001 * (batch.n_forced + batch.n_drafted))
-        clock.now_s += seconds[-1]
-        scheduler.apply(batch, engine.run(batch))
-    assert any(batch.n_forced and batch.n_drafted for batch in engine.batches)
-    assert max(seconds) < 0.0205
-
-
-def decoding_slot(job: Job) -> Slot:
-    """Return a slot whose job has generated its first token."""
-    engine = FakeEngine(n_ctx=600, n_seq_max=4)
-    memory = make_memory(engine, n_slots=1)
-    scheduler = make_scheduler(engine, memory)
-    scheduler.submit(job)
-    run_tick(scheduler, engine)
-    return memory.slots[0]
 
 
 def test_the_engine_returns_forced_tokens_and_then_the_error_of_the_draw() -> None:
