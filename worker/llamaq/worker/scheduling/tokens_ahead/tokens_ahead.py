@@ -1,7 +1,8 @@
 """Adds tokens ahead to the batch of a tick: those that a grammar forces, and those that are drafted.
 
 Both follow the last sampled token of a slot. They share the room that the batch, the KV memory and the target of the
-strategy leave; beside prompts, the room in the pass over the weights. Forced tokens come first, because they are certain.
+strategy leave, and beside prompts the room in the pass over the weights. Forced tokens come first, because they are
+certain.
 """
 
 from __future__ import annotations
