@@ -154,6 +154,18 @@ def test_contradicting_model_settings_are_refused() -> None:
         WorkerSettings(rope_scale=4, rope_freq_scale=0.25)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("style.gguf", [("style.gguf", 1.0)]),
+        ("a.gguf:0.5, hf:owner/repo/b.gguf:-2", [("a.gguf", 0.5), ("hf:owner/repo/b.gguf", -2.0)]),
+        ("hf:owner/repo/b.gguf,c:nan", [("hf:owner/repo/b.gguf", 1.0), ("c:nan", 1.0)]),
+    ],
+)
+def test_an_adapter_may_have_a_scale(text: str, expected: list[tuple[str, float]]) -> None:
+    assert list(WorkerSettings.model_validate({"lora": text}).lora_scales) == expected
+
+
 def test_a_chat_template_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match="--chat-template-file"):
         _ = WorkerSettings(chat_template_file=tmp_path / "missing.jinja").chat_template_text

@@ -181,7 +181,7 @@ def generation_settings(request: JobRequest | None, card: WorkerCard | None, see
         "reasoning_budget_tokens": -1 if given.reasoning_budget is None else given.reasoning_budget,
         "grammar": given.grammar or "",
         "stream": given.stream,
-        "lora": [],
+        "lora": [] if card is None else [{"id": number, "scale": each.scale} for number, each in enumerate(card.lora)],
     }
 
 
@@ -217,6 +217,11 @@ def _next_token(slot: SlotSnapshot) -> dict[str, Any]:
         return {"has_next_token": False, "n_remain": -1, "n_decoded": 0}
     n_remain = max(slot.max_generated_tokens - slot.generated_tokens, 0)
     return {"has_next_token": True, "n_remain": n_remain, "n_decoded": slot.generated_tokens}
+
+
+def adapter_objects(card: WorkerCard) -> list[dict[str, Any]]:
+    """Return the entries of `/lora-adapters`."""
+    return [{"id": number, "path": each.name, "scale": each.scale} for number, each in enumerate(card.lora)]
 
 
 def props_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from llamaq.common.protocol.job_request import JobOptions, JobParams, Priority
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,
+    LoraScale,
     QueueDepth,
     QueueStats,
     QueueSummary,
@@ -94,6 +95,7 @@ __all__ = [
     "JobStatus",
     "JobSummary",
     "LlamaqError",
+    "LoraScale",
     "MappedResult",
     "Message",
     "Messages",

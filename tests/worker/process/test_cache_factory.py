@@ -36,7 +36,9 @@ def engine(n_ctx: int = 8192, *, kv_unified: bool = True) -> Any:
     """Return the parts of an engine that the factory reads."""
     sequences = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=8, kv_unified=kv_unified).sequences
     context = SimpleNamespace(n_ctx=n_ctx, kv_unified=kv_unified, cells_per_sequence=n_ctx)
-    return SimpleNamespace(sequences=sequences, context=context, model=SimpleNamespace(metadata=lambda _: None))
+    return SimpleNamespace(
+        sequences=sequences, context=context, model=SimpleNamespace(metadata=lambda _: None, lora=())
+    )
 
 
 @pytest.fixture

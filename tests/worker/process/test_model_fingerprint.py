@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llamaq.tools.random_gguf import PLAIN, write_model
+from llamaq.worker.engine.lora_adapters import LoraAdapter
 from llamaq.worker.process.model_fingerprint import fingerprint_model
 
 
@@ -11,6 +12,15 @@ def test_models_with_other_weights_have_other_fingerprints(tmp_path: Path) -> No
     first, same, other, _ = map(fingerprint_model, paths)
     assert first == same
     assert first != other
+
+
+def test_adapters_and_their_scales_count(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf", PLAIN)
+    first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
+    first.write_bytes(b"changes")
+    second.write_bytes(b"Changes")
+    lists = [(), *([LoraAdapter(path, scale)] for path in (first, second) for scale in (1, 0.5))]
+    assert len({fingerprint_model(model, adapters) for adapters in lists}) == len(lists)
 
 
 def test_all_files_of_a_split_model_count(tmp_path: Path) -> None:

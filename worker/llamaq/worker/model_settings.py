@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -17,6 +18,7 @@ MAX_INT32 = 2**31 - 1
 """The largest number that llama.cpp can store. ctypes would pass on the lower 32 bits of a larger one."""
 MAX_THREADS = 512
 """GGML_MAX_N_THREADS. With far more threads than the system has, llama.cpp ends the process."""
+SCALE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
 _CACHE_TYPES = ", ".join(f"`{name}`" for name in get_args(CacheType))
 
 
@@ -25,11 +27,24 @@ def split_commas(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _split_scale(lora: str) -> tuple[str, float]:
+    """Return the name of the file in FILE or FILE:SCALE, and the scale."""
+    name, _, end = lora.rpartition(":")
+    if name and SCALE.fullmatch(end):
+        return name, float(end)
+    return lora, 1.0
+
+
 class ModelSettings(BaseModel):
     """Model and context."""
 
     model: str | None = Field(
         None, description="Path of a GGUF file, or `hf:OWNER/REPO/FILE.gguf`. If not set: the demo model of llamaq."
+    )
+    lora: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="LoRA adapters of the model: GGUF files, or `hf:` names as for `model`, separated by commas. "
+        "`FILE:SCALE` sets the strength of an adapter, by default 1.",
     )
     chat_template_file: Path | None = Field(
         None, description="File with a chat template in Jinja, which replaces the template of the model."
@@ -117,6 +132,8 @@ class ModelSettings(BaseModel):
         True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
     )
 
+    _split_lora = field_validator("lora", mode="before")(split_commas)
+
     @model_validator(mode="after")
     def _check_batch_and_pooling(self) -> Self:
         if self.batch_budget > self.n_ctx:
@@ -124,6 +141,11 @@ class ModelSettings(BaseModel):
         if self.pooling is not None and not self.embeddings:
             raise ValueError("--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools")
         return self
+
+    @property
+    def lora_scales(self) -> tuple[tuple[str, float], ...]:
+        """The file or `hf:` name of each adapter, and its scale."""
+        return tuple(_split_scale(each) for each in self.lora)
 
     @property
     def n_threads_alone(self) -> int:

@@ -143,6 +143,13 @@ class CacheSnapshot(WireModel):
     )
 
 
+class LoraScale(WireModel):
+    """A LoRA adapter with which a worker computes."""
+
+    name: str = Field(description="Name of the adapter's file.")
+    scale: float = Field(description="Factor of the adapter's changes.")
+
+
 class WorkerCard(WireModel):
     """The properties of a worker that do not change while it runs."""
 
@@ -158,7 +165,10 @@ class WorkerCard(WireModel):
         "the worker generates text.",
     )
     n_embd: int = Field(0, description="Number of dimensions of an embedding. 0: the worker generates text.")
-    model_hash: str = Field("", description="Fingerprint of the model file. A job is not continued by another model.")
+    model_hash: str = Field(
+        "", description="Fingerprint of the model and its adapters. A job is not continued by another model."
+    )
+    lora: tuple[LoraScale, ...] = Field((), description="The LoRA adapters of the model: `name` and `scale`.")
     n_ctx: int = Field(description="Number of KV cells, shared by all slots.")
     n_ctx_train: int = Field(description="Context length that the model was trained for, in tokens.")
     context_limit: int = Field(

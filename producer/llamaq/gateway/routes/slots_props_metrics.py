@@ -18,7 +18,7 @@ from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.query_parameters import read_query_flag
 from llamaq.gateway.llama_metrics import metrics_text
-from llamaq.gateway.native_format import props_object, slot_object
+from llamaq.gateway.native_format import adapter_objects, props_object, slot_object
 from llamaq.gateway.queue_of_request import queue_for
 from llamaq.producer import AsyncClient
 
@@ -73,9 +73,10 @@ async def props(request: Request) -> Response:
     return json_response(props_object(client.queue, workers))
 
 
-async def list_adapters(_: Request) -> Response:
-    """Return the adapters of the model: none, because workers load no adapters."""
-    return json_response([])
+async def list_adapters(request: Request) -> Response:
+    """Return the LoRA adapters of a queue's model."""
+    _, workers = await _queue_of(request)
+    return json_response(adapter_objects(workers[0].card))
 
 
 async def metrics(request: Request) -> Response:

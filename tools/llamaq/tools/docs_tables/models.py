@@ -12,6 +12,7 @@ from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobReques
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,
+    LoraScale,
     QueueDepth,
     QueueStats,
     QueueSummary,
@@ -54,6 +55,7 @@ _SNAPSHOTS = (
     JobSummary,
     Worker,
     WorkerCard,
+    LoraScale,
     SlotSnapshot,
     CacheSnapshot,
     TenantDepth,

@@ -21,6 +21,7 @@ from llamaq.worker.engine import fast_calls
 from llamaq.worker.engine.abi_check import check_abi
 from llamaq.worker.engine.llama_log import has_gpu, route_log
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
+from llamaq.worker.engine.lora_adapters import LoadedAdapters
 from llamaq.worker.engine.token_batch import TokenBatch
 from llamaq.worker.engine.unused_logit_rows import return_unused_rows
 
@@ -45,13 +46,19 @@ SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1
 class Model:
     """A loaded llama_model. Its memory is freed by `close`, or when this object is garbage-collected.
 
+    Attributes:
+        pointer: The llama_model.
+        lora: The adapters that `options` names.
+        adapters: The same adapters, loaded. A `Context` applies them.
+
     Args:
         path: The GGUF file.
         options: The options.
 
     Raises:
         EngineError: The installed llama-cpp-python is not supported.
-        ModelError: The model cannot be loaded, is not decoder-only, or an option does not fit this machine.
+        ModelError: The model or an adapter cannot be loaded, the model is not decoder-only, or an option does not fit
+            this machine.
     """
 
     def __init__(self, path: Path, options: ModelOptions) -> None:
@@ -77,6 +84,8 @@ class Model:
                 f"{path} is not a text generator: llamaq generates text with decoder-only models (for embeddings, see "
                 "--embeddings)"
             )
+        self.lora = options.lora
+        self.adapters = LoadedAdapters(self.pointer, options.lora)
 
     @property
     def n_ctx_train(self) -> int:
@@ -141,7 +150,8 @@ class Context:
         options: The options.
 
     Raises:
-        EngineError: The options are not valid, or llama.cpp cannot create the context, usually for lack of memory.
+        EngineError: The options are not valid, or llama.cpp cannot create the context, usually for lack of memory, or
+            cannot use the adapters of the model.
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
@@ -156,6 +166,7 @@ class Context:
         if not self.pointer:
             raise EngineError(f"llama.cpp cannot create a context with {options}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_free, self.pointer)
+        model.adapters.apply(self.pointer)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.n_ctx: int = llama_cpp.llama_n_ctx(self.pointer)
         self.n_batch: int = llama_cpp.llama_n_batch(self.pointer)

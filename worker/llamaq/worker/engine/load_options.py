@@ -11,6 +11,7 @@ from llama_cpp import _ggml
 
 from llamaq.common.errors import ModelError
 from llamaq.common.protocol.embedding_task import Pooling
+from llamaq.worker.engine.lora_adapters import LoraAdapter
 
 FlashAttention = Literal["auto", "on", "off"]
 SplitMode = Literal["none", "layer", "row", "tensor"]
@@ -103,6 +104,8 @@ class ModelOptions:
     """Whether the model may not be swapped out."""
     numa: Numa = "off"
     """How threads and memory are spread over NUMA nodes."""
+    lora: tuple[LoraAdapter, ...] = ()
+    """Adapters with which the contexts of the model compute."""
     for_embeddings: bool = False
     """Whether the model computes embeddings. Then it need not be able to generate text."""
 

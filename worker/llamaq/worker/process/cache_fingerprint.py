@@ -41,6 +41,8 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "rope": [getattr(settings, name) for name in RopeSettings.model_fields],
         "salt": settings.cache_salt,
     }
+    if lora := engine.model.lora:
+        parts["lora"] = [[_file_hash(adapter.path, settings.cache_dir), adapter.scale] for adapter in lora]
     if _has_long_context(engine):
         parts["rope_factors"] = "long"
     return json.dumps(parts, sort_keys=True)

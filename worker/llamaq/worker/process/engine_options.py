@@ -9,6 +9,8 @@ from typing import Any
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
+from llamaq.worker.engine.lora_adapters import LoraAdapter
+from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,11 @@ def fit_to_sliding_window(settings: WorkerSettings, model: Model) -> WorkerSetti
 
 
 def model_options(settings: WorkerSettings) -> ModelOptions:
-    """Return the options of the model."""
+    """Return the options of the model.
+
+    Raises:
+        ModelError: The file of an adapter does not exist or cannot be downloaded.
+    """
     return ModelOptions(
         n_gpu_layers=settings.n_gpu_layers,
         split_mode=settings.split_mode if settings.device is None else "none",
@@ -77,8 +83,18 @@ def model_options(settings: WorkerSettings) -> ModelOptions:
         use_mmap=settings.use_mmap,
         use_mlock=settings.use_mlock,
         numa=settings.numa,
+        lora=lora_adapters(settings),
         for_embeddings=settings.embeddings,
     )
+
+
+def lora_adapters(settings: WorkerSettings) -> tuple[LoraAdapter, ...]:
+    """Return the adapters of the model. Files of the hub are downloaded if necessary.
+
+    Raises:
+        ModelError: A file does not exist or cannot be downloaded.
+    """
+    return tuple(LoraAdapter(resolve_model_file(name, "--lora"), scale) for name, scale in settings.lora_scales)
 
 
 def _rope_options(settings: WorkerSettings) -> RopeOptions:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
+from llamaq.worker.engine.lora_adapters import LoraAdapter
 from llamaq.worker.engine.model_files import files_of_model
 
 N_SAMPLES = 256
 SAMPLE_BYTES = 16 * 1024
 
 
-def fingerprint_model(path: Path) -> str:
+def fingerprint_model(path: Path, lora: Sequence[LoraAdapter] = ()) -> str:
     """Return a hash of the sizes of a model's files and of samples of their contents, as 32 hexadecimal digits.
 
     Hashing a whole large model would take most of a minute at each start. The samples contain the beginning of each
@@ -20,9 +22,12 @@ def fingerprint_model(path: Path) -> str:
 
     Args:
         path: The model's file. If the model is split into several files, the first of them.
+        lora: The adapters of the model. Their files and scales are part of the hash.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for each in files_of_model(path):
+    for adapter in lora:
+        digest.update(f"lora {adapter.scale!r}".encode())
+    for each in (*files_of_model(path), *(adapter.path for adapter in lora)):
         size = each.stat().st_size
         digest.update(str(size).encode())
         with each.open("rb") as file:
