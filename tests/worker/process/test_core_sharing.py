@@ -53,12 +53,14 @@ class SharingWorker:
         self.engine_thread = EngineThread()
         self.announcement = Announcement(CPUS, prefix)
         self.n_threads: list[int] = []
+        self.n_free_cpus = 8.0
         self.sharing = CoreSharing(
             self.announcement,
             self.engine_thread,
             self.n_threads.append,
             count_ticks=lambda: self.engine_thread.n_ticks,
             n_cores=8,
+            n_free_cpus=lambda: self.n_free_cpus,
         )
 
 
@@ -92,6 +94,26 @@ def test_a_worker_keeps_one_thread_among_many(prefix: str) -> None:
     assert worker.n_threads == [1]
     for other in others:
         other.set_computing(False)
+
+
+def test_a_worker_leaves_busy_cpus_to_other_programs(prefix: str) -> None:
+    worker = SharingWorker(prefix)
+    found = []
+    for n_free in (7.6, 7.4, 7.6, 7.8, 2.5, 2.4, 2.7, 3.2, 0.1, 0.0, 16.0):
+        worker.n_free_cpus = n_free
+        worker.sharing.check()
+        found.append(worker.sharing.n_threads)
+    assert found == [8, 7, 7, 8, 3, 2, 2, 3, 1, 1, 8]
+    assert worker.n_threads == [7, 8, 3, 2, 3, 1, 8]
+
+
+def test_the_time_of_other_workers_is_not_that_of_other_programs(prefix: str) -> None:
+    worker, other = SharingWorker(prefix), Announcement(CPUS, prefix)
+    other.set_computing(True)
+    worker.n_free_cpus = 1.0
+    worker.sharing.check()
+    assert worker.n_threads == [4]
+    other.set_computing(False)
 
 
 def test_a_worker_computes_during_a_long_tick_and_after_short_ones(prefix: str) -> None:
@@ -165,7 +187,9 @@ def test_an_idle_worker_looks_for_others_once_in_twenty_checks(prefix: str, monk
 
     monkeypatch.setattr(core_sharing, "CHECK_EVERY_S", 0.001)
     announcement, calls = CountingAnnouncement(CPUS, prefix), list[str]()
-    with CoreSharing(announcement, EngineThread(), lambda _: None, count_ticks=count_ticks, n_cores=8):
+    with CoreSharing(
+        announcement, EngineThread(), lambda _: None, count_ticks=count_ticks, n_cores=8, n_free_cpus=lambda: 8
+    ):
         wait_until(lambda: len(calls) > 200, "some checks")
     assert 0 < announcement.n_looks <= len(calls) / 20
 

@@ -90,9 +90,9 @@ class ModelSettings(BaseModel):
         ge=1,
         le=MAX_THREADS,
         description="Number of llama.cpp's threads. If not set: one for each physical CPU core that the process may "
-        "use, within the CPU quota of its container; while several workers compute on this host without a GPU, each "
-        "takes its share of the cores. Set fewer when other programs need the cores, because each step waits for the "
-        "slowest thread.",
+        "use, within the CPU quota of its container, and fewer while other programs keep cores busy, because each step "
+        "waits for the slowest thread; while several workers compute on this host without a GPU, each takes its share "
+        "of the cores. A number that is set does not change.",
     )
     n_threads_batch: int | None = Field(
         None,

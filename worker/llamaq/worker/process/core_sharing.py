@@ -1,8 +1,9 @@
-"""Workers that compute at the same time on one host share its CPU cores.
+"""Workers that compute at the same time on one host share its CPU cores, and leave busy cores to other programs.
 
 In each step, the threads of llama.cpp wait actively for each other many times. When all workers together have more
 threads than cores, a waiting thread keeps the thread that it waits for off its core. Two workers with two threads each
-on two cores then generate a tenth of the tokens that they generate with one thread each.
+on two cores then generate a tenth of the tokens that they generate with one thread each. The same happens beside other
+programs that keep cores busy, such as the clients of the worker and Redis.
 
 A worker that computes announces it by a name in the abstract namespace of Unix sockets. The name contains the CPUs that
 the worker may use. The kernel lists these names in a file and removes them when their process ends. Containers with
@@ -12,6 +13,7 @@ their own network do not see each other's names.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -25,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from llamaq.worker.process.other_programs import OtherPrograms
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,9 @@ IDLE_CHECKS = 40
 between jobs that follow each other closely."""
 SKIPPED_CHECKS = 19
 """An idle worker skips this number of checks after each one, because most of its processor time would go into them."""
+FEWER_AT, MORE_AT = 0.5, 0.75
+"""A worker keeps a thread if at least this part of a CPU is left for it, and takes one more if that part is left. They
+differ so that the number does not change each second."""
 UNIX_SOCKETS = Path("/proc/net/unix")
 """Lists the Unix sockets of this host, one in a line. An abstract name is shown with a leading `@`."""
 NAME_PREFIX = "llamaq.computing/"
@@ -106,6 +112,7 @@ class CoreSharing:
         *,
         count_ticks: Callable[[], int],
         n_cores: int,
+        n_free_cpus: Callable[[], float],
     ) -> None:
         """Create the adjustment. The worker has one thread for each core now.
 
@@ -115,12 +122,14 @@ class CoreSharing:
             set_n_threads: Changes the number of threads; called on the engine thread.
             count_ticks: Returns the number of ticks until now.
             n_cores: Number of cores that the worker may use.
+            n_free_cpus: Returns how many of its CPUs other programs leave to the worker, on average.
         """
         self._announcement = announcement
         self._engine_thread = engine_thread
         self._set_n_threads = set_n_threads
         self._count_ticks = count_ticks
         self._n_cores = n_cores
+        self._n_free_cpus = n_free_cpus
         self._n_ticks = count_ticks()
         self._n_idle_checks = IDLE_CHECKS
         self._was_idle = True
@@ -162,12 +171,18 @@ class CoreSharing:
         """
         self._n_idle_checks = 0 if self._has_computed() else self._n_idle_checks + 1
         self._announcement.set_computing(self._n_idle_checks < IDLE_CHECKS)
-        n_workers = 1 + self._announcement.n_others()
-        n_threads = max(1, self._n_cores // n_workers)
+        n_workers, n_free = 1 + self._announcement.n_others(), self._n_free_cpus()
+        # The busy time of other workers is not that of other programs. It is not known how much of it is theirs.
+        n_threads = max(1, self._n_cores // n_workers if n_workers > 1 else self._n_fitting(n_free))
         if n_threads != self.n_threads:
             self.n_threads = n_threads
-            log.debug("cores.shared n_threads=%d computing_workers=%d", n_threads, n_workers)
+            log.debug("cores.shared n_threads=%d workers=%d free_cpus=%.1f", n_threads, n_workers, n_free)
             self._engine_thread.call(partial(self._set_n_threads, n_threads))
+
+    def _n_fitting(self, n_free: float) -> int:
+        """Return the number of threads, at most one for each core, for which other programs leave CPUs."""
+        n_kept, n_taken = (min(self._n_cores, math.floor(n_free + 1 - part)) for part in (FEWER_AT, MORE_AT))
+        return min(n_kept, max(n_taken, self.n_threads))
 
     def _has_computed(self) -> bool:
         """Return whether the engine thread has computed since the last check, or is in a tick that began before it.
@@ -196,5 +211,13 @@ def share_cores(
     n_cores = settings.n_threads_alone
     if settings.n_threads is not None or n_cores == 1 or sys.platform != "linux":
         return nullcontext()
-    announcement = Announcement(os.sched_getaffinity(0))
-    return CoreSharing(announcement, engine_thread, set_n_threads, count_ticks=count_ticks, n_cores=n_cores)
+    cpus = os.sched_getaffinity(0)
+    others = OtherPrograms(cpus)
+    return CoreSharing(
+        Announcement(cpus),
+        engine_thread,
+        set_n_threads,
+        count_ticks=count_ticks,
+        n_cores=n_cores,
+        n_free_cpus=lambda: len(cpus) - others.n_busy_cpus(),
+    )
