@@ -91,6 +91,7 @@ def test_settings_as_json_are_read_unchanged_by_a_child_process() -> None:
         ({"main_gpu": 2**32}, "--main-gpu (LLAMAQ_MAIN_GPU)"),
         ({"yarn_orig_ctx": 2**32}, "--yarn-orig-ctx (LLAMAQ_YARN_ORIG_CTX)"),
         ({"lease_s": 1e16}, "--lease-s (LLAMAQ_LEASE_S)"),
+        ({"heartbeat_s": 1e-9}, "--heartbeat-s (LLAMAQ_HEARTBEAT_S)"),
         ({"pooling": "mean"}, "--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools"),
     ],
 )
