@@ -26,7 +26,7 @@ from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
 from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.engine_loop.engine_liveness import SLOW_TICKS
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message
-from llamaq.worker.scheduling.scheduler import SURPLUS_AFTER_S
+from llamaq.worker.scheduling.surplus_jobs import SURPLUS_AFTER_S
 from llamaq.worker.testing.fake_job import make_job
 
 pytestmark = pytest.mark.interpreted  # the recording classes inherit from compiled ones
