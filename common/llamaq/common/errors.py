@@ -401,14 +401,16 @@ class JobCancelled(LlamaqError):
 
 
 class JobRejected(LlamaqError):
-    """Only inside a worker: one job cannot run. It fails with this code and message, other jobs continue.
+    r"""Only inside a worker: one job cannot run. It fails with this code and message, other jobs continue.
 
     Attributes:
         code: Kind of the error.
-        message: The error in words.
+        message: The error in words. Half a surrogate pair in it is escaped, such as `\ud83d`, because it cannot be
+            encoded. JSON in the request may contain one, and a chat template may refuse it.
     """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
+        message = message.encode(errors="backslashreplace").decode()
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import pytest
 from tests.support.outbox_rig import AT_ONCE, until, working
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.errors import ErrorCode, JobFailed, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_script_calls import AttemptScripts
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
@@ -198,6 +199,16 @@ async def test_the_report_of_a_job_that_could_not_be_prepared_has_its_metadata(r
         assert ended.metadata == {"user": "u1"}
         assert ended.stats.queue_ms > 0
         assert ended.stats.seed == request.seed
+
+
+async def test_a_job_fails_although_its_error_quotes_half_a_surrogate_pair(redis_url: str, queue: str) -> None:
+    async with working(redis_url, queue) as at:
+        job, lease, _ = await at.claim()
+        half = json.loads('"\\ud83d"')  # as in the arguments of a call that a chat template refuses
+        at.outbox.reject(lease, JobRejected(ErrorCode.CHAT_TEMPLATE, f"unknown {half}"))
+        await at.outbox.flush()
+        with pytest.raises(JobFailed, match=r"unknown \\ud83d"):
+            await job.result()
 
 
 async def test_a_job_that_another_worker_has_taken_is_not_reported(redis_url: str, queue: str) -> None:

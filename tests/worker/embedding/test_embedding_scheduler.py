@@ -16,6 +16,7 @@ from llamaq.worker.core.job import Lease
 from llamaq.worker.core.outputs import JobEnded, Output, SlotAcquired
 from llamaq.worker.embedding.embedding_job import EmbeddingJob, TextBatch, TextResult
 from llamaq.worker.embedding.embedding_scheduler import EmbeddingScheduler
+from llamaq.worker.scheduling.surplus_jobs import SURPLUS_AFTER_S
 
 
 def make_job(name: str, *lengths: int, attempt: int = 1, **options: Any) -> EmbeddingJob:
@@ -146,11 +147,23 @@ def test_the_last_submitted_attempt_replaces_the_one_before(attempt: int) -> Non
     assert rig.tick() == [("a", 5)]
 
 
+def test_a_bulk_job_is_withdrawn_only_after_it_has_waited_for_some_time() -> None:
+    rig = Rig(n_slots=1)
+    for job in (make_job("a", 9, 9), make_job("b", 1, priority=Priority.BULK), make_job("c", 1)):
+        rig.scheduler.submit(job)
+    rig.tick()
+    rig.now_s += SURPLUS_AFTER_S / 2
+    assert rig.scheduler.withdraw_surplus(2) == []
+    rig.now_s += SURPLUS_AFTER_S / 2
+    assert [job.id for job in rig.scheduler.withdraw_surplus(2)] == ["b"]
+
+
 def test_a_stopping_worker_gets_back_the_jobs_without_a_slot_and_then_all() -> None:
     rig = Rig(n_slots=1)
     for job in (make_job("a", 9, 9), make_job("b", 1), make_job("c", 1, priority=Priority.BULK)):
         rig.scheduler.submit(job)
     rig.tick()
+    rig.now_s += SURPLUS_AFTER_S
     assert [job.id for job in rig.scheduler.withdraw_surplus(2)] == ["c"]
     assert [job.id for job in rig.scheduler.withdraw_waiting()] == ["b"]
     assert [job.id for job in rig.scheduler.withdraw_all()] == ["a"]

@@ -254,7 +254,7 @@ def test_a_repeated_tick_does_not_count_as_a_hang() -> None:
 
     class Watching(SlowEngine):
         def run(self, batch: Batch) -> list[SlotResult]:
-            ages.append(loop.ticks.tick_age_s)
+            ages.append(loop.ticks.liveness.tick_age_s)
             return super().run(batch)
 
     loop = Loop(engine=Watching)
@@ -263,4 +263,4 @@ def test_a_repeated_tick_does_not_count_as_a_hang() -> None:
     loop.run_until_empty()
     assert len(ages) == 20
     assert set(ages) == {0.0}
-    assert loop.ticks.hang_after_s == HANG_S
+    assert loop.ticks.liveness.hang_after_s == HANG_S

@@ -24,9 +24,9 @@ from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
 from llamaq.worker.core.token_draft import Drafting
+from llamaq.worker.engine_loop.engine_liveness import SLOW_TICKS
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message
-from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS
-from llamaq.worker.scheduling.scheduler import SURPLUS_AFTER_S
+from llamaq.worker.scheduling.surplus_jobs import SURPLUS_AFTER_S
 from llamaq.worker.testing.fake_job import make_job
 
 pytestmark = pytest.mark.interpreted  # the recording classes inherit from compiled ones
@@ -221,7 +221,7 @@ async def test_an_idle_engine_saves_cells_ahead_until_a_command_arrives() -> Non
         nonlocal n_left
         n_left -= 1
         if n_left == 500:
-            loop.ticks.call(note_command)
+            loop.ticks.commands.call(note_command)
         return n_left > 0
 
     def note_command() -> None:
@@ -265,9 +265,9 @@ async def test_bulk_jobs_beyond_the_capacity_are_withdrawn() -> None:
 
         def admit_jobs_and_pass_time() -> None:
             admit_all(loop, jobs)
-            loop.ticks.call(pass_time)  # runs after the jobs are admitted, and before a job has ended
+            loop.ticks.commands.call(pass_time)  # runs after the jobs are admitted, and before a job has ended
 
-        await asyncio.wrap_future(loop.ticks.call(admit_jobs_and_pass_time))
+        await asyncio.wrap_future(loop.ticks.commands.call(admit_jobs_and_pass_time))
         while sum(isinstance(effect, JobWithdrawn) for effect in loop.effects) < 2:  # noqa: ASYNC110 - the engine thread has no event for a tick
             await asyncio.sleep(POLL_S)
     withdrawn = [effect for effect in loop.effects if isinstance(effect, JobWithdrawn)]
@@ -281,11 +281,11 @@ async def test_a_call_returns_the_result_or_the_error_of_its_work() -> None:
         raise ValueError("expected")
 
     with loop.running():
-        thread = await asyncio.wrap_future(loop.ticks.call(threading.current_thread))
+        thread = await asyncio.wrap_future(loop.ticks.commands.call(threading.current_thread))
         assert thread is not threading.current_thread()
         with pytest.raises(ValueError, match="expected"):
-            await asyncio.wrap_future(loop.ticks.call(fail))
-        assert await asyncio.wrap_future(loop.ticks.call(lambda: 5)) == 5
+            await asyncio.wrap_future(loop.ticks.commands.call(fail))
+        assert await asyncio.wrap_future(loop.ticks.commands.call(lambda: 5)) == 5
 
 
 def test_a_cancelled_job_ends_before_the_next_tick() -> None:
@@ -316,10 +316,10 @@ def test_a_released_attempt_ends_without_an_output_and_another_attempt_stays(att
 def test_a_tick_hangs_when_it_takes_longer_than_the_limit() -> None:
     loop = Loop()
     loop.clock.now_s += HANG_S - 1
-    assert loop.ticks.is_alive
+    assert loop.ticks.liveness.is_alive
     loop.clock.now_s += 2
-    assert loop.ticks.tick_age_s == HANG_S + 1
-    assert not loop.ticks.is_alive
+    assert loop.ticks.liveness.tick_age_s == HANG_S + 1
+    assert not loop.ticks.liveness.is_alive
 
 
 def test_slow_ticks_raise_the_limit_of_a_hang() -> None:
@@ -327,7 +327,7 @@ def test_slow_ticks_raise_the_limit_of_a_hang() -> None:
     loop.engine.batch_s = HANG_S / 2
     loop.start(make_job(max_tokens=1))
     loop.run_until_empty()
-    assert loop.ticks.hang_after_s == SLOW_TICKS * HANG_S / 2
+    assert loop.ticks.liveness.hang_after_s == SLOW_TICKS * HANG_S / 2
 
 
 def test_the_loop_ends_after_the_grace_time_although_jobs_are_left() -> None:
@@ -346,14 +346,14 @@ async def test_the_engine_is_idle_while_it_has_no_work() -> None:
 
     class Engine(SlowEngine):
         def run(self, batch: Batch) -> list[SlotResult]:
-            in_ticks.append(loop.ticks.is_idle)
+            in_ticks.append(loop.ticks.commands.is_idle)
             return super().run(batch)
 
     loop = Loop(engine=Engine)
     loop.start(make_job(max_tokens=2))
     with loop.running():
         async with asyncio.timeout(WAIT_S):
-            while not loop.ticks.is_idle:  # noqa: ASYNC110 - as above
+            while not loop.ticks.commands.is_idle:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(POLL_S)
     assert in_ticks == [False, False]
 
@@ -372,7 +372,7 @@ async def test_a_snapshot_is_taken_when_the_engine_becomes_idle() -> None:
 
 def test_a_stopped_loop_without_jobs_runs_the_commands_that_wait() -> None:
     loop = Loop()
-    answer = loop.ticks.call(lambda: 7)
+    answer = loop.ticks.commands.call(lambda: 7)
     loop.run_until_empty()
     assert answer.done()
     assert answer.result() == 7

@@ -91,6 +91,17 @@ def test_a_worker_waits_beside_a_job_stream_of_another_type_and_names_its_key(
     assert io_thread.error is None
 
 
+def test_a_defect_in_a_callback_ends_the_thread_because_its_jobs_would_wait_forever(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    io_thread = io_thread_of(redis_url, queue)
+    assert io_thread.start() is None
+    io_thread._shared.outputs.put([cast(Any, "no message")])
+    wait_until(lambda: io_thread.error is not None, "the end of the thread", SOON_S)
+    io_thread.close()
+    assert "io_thread.crashed" in caplog.text
+
+
 def test_the_stats_of_a_job_that_ends_before_the_close_are_stored(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,8 @@ from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.scheduling.bulk_share import TURN_TICKS, BulkShare
 from llamaq.worker.scheduling.preemption import PROTECTED_TOKENS
-from llamaq.worker.scheduling.scheduler import SURPLUS_AFTER_S, Scheduler
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.scheduling.surplus_jobs import SURPLUS_AFTER_S
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, make_memory, make_scheduler, run_tick
 
 INTERACTIVE_TOKENS = 20

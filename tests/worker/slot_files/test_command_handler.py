@@ -38,7 +38,9 @@ class FakeEngineWorker:
         saved = SavedSlotFiles(folder, model, max_file_bytes=10**7) if folder else None
         self.shared = SharedState()
         self.ticks = TickLoop(self.scheduler, self.engine, self.shared, hang_s=60, capacity=4)
-        self.handler = SlotCommandHandler(self.ticks, SlotOperations(memory, self.engine.sequences, NoOffload()), saved)
+        self.handler = SlotCommandHandler(
+            self.ticks.commands, SlotOperations(memory, self.engine.sequences, NoOffload()), saved
+        )
         self._thread = threading.Thread(target=self.ticks.run)
 
     def __enter__(self) -> Self:

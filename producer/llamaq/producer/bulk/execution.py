@@ -40,7 +40,8 @@ from llamaq.producer.bulk.result_deletion import delete_results
 from llamaq.producer.bulk.row_store_interface import RowStore
 from llamaq.producer.bulk.run_description import BulkProgress, BulkState, RunParameters
 from llamaq.producer.client import AsyncClient
-from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
+from llamaq.producer.job_window.outcome_queue import Outcome
+from llamaq.producer.job_window.window import JobWindow, default_size
 from llamaq.producer.option_synonyms import translate
 from llamaq.producer.streaming.retried_reads import is_temporary
 from llamaq.producer.submission import SEED_BITS, build_request

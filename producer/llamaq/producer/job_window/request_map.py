@@ -12,7 +12,8 @@ from llamaq.common.errors import InvalidRequest, RequestFailed
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import Priority
 from llamaq.producer.argument_checks import check_count, check_text
-from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
+from llamaq.producer.job_window.outcome_queue import Outcome
+from llamaq.producer.job_window.window import JobWindow, default_size
 from llamaq.producer.option_synonyms import translate
 from llamaq.producer.queries.queue_snapshots import read_workers
 from llamaq.producer.queue_connection import QueueConnection

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.token_sets import set_of_mask
 
 from llamaq.worker.generation.grammar import token_set
 from llamaq.worker.generation.grammar.token_set import TokenSet
@@ -46,8 +47,8 @@ def test_a_set_is_that_of_the_unpacked_bits(
 @pytest.mark.parametrize("n_vocab", SIZES)
 def test_a_set_of_a_mask_has_the_tokens_for_which_it_is_true(n_vocab: int) -> None:
     mask = np.random.default_rng(n_vocab).random(n_vocab) < 0.5
-    assert TokenSet.of_mask(mask).ids().tolist() == np.flatnonzero(mask).tolist()
-    every = TokenSet.of_mask(np.ones(n_vocab, np.bool_))
+    assert set_of_mask(mask).ids().tolist() == np.flatnonzero(mask).tolist()
+    every = set_of_mask(np.ones(n_vocab, np.bool_))
     assert (len(every), every.ids().tolist()) == (n_vocab, list(range(n_vocab)))
 
 
@@ -68,7 +69,7 @@ def test_no_token_outside_the_vocabulary_is_in_a_set() -> None:
 
 def test_masking_changes_no_logit_of_the_set_and_hides_infinity_but_not_nan() -> None:
     logits = np.array([-0.0, np.nan, np.inf, -np.inf, np.nan, np.inf, 3.0], np.float32)
-    TokenSet.of_mask(np.array([1, 1, 1, 1, 0, 0, 0], np.bool_)).mask_others(logits)
+    set_of_mask(np.array([1, 1, 1, 1, 0, 0, 0], np.bool_)).mask_others(logits)
     assert np.signbit(logits[0])
     assert np.isnan(logits[[1, 4]]).all()
     assert logits[[2, 3, 5, 6]].tolist() == [np.inf, -np.inf, -np.inf, -np.inf]
@@ -77,11 +78,11 @@ def test_masking_changes_no_logit_of_the_set_and_hides_infinity_but_not_nan() ->
 def test_the_tokens_are_counted_with_numpy_1_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_set, "NUMPY_COUNTS_BITS", False)
     mask = np.random.default_rng(1).random(5000) < 0.3
-    assert len(TokenSet.of_mask(mask)) == np.count_nonzero(mask)
+    assert len(set_of_mask(mask)) == np.count_nonzero(mask)
 
 
 def test_a_set_does_not_change() -> None:
-    tokens = TokenSet.of_mask(np.arange(100) % 3 == 0)
+    tokens = set_of_mask(np.arange(100) % 3 == 0)
     with pytest.raises(ValueError, match="read-only"):
         tokens.ids()[0] = 1
     assert tokens.ids() is tokens.ids()

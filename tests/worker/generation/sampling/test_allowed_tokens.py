@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.support.llama_samplers import random_logits
+from tests.support.token_sets import set_of_mask
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
@@ -33,7 +34,7 @@ class FixedMask:
         """Accept every token."""
 
     def allowed_tokens(self) -> TokenSet:
-        return TokenSet.of_mask(self.mask)
+        return set_of_mask(self.mask)
 
     def allowed_along(self, draft: Sequence[int]) -> Iterator[TokenSet]:
         return (self.allowed_tokens() for _ in range(len(draft) + 1))

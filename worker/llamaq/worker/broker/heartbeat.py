@@ -84,7 +84,7 @@ class Heartbeat:
         outage = OutageLog(log, "heartbeat")
         while True:
             try:
-                if self._ticks.is_alive:
+                if self._ticks.liveness.is_alive:
                     await self.beat()
                     outage.record_success()
             except RedisError as exc:

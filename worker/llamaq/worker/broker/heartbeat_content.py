@@ -19,5 +19,5 @@ def describe_worker(card: WorkerCard, ticks: TickLoop, telemetry: Telemetry, now
         totals=telemetry.totals,
         jobs_done=telemetry.n_jobs_done,
         heartbeat_ms=now_ms,
-        tick_age_ms=int(ticks.tick_age_s * 1000),
+        tick_age_ms=int(ticks.liveness.tick_age_s * 1000),
     )

@@ -37,7 +37,8 @@ class TextCommandHandler:
                 tokens = list(command.tokens or ())
                 return TextReply(text=vocab.decode(tokens), pieces=self._pieces(command, tokens))
             case TextAction.APPLY_TEMPLATE:
-                return TextReply(text=vocab.render_chat(messages, command.template_options))
+                text = vocab.render_chat(messages, command.template_options)
+                return TextReply(text=text.encode(errors="replace").decode())  # as the tokenizer reads it
             case TextAction.TOKENIZE:
                 if command.text is None:
                     tokens = vocab.encode_chat(messages, command.template_options)

@@ -17,6 +17,7 @@ from llamaq.worker.core.job import Lease
 from llamaq.worker.core.outputs import JobEnded, Output, SlotAcquired, TickOutcome
 from llamaq.worker.embedding.embedding_job import EmbeddingJob, Text, TextBatch, TextResult, measure
 from llamaq.worker.scheduling.bulk_share import BulkShare
+from llamaq.worker.scheduling.surplus_jobs import surplus_jobs
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +90,13 @@ class EmbeddingScheduler:
         return jobs
 
     def withdraw_surplus(self, n_jobs: int) -> list[EmbeddingJob]:
-        """Remove waiting bulk jobs, the last one first, until this worker has at most `n_jobs` jobs. Return them."""
+        """Remove and return waiting bulk jobs, if this worker has more than `n_jobs` jobs; see `surplus_jobs`."""
         n_surplus = len(self._running) + len(self._waiting) - n_jobs
-        bulk = [job for job in self._waiting if job.is_bulk][self._bulk_share.n_slots :]
-        shed = bulk[::-1][: max(0, n_surplus)]
-        for job in shed:
+        bulk = (job for job in self._waiting if job.is_bulk)
+        withdrawn = surplus_jobs(bulk, n_surplus, n_kept=self._bulk_share.n_slots, now_s=self._clock())
+        for job in withdrawn:
             self._remove(job)
-        return shed
+        return withdrawn
 
     def withdraw_all(self) -> list[EmbeddingJob]:
         """Remove and return all jobs, without a `JobEnded`."""

@@ -22,9 +22,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from llamaq.common.metrics.buckets import BATCH_TOKENS, SHORT_TIMES_MS, BucketCounts
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.queue_and_worker_state import TickStats, TickTotals
+from llamaq.worker.engine_loop.tick_sums import TickSums
 
 log = logging.getLogger(__name__)
 
@@ -98,14 +98,7 @@ class Telemetry:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.last_tick: TickStats | None = None
         self.n_ticks = 0
-        self._decode_tokens = 0
-        self._prefill_tokens = 0
-        self._drafts = 0
-        self._drafted_tokens = 0
-        self._accepted_tokens = 0
-        self._eval_ms = 0.0
-        self._tick_times = BucketCounts(SHORT_TIMES_MS)
-        self._batch_sizes = BucketCounts(BATCH_TOKENS)
+        self._sums = TickSums()
         self.n_jobs_done = 0
 
     def attach(self) -> None:
@@ -115,29 +108,13 @@ class Telemetry:
     @property
     def totals(self) -> TickTotals:
         """The sums over all ticks so far."""
-        return TickTotals(
-            decode_tokens=self._decode_tokens,
-            prefill_tokens=self._prefill_tokens,
-            drafts=self._drafts,
-            drafted_tokens=self._drafted_tokens,
-            accepted_tokens=self._accepted_tokens,
-            eval_ms=self._eval_ms,
-            tick_time_counts=tuple(self._tick_times.counts),
-            batch_size_counts=tuple(self._batch_sizes.counts),
-        )
+        return self._sums.totals()
 
     def record_tick(self, stats: TickStats) -> None:
         """Record the measurements of a tick. Called on the publishing thread."""
         self.last_tick = stats
         self.n_ticks += 1
-        self._decode_tokens += stats.decode_tokens
-        self._prefill_tokens += stats.prefill_tokens
-        self._drafts += stats.drafts
-        self._drafted_tokens += stats.drafted_tokens
-        self._accepted_tokens += stats.accepted_tokens
-        self._eval_ms += stats.eval_ms
-        self._tick_times.add(stats.eval_ms)
-        self._batch_sizes.add(stats.batch_size)
+        self._sums.add(stats)
         if self._hooks and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to exit
                 measurements = {"worker": self._worker, **stats.model_dump()}

@@ -7,21 +7,20 @@ never blocks. The outputs of a tick are published while the next tick computes, 
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import BaseJob, Lease
 from llamaq.worker.core.outputs import TickOutcome
+from llamaq.worker.engine_loop.command_queue import CommandQueue
+from llamaq.worker.engine_loop.engine_liveness import EngineLiveness
 from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
+from llamaq.worker.engine_loop.publication_pace import PublicationPace
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_parts_interface import BatchDrafter, JobScheduler, Runner
@@ -29,20 +28,14 @@ from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 IDLE_WAIT_S = 1.0
 """An idle engine thread wakes up after this many seconds, to show that it is alive."""
-WAKE_UP_S = 0.0001
-"""About the time in which an idle engine thread wakes up."""
 SETTLE_S = 0.002
 """How long an engine without work waits for a command before it does anything else. The other threads need the GIL to
 report the ends of the last jobs."""
 SNAPSHOT_EVERY_S = 0.25
 DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
-SLOW_TICKS = 4
-"""A tick counts as a hang only when it takes longer than this factor times the slowest earlier tick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +49,8 @@ class Snapshot:
 class TickLoop:
     """Runs the ticks of one worker.
 
-    Threads: the engine thread calls `run`. The I/O thread calls `admit`, `cancel`, `release` and `call`; these commands
-    take effect before the next tick. Any thread, and a signal handler, may call `stop`. Any thread may read `snapshot`
-    and the properties.
+    Threads: the engine thread calls `run`. The I/O thread calls `admit`, `cancel` and `release`; these commands take
+    effect before the next tick. Any thread, and a signal handler, may call `stop`. Any thread may read `snapshot`.
     """
 
     def __init__(
@@ -91,25 +83,19 @@ class TickLoop:
         self._engine = engine
         self._drafter = drafter
         self._shared = shared
-        self._hang_s = hang_s
         self._capacity = capacity
         self._clock = clock
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self.is_idle = False
-        """Whether the engine thread has no work and waits for a command. Any thread may read it."""
+        self.commands = CommandQueue()
+        """The commands of other threads, which are run between two ticks."""
+        self.liveness = EngineLiveness(hang_s, clock)
+        """Whether the engine thread hangs."""
         self._stop_s: float | None = None
-        self.alive_s = clock()
-        """When the engine thread last showed that it runs."""
-        self._slowest_tick_s = 0.0
         self._tick_times = TickTimePredictor()
         self._publisher = Publisher(shared)
         repeater = scheduler.repeater
         self._late = None if repeater is None else LateOutputs(repeater, self._publisher, shared)
         """The outputs of repeated ticks. None: no tick is repeated."""
-        self._stream_interval_s = stream_interval_s
-        self._published_s = clock()
-        self._draft_s = 0.0
-        """How long the draft model took in the last tick."""
+        self._pace = PublicationPace(stream_interval_s, self._tick_times, clock)
         self._snapshot_s = clock()
         self.snapshot = self._take_snapshot()
         """The slots and cells as of the last snapshot."""
@@ -117,39 +103,17 @@ class TickLoop:
     # ---- commands: called on any thread
 
     def admit(self, jobs: Sequence[BaseJob]) -> None:
-        """Submit prepared jobs to the scheduler before the same tick. An idle engine begins with them at once.
-
-        The engine thread needs the GIL when it wakes up. The calling thread would keep the GIL for up to its switch
-        interval, so it sleeps for a moment.
-        """
-        if not jobs:
-            return
-        was_idle = self.is_idle
-        self._commands.put(partial(self._submit, jobs))
-        if was_idle:
-            time.sleep(WAKE_UP_S)
+        """Submit prepared jobs to the scheduler before the same tick. An idle engine begins with them at once."""
+        if jobs:
+            self.commands.put_and_wake(partial(self._submit, jobs))
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job before the next tick."""
-        self._commands.put(partial(self._scheduler.cancel, job_id))
+        self.commands.put(partial(self._scheduler.cancel, job_id))
 
     def release(self, lease: Lease) -> None:
         """Drop this attempt of a job before the next tick. Another attempt of the job stays."""
-        self._commands.put(partial(self._scheduler.release, lease))
-
-    def call(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on the engine thread before the next tick. The future returns its result or raises its error."""
-        future: Future[T] = Future()
-
-        def run_work() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except Exception as exc:  # noqa: BLE001 - the caller gets it from the future
-                    future.set_exception(exc)
-
-        self._commands.put(run_work)
-        return future
+        self.commands.put(partial(self._scheduler.release, lease))
 
     def stop(self, grace_s: float) -> None:
         """Let `run` return when no job is left, and after `grace_s` seconds at the latest.
@@ -158,22 +122,7 @@ class TickLoop:
         """
         until_s = self._clock() + grace_s
         self._stop_s = until_s if self._stop_s is None else min(self._stop_s, until_s)
-        self._commands.put(lambda: None)  # wakes an idle engine
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine does not hang: its thread showed less than `hang_after_s` ago that it runs."""
-        return self.tick_age_s < self.hang_after_s
-
-    @property
-    def hang_after_s(self) -> float:
-        """After how many seconds a tick counts as a hang."""
-        return max(self._hang_s, SLOW_TICKS * self._slowest_tick_s)
-
-    @property
-    def tick_age_s(self) -> float:
-        """How many seconds ago the engine thread last showed that it runs."""
-        return self._clock() - self.alive_s
+        self.commands.put(lambda: None)  # wakes an idle engine
 
     # ---- the engine thread
 
@@ -182,20 +131,15 @@ class TickLoop:
         with self._publisher:
             while not self._has_stopped():
                 self._run_commands()
-                self.alive_s = self._clock()
+                self.liveness.show_alive()
                 self._tick()
-                self._end_tick()
-
-    def _end_tick(self) -> None:
-        now_s = self._clock()
-        self._slowest_tick_s = max(self._slowest_tick_s, now_s - self.alive_s)
-        self.alive_s = now_s
+                self.liveness.end_tick()
 
     def _has_stopped(self) -> bool:
         if self._stop_s is None:
             return False
         # The commands that have arrived are run before the end, because their callers wait for the results.
-        is_idle = not self._scheduler.has_work and self._commands.empty()
+        is_idle = not self._scheduler.has_work and self.commands.is_empty
         return is_idle or self._clock() >= self._stop_s
 
     def _submit(self, jobs: Sequence[BaseJob]) -> None:
@@ -204,33 +148,21 @@ class TickLoop:
 
     def _run_commands(self) -> None:
         """Run the commands that have arrived. Without work, wait for the first one."""
-        try:
-            if not self._scheduler.has_work and self._stop_s is None:
-                self._wait_for_command()()
-            while not self._commands.empty():
-                self._commands.get_nowait()()
-        except queue.Empty:
-            return
+        if not self._scheduler.has_work and self._stop_s is None:
+            self._wait_for_command()
+        self.commands.run_all()
+
+    def _wait_for_command(self) -> None:
+        """Run the next command. If none arrives within `SETTLE_S`, first take a snapshot and save cells ahead."""
+        if not self.commands.run_next(SETTLE_S):
+            self.snapshot = self._take_snapshot()
+            self._save_ahead()
+            self.commands.run_next(IDLE_WAIT_S)
 
     def _save_ahead(self) -> None:
         """Save cells that the next job will evict, until a command arrives or there is nothing to save now."""
-        while self._commands.empty() and self._scheduler.save_ahead():
-            self.alive_s = self._clock()
-
-    def _wait_for_command(self) -> Callable[[], object]:
-        """Return the next command. If none arrives within `SETTLE_S`, first take a snapshot and save cells ahead."""
-        with suppress(queue.Empty):
-            return self._next_command(SETTLE_S)
-        self.snapshot = self._take_snapshot()
-        self._save_ahead()
-        return self._next_command(IDLE_WAIT_S)
-
-    def _next_command(self, timeout_s: float) -> Callable[[], object]:
-        self.is_idle = True
-        try:
-            return self._commands.get(timeout=timeout_s)
-        finally:
-            self.is_idle = False
+        while self.commands.is_empty and self._scheduler.save_ahead():
+            self.liveness.show_alive()
 
     def _tick(self) -> None:
         """Run one tick: decide what to compute, compute it while the last tick is published, and apply the results.
@@ -267,22 +199,13 @@ class TickLoop:
         self._publisher.add([JobWithdrawn(job) for job in jobs])
 
     def _can_publish_later(self, batch: TickBatch) -> bool:
-        """Whether the outputs can be published with those of `batch`, because its tick will end very soon.
-
-        Publishing wakes the I/O thread, Redis and the subscribers. With a small model, this would take as long as the
-        ticks.
-        """
+        """Whether the outputs can be published with those of `batch`, because its tick will end very soon."""
         if not batch or batch.n_prefill:
             return False
-        return self._ends_soon() and not self._publisher.is_urgent
-
-    def _ends_soon(self) -> bool:
-        """Whether the next tick will end less than the stream interval after the last publication."""
-        next_s = self._clock() + self._draft_s + self._tick_times.predict_s(0)
-        return next_s < self._published_s + self._stream_interval_s
+        return self._pace.next_tick_is_in_time and not self._publisher.is_urgent
 
     def _publish(self) -> None:
-        self._published_s = self._clock()
+        self._pace.record(self._clock())
         self._publisher.publish()
 
     def _draft(self, batch: TickBatch) -> TickBatch:
@@ -291,7 +214,7 @@ class TickLoop:
             return batch
         started_s = self._clock()
         drafted: TickBatch = self._drafter.add_drafts(batch)
-        self._draft_s = self._clock() - started_s
+        self._pace.draft_s = self._clock() - started_s
         return drafted
 
     def _start_masks(self, batch: TickBatch) -> None:
@@ -321,12 +244,12 @@ class TickLoop:
         try:
             while self._has_nothing_else_to_do() and (batch := repeater.next_batch(tick.results)) is not None:
                 late.add(tick)
-                is_due = not self._ends_soon()
+                is_due = not self._pace.next_tick_is_in_time
                 if is_due:
-                    self._published_s = tick.ended_s
+                    self._pace.record(tick.ended_s)
                 if is_due or repeater.have_stop_strings or repeater.can_prepare:
                     late.begin(batch, is_due=is_due)
-                self._end_tick()
+                self.liveness.end_tick()
                 tick = self._compute(batch)
                 if repeater.have_stop_strings:
                     late.wait()
@@ -338,7 +261,7 @@ class TickLoop:
 
     def _has_nothing_else_to_do(self) -> bool:
         """Whether no command has arrived, no snapshot is due, and the loop need not end now."""
-        return self._commands.empty() and not self._is_snapshot_due and not self._has_stopped()
+        return self.commands.is_empty and not self._is_snapshot_due and not self._has_stopped()
 
     def _report(self, tick: ComputedTick, outcome: TickOutcome) -> None:
         """Give the measurements and the outputs of a tick to the publisher. Publish them if no tick follows."""

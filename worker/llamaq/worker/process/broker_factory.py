@@ -172,7 +172,7 @@ class BrokerFactory:
             disconnect_s=settings.disconnect_s,
             checkpoints=Checkpoints(settings.checkpoint_tokens, settings.checkpoint_s),
             retry_delay=RetryDelay(settings.retry_s, max(settings.retry_s, settings.max_retry_s)),
-            is_alive=lambda: self._ticks.is_alive,
+            is_alive=lambda: self._ticks.liveness.is_alive,
             on_finished=stats.record_job,
         )
 
@@ -185,7 +185,7 @@ class BrokerFactory:
             JobStarts(job_claims, outbox, self._preparer, executor, self._ticks.admit, n_slots),
             capacity=n_slots + settings.inbox_window,
             bulk_share=BulkShare(settings.bulk_share, n_slots),
-            is_alive=lambda: self._ticks.is_alive,
+            is_alive=lambda: self._ticks.liveness.is_alive,
         )
 
     def _make_heartbeat(self, redis: Redis) -> Heartbeat:

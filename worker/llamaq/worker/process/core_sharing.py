@@ -49,7 +49,7 @@ NAME_PREFIX = "llamaq.computing/"
 
 
 class EngineThread(Protocol):
-    """The parts of a tick loop that this module uses."""
+    """The parts of `CommandQueue` that this module uses."""
 
     @property
     def is_idle(self) -> bool:

@@ -94,7 +94,7 @@ class GenerationParts:
         """Return the handler of the commands of operators about slots."""
         operations = SlotOperations(self._memory, self.engine.sequences, self._offload)
         files = make_saved_slot_files(self._settings, self.engine, self._path)
-        self._slot_commands = SlotCommandHandler(ticks, operations, files)
+        self._slot_commands = SlotCommandHandler(ticks.commands, operations, files)
         return self._slot_commands
 
     def set_n_threads(self, n_threads: int) -> None:

@@ -28,7 +28,7 @@ END_LINE = b"end"
 
 
 class TickClock(Protocol):
-    """The properties of a tick loop that the liveness writer reads."""
+    """The properties of `EngineLiveness` that the liveness writer reads."""
 
     @property
     def alive_s(self) -> float:
@@ -42,17 +42,17 @@ class TickClock(Protocol):
 class LivenessWriter:
     """The child's end of the pipe. A context manager: inside it, a separate thread writes the lines."""
 
-    def __init__(self, fd: int, ticks: TickClock) -> None:
+    def __init__(self, fd: int, engine: TickClock) -> None:
         """Create the writer.
 
         Args:
             fd: The write end of the pipe.
-            ticks: The tick loop to report.
+            engine: Tells when the engine thread last showed that it runs.
         """
         os.set_blocking(fd, False)  # a supervisor that does not read the pipe must not block this process
         self._fd = fd
-        self._ticks = ticks
-        self._alive_s = ticks.alive_s
+        self._engine = engine
+        self._alive_s = engine.alive_s
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llamaq-liveness", daemon=True)
 
@@ -69,13 +69,13 @@ class LivenessWriter:
 
     def _run(self) -> None:
         while not self._has_ended.wait(WRITE_EVERY_S):
-            alive_s = self._ticks.alive_s
+            alive_s = self._engine.alive_s
             if alive_s != self._alive_s:
                 self._alive_s = alive_s
                 self._write_liveness()
 
     def _write_liveness(self) -> None:
-        self._write(f"{self._ticks.hang_after_s:.3f}".encode())
+        self._write(f"{self._engine.hang_after_s:.3f}".encode())
 
     def _write(self, line: bytes) -> None:
         with suppress(OSError):  # the pipe is full, or its read end is closed

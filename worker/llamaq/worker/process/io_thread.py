@@ -25,6 +25,7 @@ from llamaq.worker.broker.preparations import N_THREADS
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process.broker_factory import BrokerFactory, BrokerServices, QueueAccess
+from llamaq.worker.process.lost_errors import LostErrors
 from llamaq.worker.process.redis_server_check import log_dangers
 from llamaq.worker.settings import WorkerSettings
 
@@ -148,6 +149,7 @@ class IoThread:
     async def _serve(self) -> None:
         """Connect to Redis and serve the queue until the worker is closed."""
         self._loop = asyncio.get_running_loop()
+        lost_errors = LostErrors(self._loop)
         if self._is_intake_stopped:  # before this thread could be told
             self._closing.set()
         self._shared.telemetry.attach()
@@ -162,7 +164,7 @@ class IoThread:
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
                 services = self._broker.make_services(access, flush_connection, self._executor, self._stop_by_itself)
-                await self._run_services(services)
+                await self._run_services(services, lost_errors)
         finally:
             await redis.aclose()
 
@@ -186,12 +188,12 @@ class IoThread:
                 return True
         return False
 
-    async def _run_services(self, services: BrokerServices) -> None:
+    async def _run_services(self, services: BrokerServices, lost_errors: LostErrors) -> None:
         """Register the worker, run its services until `close`, then write the last events and unregister the worker."""
         await self._register(services.heartbeat)
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(services.intake.run())
-            others = [tasks.create_task(service.run()) for service in services.after_intake]
+            others = [tasks.create_task(service.run()) for service in (*services.after_intake, lost_errors)]
             self._ready.set_result(None)
             await self._closing.wait()
             await cancel_tasks(self._intake_task, *others)

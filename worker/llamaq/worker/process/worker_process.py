@@ -22,6 +22,7 @@ from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.model_files import resolve_model_file
+from llamaq.worker.engine_loop.engine_liveness import EngineLiveness
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
@@ -50,7 +51,7 @@ SWITCH_INTERVAL_S = 0.0002
 it returns, the engine thread must acquire the GIL again. With Python's default interval of 5 ms, the engine thread
 would wait up to 5 ms while the I/O thread is busy."""
 
-Watch = Callable[[TickLoop], AbstractContextManager[object]]
+Watch = Callable[[EngineLiveness], AbstractContextManager[object]]
 """Returns a context manager that is active while the ticks run."""
 
 
@@ -62,7 +63,7 @@ class WorkerProcess:
 
         Args:
             settings: The settings of the worker.
-            watch: Observes the tick loop while it runs.
+            watch: Observes the engine thread while the tick loop runs.
             token: Part of the worker's id. None: a random token, of a worker without a supervisor.
 
         Raises:
@@ -79,7 +80,7 @@ class WorkerProcess:
         self._is_forced = False
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
         # Before the model is loaded, so that a port in use is reported at once.
-        self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.is_alive)
+        self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.liveness.is_alive)
         self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text)
         if settings.embeddings:
             self._parts: ModelParts = EmbeddingParts(path, settings, self._worker_id)
@@ -148,7 +149,7 @@ class WorkerProcess:
         if self.card.device != "cpu":
             return nullcontext()
         telemetry = self._shared.telemetry
-        return share_cores(self._settings, self._ticks, self._parts.set_n_threads, lambda: telemetry.n_ticks)
+        return share_cores(self._settings, self._ticks.commands, self._parts.set_n_threads, lambda: telemetry.n_ticks)
 
     def _device(self) -> str:
         """Return the `device` of the worker's card."""
@@ -169,7 +170,7 @@ class WorkerProcess:
             card = self.card
             ready = (card.worker, card.queue, card.n_parallel, has_compiled_ticks())
             log.info("worker.ready id=%s queue=%s slots=%d compiled=%s", *ready)
-            with self._watch(self._ticks), self._metrics, self._core_sharing():
+            with self._watch(self._ticks.liveness), self._metrics, self._core_sharing():
                 self._ticks.run()
         except BaseException:
             self._io_thread.has_crashed = True

@@ -42,15 +42,13 @@ from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.strategies.tick_times import TickTimer
+from llamaq.worker.scheduling.surplus_jobs import surplus_jobs
 from llamaq.worker.scheduling.token_outputs import new_token
 from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
 from llamaq.worker.scheduling.tokens_ahead.tokens_ahead import TokensAhead
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
-
-SURPLUS_AFTER_S = 2.0
-"""How long a bulk job waits in this worker before it may be withdrawn, so that another worker runs it."""
 
 
 class Scheduler:
@@ -155,22 +153,12 @@ class Scheduler:
         return jobs
 
     def withdraw_surplus(self, n_jobs: int) -> list[Job]:
-        """Remove waiting bulk jobs, starting with the last, until this worker has at most `n_jobs` jobs.
-
-        Each removal costs a new attempt. Therefore these jobs are not removed: jobs that have had a slot here, because
-        their cells are cached here; jobs in their first `SURPLUS_AFTER_S` seconds; and the jobs that the bulk share
-        needs.
-
-        Returns:
-            The removed jobs.
-        """
+        """Remove and return waiting bulk jobs, if this worker has more than `n_jobs` jobs; see `surplus_jobs`."""
         n_surplus = len(self._memory.active_slots) + self.n_waiting - n_jobs
         if n_surplus <= 0:
             return []
-        received_before_s = self._clock() - SURPLUS_AFTER_S
-        surplus = [*self._waiting.bulk][self._bulk_share.n_slots :]
-        old = [job for job in surplus if job.times.first_slot_s is None and job.received_s <= received_before_s]
-        withdrawn = old[::-1][:n_surplus]
+        n_kept, now_s = self._bulk_share.n_slots, self._clock()
+        withdrawn = surplus_jobs(self._waiting.bulk, n_surplus, n_kept=n_kept, now_s=now_s)
         for job in withdrawn:
             self._remove(job)
         return withdrawn

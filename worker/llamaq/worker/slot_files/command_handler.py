@@ -16,7 +16,7 @@ from typing import TypeVar
 from llamaq.common.errors import InvalidRequest, SlotCommandRefused
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFile, SlotReply
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.engine_loop.command_queue import CommandQueue
 from llamaq.worker.offload.single_thread_executor import BackgroundThread
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 from llamaq.worker.slot_files.restore_slot import SlotRestore
@@ -37,15 +37,15 @@ KEY_BYTES = 32
 class SlotCommandHandler:
     """Executes slot commands. Without a folder of saved slots, only `list` is allowed."""
 
-    def __init__(self, ticks: TickLoop, operations: SlotOperations, files: SavedSlotFiles | None) -> None:
+    def __init__(self, commands: CommandQueue, operations: SlotOperations, files: SavedSlotFiles | None) -> None:
         """Start the background thread.
 
         Args:
-            ticks: Runs the operations on the engine thread, between ticks.
+            commands: Runs the operations on the engine thread, between ticks.
             operations: The operations on the slots.
             files: The saved slots. None: the worker has no cache folder.
         """
-        self._ticks = ticks
+        self._commands = commands
         self._operations = operations
         self._files = files
         self._disk = BackgroundThread("llamaq-slots")
@@ -115,7 +115,7 @@ class SlotCommandHandler:
             while not restore.is_complete:
                 await self._between_ticks(partial(self._operations.restorer.step, restore))
         finally:
-            self._ticks.call(partial(self._operations.restorer.cancel, restore))
+            self._commands.call(partial(self._operations.restorer.cancel, restore))
         return _slot_file(saved.info)
 
     async def _begin_restore(self, begin: Callable[[], SlotRestore | None]) -> SlotRestore:
@@ -135,7 +135,7 @@ class SlotCommandHandler:
 
     async def _between_ticks(self, call: Callable[[], T]) -> T:
         """Run a call on the engine thread between two ticks."""
-        return await asyncio.wrap_future(self._ticks.call(call))
+        return await asyncio.wrap_future(self._commands.call(call))
 
     async def _on_disk(self, call: Callable[[], T]) -> T:
         """Run a call in the background thread."""

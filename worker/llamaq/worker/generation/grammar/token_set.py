@@ -51,11 +51,6 @@ class TokenSet:
         self._ids: npt.NDArray[np.intp] | None = None
 
     @classmethod
-    def of_mask(cls, mask: npt.NDArray[np.bool_]) -> Self:
-        """Return the tokens for which a mask, shape (n_vocab,), is true."""
-        return cls(np.packbits(mask, bitorder="little").tobytes(), mask.size)
-
-    @classmethod
     def empty(cls, n_vocab: int) -> Self:
         """Return a set without tokens."""
         return cls(bytes(-(-n_vocab // 8)), n_vocab)
