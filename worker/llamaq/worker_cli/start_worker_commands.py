@@ -113,7 +113,7 @@ def run_up(
     note_demo_model(settings)
     if "redis_url" in settings.model_fields_set:
         if data_dir is not None:
-            raise InvalidSettings("--data-dir: unset --redis-url (LLAMAQ_REDIS_URL), whose server stores its data itself")
+            raise InvalidSettings("--data-dir: unset --redis-url (LLAMAQ_REDIS_URL), whose server stores its own data")
         with _http_server(settings, settings.redis_url, with_http, http_host, http_port) as server:
             _print_note(settings, "Redis: the server of --redis-url (LLAMAQ_REDIS_URL); unset, this command starts one")
             _print_note(settings, f"HTTP:  {server.state}")
