@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment
 
 RULES = ["~llamaq:*", "resetchannels", "&llamaq:*", "+@all", "-@admin", "-@dangerous", "+client|setname"]
-"""The rules of docs/protocol.md."""
+"""The rules of docs/redis.md."""
 
 
 def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(

@@ -15,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 import llamaq.common.protocol
 import llamaq.producer
 from llamaq.common import settings as common_settings
+from llamaq.common.protocol.job_events import Tokens
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest
 from llamaq.common.protocol.sampling import SamplingDefaults
@@ -190,6 +191,11 @@ def test_parameters_are_accepted_exactly_within_their_printed_bounds() -> None:
 def test_a_bound_of_one_is_printed_in_the_singular() -> None:
     assert cells_of(JobParams)["regex"]["bounds"] == "at least 1 character"
     assert cells_of(JobParams)["choice"]["bounds"] == "1 to 1,024 entries"
+
+
+def test_a_named_tuple_is_printed_as_the_list_that_a_client_receives() -> None:
+    assert cells_of(Tokens)["logprobs"]["type"] == "list of [float, list of [int, float]]"
+    assert cells_of(llamaq.producer.Result)["embeddings"]["type"] == "list of [int, int, bytes]"
 
 
 def test_the_printed_defaults_of_settings_are_accepted_as_their_values() -> None:

@@ -84,6 +84,12 @@ def test_an_unknown_flag_is_refused() -> None:
     assert "--n-slots" in ended.stderr
 
 
+def test_up_refuses_a_data_dir_for_a_redis_that_it_does_not_start(tmp_path: Path) -> None:
+    ended = run("up", "--data-dir", str(tmp_path), "--redis-url", "redis://localhost:1/0")
+    assert ended.returncode == 2
+    assert "--data-dir: unset --redis-url (LLAMAQ_REDIS_URL)" in ended.stderr
+
+
 def test_the_example_of_up_has_only_options_that_are_not_the_default() -> None:
     plain = WorkerSettings.model_construct(set())
     assert example_command(plain, None) == "llamaq generate 'Once upon a time'"

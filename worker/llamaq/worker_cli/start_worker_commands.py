@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from llamaq.cli.generated_options import option, setting_help, with_options
+from llamaq.common.errors import InvalidSettings
 from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.common.settings import QueueSettings
 from llamaq.gateway.settings import ServeSettings, serve_settings
@@ -111,6 +112,8 @@ def run_up(
     configure_logging(settings.log_level, settings.log_format)
     note_demo_model(settings)
     if "redis_url" in settings.model_fields_set:
+        if data_dir is not None:
+            raise InvalidSettings("--data-dir: unset --redis-url (LLAMAQ_REDIS_URL), whose server stores its own data")
         with _http_server(settings, settings.redis_url, with_http, http_host, http_port) as server:
             _print_note(settings, "Redis: the server of --redis-url (LLAMAQ_REDIS_URL); unset, this command starts one")
             _print_note(settings, f"HTTP:  {server.state}")

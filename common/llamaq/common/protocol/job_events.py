@@ -31,7 +31,9 @@ class Tokens(WireModel):
     text_offset: int = Field(ge=0, description="Number of characters of the job's text before this event's text.")
     text: str = Field(description="The text that became complete; it may be empty.")
     logprobs: tuple[TokenLogprobs, ...] = Field(
-        (), description="For each token, its `logprob` and the list `top`, if the job asked for `logprobs`."
+        (),
+        description="For each token, the logarithm of its probability, and the ids and logarithms of the most probable "
+        "tokens, if the job asked for `logprobs`.",
     )
     draws: tuple[float, ...] = Field(
         (),

@@ -66,8 +66,12 @@ def _variants(field: Schema, schema: Schema) -> list[Schema]:
 def _type(field: Schema, schema: Schema) -> str:
     names = []
     for variant in _variants(field, schema):
-        if variant.get("type") == "array":
+        if "prefixItems" in variant:
+            names.append(f"[{', '.join(_type(item, schema) for item in variant['prefixItems'])}]")
+        elif variant.get("type") == "array":
             names.append("list of " + _type(variant.get("items", {}), schema))
+        elif "base64" in variant.get("format", ""):
+            names.append("bytes")
         elif "properties" in variant:
             names.append(f"`{variant['title']}`")
         else:
