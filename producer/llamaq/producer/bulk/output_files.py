@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from llamaq.producer.bulk.input_file import (
     take_fingerprint,
 )
 from llamaq.producer.bulk.output_lines import row_number_of
+from llamaq.producer.bulk.replaced_file import replacing
 from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_table
 
@@ -76,10 +76,8 @@ def run_id_of(output: Path) -> str | None:
 def write_stored_run(output: Path, stored: StoredRun) -> None:
     """Write the description of a run. A crash leaves the earlier file or the new one."""
     path = description_file(output)
-    new = path.with_name(path.name + ".new")
-    with refusing_to_write(path):
+    with refusing_to_write(path), replacing(path) as new:
         new.write_text(stored.model_dump_json(indent=1) + "\n")
-        new.replace(path)
 
 
 def prepare_description(run: BulkRun) -> StoredRun:
@@ -233,12 +231,8 @@ def bring_into_order(path: Path) -> None:
         for line in file:
             offsets[row_number_of(line, path)] = offset
             offset += len(line)
-        new = path.with_name(path.name + ".new")
-        with new.open("wb") as sorted_file:
+        with replacing(path) as new, new.open("wb") as sorted_file:
             for offset in offsets:
                 if offset >= 0:
                     file.seek(offset)
                     sorted_file.write(file.readline())
-            sorted_file.flush()
-            os.fsync(sorted_file.fileno())
-    new.replace(path)
