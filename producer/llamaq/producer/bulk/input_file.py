@@ -255,7 +255,8 @@ def _read_parquet(opened: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
 
 
 def _parquet_file(source: Path | BinaryIO) -> Any:
-    return pyarrow_module("pyarrow.parquet").ParquetFile(source)
+    # Otherwise pyarrow reads whole row groups into memory, and most files have one for each million rows.
+    return pyarrow_module("pyarrow.parquet").ParquetFile(source, buffer_size=READ_BYTES, pre_buffer=False)
 
 
 def pyarrow_module(name: str) -> Any:
