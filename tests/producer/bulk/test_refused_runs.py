@@ -124,7 +124,7 @@ def test_a_run_that_begins_while_another_process_reads_its_input_is_not_mixed_wi
 ) -> None:
     other = prepare_description(rows.with_fields(run_id="other"))
 
-    def read_while_other_begins(run: BulkRun) -> StoredRun:
+    def read_while_other_begins(run: BulkRun, _: object) -> StoredRun:
         write_stored_run(run.output, other)
         return StoredRun(run=run, input=other.input)
 
