@@ -120,6 +120,8 @@ def test_the_messages_of_the_log_exist() -> None:
     (table,) = re.findall(r"<!-- test: log -->\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
     names = re.findall(r"`((?:[a-z_]+|…)\.[a-z_]+)`", table)
     assert len(names) > 15
-    sources = "".join(path.read_text() for folder in ("common", "worker") for path in (ROOT / folder).rglob("*.py"))
+    sources = "".join(
+        path.read_text() for folder in ("common", "worker", "producer") for path in (ROOT / folder).rglob("*.py")
+    )
     for name in names:  # a component of the worker stands in place of "…"
         assert re.search(rf'"(%s\.)?{re.escape(name.removeprefix("…."))}', sources), name

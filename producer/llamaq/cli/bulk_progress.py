@@ -52,7 +52,8 @@ class _Lines:
         has_notice = progress.notice is not None
         if is_due or progress.state is not BulkState.RUNNING or (has_notice and not self._has_notice):
             self._shown_s, self._has_notice = now_s, has_notice
-            rows = f"{progress.rows_done}/{progress.rows_total} rows"
+            total = "?" if progress.rows_total is None else progress.rows_total
+            rows = f"{progress.rows_done}/{total} rows"
             with suppress(OSError):  # a full disk for the progress must not end the run
                 views.notice(", ".join([rows, *details(progress)]))
 

@@ -19,6 +19,7 @@ from llamaq.common.settings import ClientSettings
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.settings import ServeSettings
 from llamaq.producer import AsyncClient
+from llamaq.producer.queries.damaged_queues import DamagedQueues
 from llamaq.producer.queries.metrics import read_job_counters
 from llamaq.producer.queries.queue_snapshots import read_workers
 
@@ -51,6 +52,8 @@ class QueueDirectory:
         self._default = self._new_client(settings.queue, settings.partitions)
         self._served: Served = {}
         """The known queues and their live workers."""
+        self._damaged_lists, self._damaged_settings = DamagedQueues(), DamagedQueues()
+        """Queues whose list of workers, or whose settings, other clients of Redis have overwritten."""
         self._last_cards: dict[str, WorkerCard] = {}
         """The last cards of the queues that requests have named so far."""
         self._read_s = float("-inf")
@@ -114,9 +117,12 @@ class QueueDirectory:
         earliest_ms = (time.time() - FORGOTTEN_S) * 1000
         members: Any = await redis.zrangebyscore(keys.queues(), earliest_ms, "+inf")
         names = sorted({member.decode(errors="replace") for member in members})
-        found = await asyncio.gather(*(read_workers(redis, keys, name) for name in names))
+        found = await asyncio.gather(
+            *(self._damaged_lists.read(name, read_workers(redis, keys, name)) for name in names)
+        )
         await asyncio.gather(*(self._check_partitions(*used) for used in list(self._clients)))
-        self._served, self._read_s = dict(zip(names, found, strict=True)), time.monotonic()
+        self._served = {name: workers or () for name, workers in zip(names, found, strict=True)}
+        self._read_s = time.monotonic()
 
     async def find(self, model: str | None, *, is_stored: bool = False, waits: bool = False) -> AsyncClient:
         """Return the client of the queue that a request means.
@@ -196,7 +202,8 @@ class QueueDirectory:
 
     async def _check_partitions(self, queue: str, is_stored: bool) -> None:
         """Create the client of a queue, or replace it if the workers have another number of partitions by now."""
-        config = await QueueConfig.read(self._default.redis, self._default.keys, queue, 0)
+        reading = QueueConfig.read(self._default.redis, self._default.keys, queue, 0)
+        config = await self._damaged_settings.read(queue, reading)
         client = self._clients.get((queue, is_stored))
         if client is not None and (config is None or config.partitions == client.settings.partitions):
             if config is not None:

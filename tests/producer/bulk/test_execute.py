@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from tests.support.bulk_runs import EXPECTED, Rows, served_client, serving, texts
 
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkProgress, BulkState, drop_errors, execute, execution
+from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute, execution, input_file
 from llamaq.producer.streaming import poll_schedule
 from llamaq.producer.testing import FakeWorker
 
@@ -159,3 +161,40 @@ async def test_a_row_has_the_same_random_seed_after_an_interruption(redis_url: s
         await execute(rows.run, client)
     assert {answer["line"]: answer["seed"] for answer in rows.answers()} == seeds
     assert len(set(seeds.values())) == 30
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["stopped", "cancelled"])
+async def test_a_run_can_be_stopped_while_its_input_is_read(
+    redis_url: str, queue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    """A large table is read for minutes. Ctrl-C had to wait for the end."""
+    n_rows, n_read, has_ended = 3_000_000, 0, threading.Event()
+
+    def many_rows(_: object) -> Iterator[list[str]]:
+        nonlocal n_read
+        try:
+            yield ["prompt"]
+            while n_read < n_rows:
+                n_read += 1
+                yield ["x"]
+        finally:
+            has_ended.set()
+
+    monkeypatch.setattr(input_file, "_csv_rows", many_rows)
+    source = tmp_path / "in.csv"
+    source.write_text("prompt\nx\n")
+    run, stop = BulkRun(input=source, output=tmp_path / "out.jsonl"), asyncio.Event()
+    async with AsyncClient(redis_url, queue) as client:
+        running = asyncio.create_task(execute(run, client, stop=stop))
+        while not n_read:  # noqa: ASYNC110  # a thread reads
+            await asyncio.sleep(0.001)
+        if is_cancelled:
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        else:
+            stop.set()
+            assert (await running).state is BulkState.STOPPED
+        assert await asyncio.to_thread(has_ended.wait, 60)
+    assert n_read < n_rows
+    assert not run.output.exists()

@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.bulk_runs import Rows, served_client
+from tests.support.bulk_runs import EXPECTED, Rows, served_client, texts
 
 from llamaq.common.errors import BulkRunBusy, BulkRunRefused
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, described_file, execute, output_files
+from llamaq.producer.bulk import (
+    BulkProgress,
+    BulkRun,
+    BulkState,
+    described_file,
+    execute,
+    execution,
+    output_files,
+    table_writer,
+)
 from llamaq.producer.bulk.execution import OnProgress
 from llamaq.producer.bulk.output_files import (
     StoredRun,
@@ -114,7 +124,7 @@ def test_a_run_that_begins_while_another_process_reads_its_input_is_not_mixed_wi
 ) -> None:
     other = prepare_description(rows.with_fields(run_id="other"))
 
-    def read_while_other_begins(run: BulkRun) -> StoredRun:
+    def read_while_other_begins(run: BulkRun, _: object) -> StoredRun:
         write_stored_run(run.output, other)
         return StoredRun(run=run, input=other.input)
 
@@ -155,6 +165,53 @@ async def test_rows_that_are_appended_while_a_run_reads_its_input_are_not_comput
     assert (progress.state, progress.rows_done, progress.rows_total) == (BulkState.COMPLETED, 30, 30)
     assert len(rows.answers()) == 30
     assert len(rows.input.read_text().splitlines()) == 31
+
+
+@pytest.mark.parametrize(
+    "change",
+    [Path.unlink, lambda path: path.rename(path.with_suffix(".moved")), lambda path: os.truncate(path, 10)],
+    ids=["deleted", "moved", "shortened"],
+)
+@pytest.mark.parametrize("is_last", [False, True])
+async def test_a_run_whose_output_is_changed_does_not_complete_and_can_be_started_again(
+    redis_url: str, queue: str, rows: Rows, change: Callable[[Path], object], is_last: bool
+) -> None:
+    """Such a run ended with exit code 0, and the answers were lost."""
+    run = rows.with_fields(window=2, rate=None if is_last else 40.0)
+    n_rows_before = 30 if is_last else 1
+    changes = iter([change])
+
+    def on_progress(progress: BulkProgress) -> None:
+        if progress.rows_done >= n_rows_before:
+            for one in changes:
+                one(rows.output)
+
+    async with served_client(redis_url, queue) as (client, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(execution, "REPORT_S", 0.0)
+            with pytest.raises(BulkRunRefused, match="was deleted, replaced or changed by another program"):
+                await execute(run, client, on_progress=on_progress)
+        progress = await execute(run, client)
+    assert progress.state is BulkState.COMPLETED
+    assert sorted(texts(rows.answers())) == EXPECTED
+
+
+async def test_a_table_that_cannot_be_written_leaves_no_part_of_it(
+    redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_on_full_disk(_: object, path: Path) -> None:
+        path.write_text("a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = rows.with_fields(output=rows.output.with_suffix(".csv"))
+    async with served_client(redis_url, queue) as (client, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(table_writer, "_write_csv", write_on_full_disk)
+            with pytest.raises(BulkRunRefused, match="cannot be written: No space left on device"):
+                await execute(run, client)
+        assert not list(run.output.parent.glob("*.new"))
+        await execute(run, client)
+    assert run.output.exists()
 
 
 async def test_a_run_that_another_process_executes_is_refused(redis_url: str, queue: str, rows: Rows) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import random
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from tests.support.bulk_runs import served_client
 
 from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkRun, described_file, execute
-from llamaq.producer.bulk.described_file import InputChanged
-from llamaq.producer.bulk.input_file import FinishedRows, read_records, take_fingerprint
+from llamaq.producer.bulk import BulkRun, described_file, execute, input_file
+from llamaq.producer.bulk.described_file import READ_BYTES, InputChanged
+from llamaq.producer.bulk.input_file import FinishedRows, pyarrow_module, read_records, take_fingerprint
 from llamaq.producer.bulk.input_row import read_row, row_key
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
 from llamaq.producer.bulk.output_files import prepare_description
@@ -218,6 +220,26 @@ async def test_tables_are_read_and_written(redis_url: str, queue: str, tmp_path:
     assert [(int(row["line"]), row["id"], row["text"]) for row in written] == [
         (n, f"row {n}", f"re: prompt {n}") for n in range(1, 6)
     ]
+
+
+def test_a_parquet_file_with_one_large_row_group_is_read_in_parts(tmp_path: Path) -> None:
+    arrow, parquet = pyarrow_module("pyarrow"), pyarrow_module("pyarrow.parquet")
+    path, n_rows, n_bytes = tmp_path / "large.parquet", 10_000, 600
+    texts = [random.Random(number).randbytes(n_bytes).hex() for number in range(n_rows)]
+    parquet.write_table(arrow.table({"prompt": texts}), path, row_group_size=n_rows)
+    assert path.stat().st_size > 8 * READ_BYTES, "its texts cannot be compressed"
+    sizes: list[int] = []
+
+    class RecordingFile(FileIO):
+        def read(self, size: int | None = -1, /) -> Any:
+            data = super().read(size)
+            sizes.append(len(data))
+            return data
+
+    with RecordingFile(path) as file:
+        read = [record["prompt"] for _, record in input_file._read_parquet(file, FinishedRows())]  # type: ignore[index]
+    assert read == texts
+    assert max(sizes) <= 2 * READ_BYTES
 
 
 def test_a_column_of_maps_has_objects(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ async def test_a_move_counts_as_a_crash_until_the_first_worker_shows_that_it_is_
         assert (await job.status()).crashes == 1
         assert (await again.emit([1], "a")).code == "lost"
         assert (await job.status()).crashes == 0
+        assert not await client.redis.hexists(client.keys.metrics(queue, 0), "crashes"), "no worker has died"
 
 
 async def test_an_interrupted_interactive_job_is_taken_although_bulk_jobs_fill_the_worker(

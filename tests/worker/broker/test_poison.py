@@ -138,6 +138,23 @@ async def test_a_requeue_by_a_crashing_worker_counts_as_a_crash_unless_the_job_s
         assert codes == ["ok", "suspect", "dead"]
 
 
+async def test_the_metric_counts_each_crash_also_after_the_first_token(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        _, claim = await submit(client, worker)
+        await crash_worker(worker, claim, "first")
+        attempt = await begin(worker, claim, "second")
+        await attempt.emit([1], "a")
+        for _ in range(2):
+            await check_crash(worker, claim, "second")
+        attempt = await begin(worker, claim, "third")
+        await attempt.emit([2], "b")
+        for _ in range(2):
+            await worker.scripts.requeue(claim, attempt.number, "third", crashed=True)
+        await begin(worker, claim, "fourth")
+        await check_crash(worker, claim, "fourth", claimer="fourth")  # it lives, and its lease has expired
+        assert await worker.redis.hget(worker.keys.metrics(queue, 0), "crashes") == b"3"
+
+
 async def test_a_requeued_suspect_stays_a_suspect(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)

@@ -338,6 +338,7 @@ async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url:
         taken = await worker.claim_scripts.reclaim(stream, 10, 1000, trusted_until_ms=0)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [started.id, proven.id, waiting.id]
         assert [(await job.status()).crashes for job in (started, proven, waiting)] == [1, 0, 1]
+        assert await worker.redis.hget(Keys().metrics(queue, 0), "crashes") == b"3"
         assert worker.name not in await consumers(worker.redis, stream)
 
 

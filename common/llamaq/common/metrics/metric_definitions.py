@@ -80,7 +80,8 @@ CRASHES = Family(
     "llamaq_job_crashes_total",
     "counter",
     _QUEUE,
-    "Deaths of workers, counted once for each of their jobs without a stored token.",
+    "Crashes of workers, counted once for each job that the worker prepared or ran. A job that has moved to another "
+    "worker before the crash is noticed is not counted.",
 )
 PROMPT_TOKENS = Family(
     "llamaq_prompt_tokens_total", "counter", _PRIORITY, "Tokens in the prompts of jobs that a worker ended."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from llamaq.cli.top.formats import format_rate
-from llamaq.cli.top.line_types import Overview
+from llamaq.cli.top.line_types import Overview, QueueLine
 from llamaq.cli.top.table import Order, Table
 from llamaq.cli.top.table_columns import PAGES
 
@@ -19,22 +19,24 @@ def status_text(server: str, overview: Overview | None, error: str) -> str:
         return error
     if overview is None:
         return f"{server}: reading"
-    if not overview.queues:
-        return f"{server}: no queue has a job or a worker"
-    total = overview.total
-    parts = [
-        server,
+    parts = [server, *_sums(overview.total)] if overview.queues else [f"{server}: no queue has a job or a worker"]
+    if overview.redis_fullness >= ALMOST_FULL:
+        parts.append(f"Redis is {overview.redis_fullness:.0%} full")
+    if overview.n_hidden_queues:
+        parts.append(f"{overview.n_hidden_queues} queues are not shown (--queue)")
+    if overview.damaged_queues:
+        parts.append(f"cannot be read: {', '.join(overview.damaged_queues)}")
+    return " · ".join(parts)
+
+
+def _sums(total: QueueLine) -> list[str]:
+    return [
         f"{total.waiting} waiting",
         f"{total.running} running",
         f"{total.workers} workers",
         f"{total.busy_slots}/{total.slots} slots",
         f"{format_rate(total.tokens_per_s)} tok/s",
     ]
-    if overview.redis_fullness >= ALMOST_FULL:
-        parts.append(f"Redis is {overview.redis_fullness:.0%} full")
-    if overview.n_hidden_queues:
-        parts.append(f"{overview.n_hidden_queues} queues are not shown (--queue)")
-    return " · ".join(parts)
 
 
 def pages_text(page: Table, place: str, order: Order, text: str) -> Text:

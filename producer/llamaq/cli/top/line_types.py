@@ -145,6 +145,7 @@ class Overview:
     recent: tuple[RecentLine, ...]
     dead: tuple[DeadLine, ...]
     n_hidden_queues: int = 0
+    damaged_queues: tuple[str, ...] = ()
     redis_fullness: float = 0.0
 
     @property

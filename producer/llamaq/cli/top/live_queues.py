@@ -16,6 +16,7 @@ from llamaq.common.protocol.queue_mode import set_queue_mode
 from llamaq.common.redis.server_state import read_server_memory, server_time_ms
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries import dead_letters
+from llamaq.producer.queries.damaged_queues import DamagedQueues
 from llamaq.producer.queries.job_list import JobFilter, read_jobs_of
 from llamaq.producer.queries.queue_list import find_queues
 from llamaq.producer.queries.queue_snapshots import RECENT_JOBS, oldest_waiting_s, read_depth, read_recent, read_workers
@@ -50,6 +51,7 @@ class LiveQueues:
         self._named = tuple(queues)
         self._queues: dict[str, _Queue] = {}
         self._scanned_s: float | None = None
+        self._damaged = DamagedQueues()
 
     async def read(self, *, with_waiting: bool = False, with_dead: bool = False) -> Reading:
         """Read the named queues, or if none are named, all queues that have a job or a worker.
@@ -63,14 +65,18 @@ class LiveQueues:
         """
         await self._find_queues()
         shown = sorted(self._queues)[:MAX_QUEUES]
-        read = (self._read_queue(name, with_waiting=with_waiting, with_dead=with_dead) for name in shown)
-        readings = [one for one in await asyncio.gather(*read) if self._named or _is_in_use(one)]
+        read = (
+            self._damaged.read(name, self._read_queue(name, with_waiting=with_waiting, with_dead=with_dead))
+            for name in shown
+        )
+        readings = [one for one in await asyncio.gather(*read) if one and (self._named or _is_in_use(one))]
         redis = self._client.redis
         now_ms, servers = await asyncio.gather(server_time_ms(redis), read_server_memory(redis))
         return Reading(
             now_ms,
             tuple(readings),
             n_hidden_queues=len(self._queues) - len(shown),
+            damaged_queues=self._damaged.names,
             redis_fullness=max((server.fullness for server in servers), default=0.0),
         )
 
@@ -90,7 +96,9 @@ class LiveQueues:
             names = [name.decode(errors="replace") for name in served]
             found = {name: client.settings.partitions for name in names if name not in self._queues}
         for name, partitions in found.items():
-            config = await QueueConfig.read(client.redis, client.keys, name, 0) if name not in self._queues else None
+            config = None
+            if name not in self._queues:
+                config = await self._damaged.read(name, QueueConfig.read(client.redis, client.keys, name, 0))
             known = self._queues.setdefault(name, _Queue(partitions))
             known.partitions = max(known.partitions, partitions if config is None else config.partitions)
 

@@ -36,5 +36,7 @@ class Reading:
     queues: tuple[QueueReading, ...]
     n_hidden_queues: int = 0
     """Number of queues that were not read, because there are more than the view reads."""
+    damaged_queues: tuple[str, ...] = ()
+    """Names of the queues that cannot be read, because another client of Redis has overwritten their keys."""
     redis_fullness: float = 0.0
     """Used share of the `maxmemory` of the fullest Redis server; 0 if there is no limit or it is not known."""

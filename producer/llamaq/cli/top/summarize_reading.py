@@ -42,6 +42,7 @@ def summarize(reading: Reading, rates: RateTracker) -> Overview:
         recent=tuple(sorted(recent, key=lambda line: line.age_s)),
         dead=_dead_lines(reading.queues, now_ms),
         n_hidden_queues=reading.n_hidden_queues,
+        damaged_queues=reading.damaged_queues,
         redis_fullness=reading.redis_fullness,
     )
 

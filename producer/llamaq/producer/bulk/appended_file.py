@@ -21,6 +21,8 @@ class AppendedFile:
         self._descriptor = descriptor
         self._lines: list[bytes] = []
         """Lines that are not written yet."""
+        self._n_bytes = os.fstat(descriptor).st_size
+        """Size of the file, as far as this object knows."""
 
     def __repr__(self) -> str:
         return f"<AppendedFile {self.path} unwritten={len(self._lines)}>"
@@ -56,6 +58,7 @@ class AppendedFile:
                 end += len(line)
                 yield line
         os.ftruncate(self._descriptor, end)
+        self._n_bytes = end
 
     def append(self, line: bytes) -> None:
         """Append a line. `flush` writes it."""
@@ -65,16 +68,40 @@ class AppendedFile:
         """Pass the lines to the operating system: they survive the end of this process, also a crash.
 
         Raises:
-            BulkRunRefused: They cannot be written, for example because the disk is full.
+            BulkRunRefused: They cannot be written, for example because the disk is full. Or another program has
+                deleted, replaced or changed the file.
         """
         data, self._lines = memoryview(b"".join(self._lines)), []
+        if data:
+            self.check_unchanged()
         with refusing_to_write(self.path):
             while data:
-                data = data[os.write(self._descriptor, data) :]
+                n_written = os.write(self._descriptor, data)
+                self._n_bytes += n_written
+                data = data[n_written:]
+
+    def check_unchanged(self) -> None:
+        """Check that the path still names this file, with the bytes that this object has read or written.
+
+        Raises:
+            BulkRunRefused: Another program has deleted, replaced or changed the file. Further lines would be lost.
+        """
+        own = os.fstat(self._descriptor)
+        try:
+            is_named = os.path.samestat(own, self.path.stat())
+        except OSError:
+            is_named = False
+        if not is_named or own.st_size != self._n_bytes:
+            raise BulkRunRefused(
+                f"{self.path} was deleted, replaced or changed by another program: start the same run again to compute "
+                "the rows that are missing"
+            )
 
     def sync(self) -> None:
-        """Write everything to the disk. Raises `BulkRunRefused` if that fails."""
+        """Write everything to the disk. Raises `BulkRunRefused` like `flush`."""
         self.flush()
+        if self._n_bytes:
+            self.check_unchanged()
         with refusing_to_write(self.path):
             os.fsync(self._descriptor)
 

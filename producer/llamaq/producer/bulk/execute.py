@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import ExitStack
 
 from llamaq.producer.bulk.execution import Execution, OnProgress
-from llamaq.producer.bulk.output_files import open_output
+from llamaq.producer.bulk.output_files import OutputFiles, open_output
 from llamaq.producer.bulk.run_description import BulkProgress, BulkRun, BulkState
 from llamaq.producer.client import AsyncClient
 
@@ -37,16 +38,43 @@ async def execute(
         RedisError: Redis cannot be reached at the start, or refuses the commands.
     """
     await client.redis.ping()  # a server that does not answer now is an error; a connection that is lost later is not
+    stop, on_progress = stop or asyncio.Event(), on_progress or _ignore
     with ExitStack() as exits:
-        files = await asyncio.to_thread(exits.enter_context, open_output(run))  # it may read the whole input
-        execution = Execution(run, client, files)
-        state = await execution.run_until_end(on_progress or _ignore, stop or asyncio.Event())
-        if state is BulkState.COMPLETED:
-            await asyncio.to_thread(files.complete)
-        progress = execution.progress(state)
-        if on_progress is not None:
-            on_progress(progress)
+        files = await _open_files(exits, run, stop)
+        if files is None:
+            progress = BulkProgress(run_id=run.run_id, state=BulkState.STOPPED)
+        else:
+            execution = Execution(run, client, files)
+            state = await execution.run_until_end(on_progress, stop)
+            if state is BulkState.COMPLETED:
+                await asyncio.to_thread(files.complete)
+            progress = execution.progress(state)
+        on_progress(progress)
         return progress
+
+
+class _Stopped(Exception):
+    """The run was stopped or cancelled while its input was read."""
+
+
+async def _open_files(exits: ExitStack, run: BulkRun, stop: asyncio.Event) -> OutputFiles | None:
+    """Open the output of the run, which may read the whole input. None: the run was stopped meanwhile.
+
+    The read ends when the caller is cancelled. Otherwise the process would wait for its thread.
+    """
+    is_cancelled = threading.Event()
+
+    def check() -> None:
+        if stop.is_set() or is_cancelled.is_set():
+            raise _Stopped
+
+    try:
+        return await asyncio.to_thread(exits.enter_context, open_output(run, check))
+    except _Stopped:
+        return None
+    except asyncio.CancelledError:
+        is_cancelled.set()
+        raise
 
 
 def drop_errors(run: BulkRun) -> int:

@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
@@ -88,12 +88,25 @@ def file_format(path: Path) -> str:
         raise BulkRunRefused(f"{path}: the name of the file must end with .jsonl, .csv or .parquet") from None
 
 
-def take_fingerprint(path: Path) -> Fingerprint:
-    """Read the whole file and return its fingerprint. Raises `OSError`."""
+def do_nothing() -> None:
+    """Do nothing."""
+
+
+def take_fingerprint(path: Path, check: Callable[[], object] = do_nothing) -> Fingerprint:
+    """Read the whole file and return its fingerprint.
+
+    Args:
+        path: The file.
+        check: Called for each row. It may raise an error to end the read.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     mtime_ns = path.stat().st_mtime_ns
     digest, n_rows, is_blank = hashlib.sha256(), 0, True
     with path.open("rb") as file:
         while part := file.readline(READ_BYTES):  # a long line has several parts
+            check()
             digest.update(part)
             is_blank = is_blank and not part.strip()
             if part.endswith(b"\n"):
@@ -101,17 +114,21 @@ def take_fingerprint(path: Path) -> Fingerprint:
         n_bytes = file.tell()
     n_rows += not is_blank
     if file_format(path) != "jsonl":
-        n_rows = _count_records(path)
+        n_rows = _count_records(path, check)
     return Fingerprint(n_bytes=n_bytes, mtime_ns=mtime_ns, sha256=digest.hexdigest(), n_rows=n_rows)
 
 
-def _count_records(path: Path) -> int:
+def _count_records(path: Path, check: Callable[[], object]) -> int:
     if file_format(path) == "parquet":
         file = _parquet_file(path)
         _check_columns(file.schema_arrow.names)
         return int(file.metadata.num_rows)
     with path.open("rb") as opened:
-        return sum(1 for _ in _read_csv(opened, FinishedRows()))
+        n_rows = 0
+        for _ in _read_csv(opened, FinishedRows()):
+            check()
+            n_rows += 1
+        return n_rows
 
 
 def read_records(path: Path, fingerprint: Fingerprint, finished: FinishedRows, max_line_bytes: int) -> Iterator[Record]:
@@ -255,7 +272,8 @@ def _read_parquet(opened: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
 
 
 def _parquet_file(source: Path | BinaryIO) -> Any:
-    return pyarrow_module("pyarrow.parquet").ParquetFile(source)
+    # Otherwise pyarrow reads whole row groups into memory, and most files have one for each million rows.
+    return pyarrow_module("pyarrow.parquet").ParquetFile(source, buffer_size=READ_BYTES, pre_buffer=False)
 
 
 def pyarrow_module(name: str) -> Any:

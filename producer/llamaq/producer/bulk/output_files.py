@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,12 +16,14 @@ from llamaq.producer.bulk.input_file import (
     READ_ERRORS,
     FinishedRows,
     Record,
+    do_nothing,
     file_format,
     pyarrow_module,
     read_records,
     take_fingerprint,
 )
 from llamaq.producer.bulk.output_lines import row_number_of
+from llamaq.producer.bulk.replaced_file import replacing
 from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_table
 
@@ -76,14 +77,16 @@ def run_id_of(output: Path) -> str | None:
 def write_stored_run(output: Path, stored: StoredRun) -> None:
     """Write the description of a run. A crash leaves the earlier file or the new one."""
     path = description_file(output)
-    new = path.with_name(path.name + ".new")
-    with refusing_to_write(path):
+    with refusing_to_write(path), replacing(path) as new:
         new.write_text(stored.model_dump_json(indent=1) + "\n")
-        new.replace(path)
 
 
-def prepare_description(run: BulkRun) -> StoredRun:
+def prepare_description(run: BulkRun, check: Callable[[], object] = do_nothing) -> StoredRun:
     """Return the description of the run. It reads the whole input file of a new run, and writes no file.
+
+    Args:
+        run: The run.
+        check: Called for each row of a new run. It may raise an error to end the read.
 
     Raises:
         BulkRunRefused: The input cannot be read, or the output is of another run.
@@ -93,7 +96,7 @@ def prepare_description(run: BulkRun) -> StoredRun:
         if stored is not None and stored.input.describes(run.input.stat()):
             fingerprint = stored.input
         else:
-            fingerprint = take_fingerprint(run.input)
+            fingerprint = take_fingerprint(run.input, check)
     except READ_ERRORS as exc:
         raise BulkRunRefused(f"{run.input} cannot be read: {exc}") from exc
     if stored is None:
@@ -196,8 +199,12 @@ class OutputFiles:
 
 
 @contextmanager
-def open_output(run: BulkRun) -> Iterator[OutputFiles]:
+def open_output(run: BulkRun, check: Callable[[], object] = do_nothing) -> Iterator[OutputFiles]:
     """Open the output file and the error file of a run, cut torn last lines, and read which rows are in them.
+
+    Args:
+        run: The run.
+        check: Called for each row of a new run while the input is read. It may raise an error to end the read.
 
     Raises:
         BulkRunRefused: A file is not of this run, cannot be opened, or another process executes the run.
@@ -207,7 +214,7 @@ def open_output(run: BulkRun) -> Iterator[OutputFiles]:
         raise BulkRunRefused(f"{run.input}: {reason}")
     if "parquet" in (file_format(run.input), file_format(run.output)):
         pyarrow_module("pyarrow.parquet")  # raises before anything is computed
-    stored = prepare_description(run)  # before the files are opened: a run that is refused creates none
+    stored = prepare_description(run, check)  # before the files are opened: a run that is refused creates none
     with ExitStack() as exits:
         paths = (rows_file(run.output), run.error_file)
         answers, errors = (exits.enter_context(AppendedFile.open(path)) for path in paths)
@@ -233,12 +240,8 @@ def bring_into_order(path: Path) -> None:
         for line in file:
             offsets[row_number_of(line, path)] = offset
             offset += len(line)
-        new = path.with_name(path.name + ".new")
-        with new.open("wb") as sorted_file:
+        with replacing(path) as new, new.open("wb") as sorted_file:
             for offset in offsets:
                 if offset >= 0:
                     file.seek(offset)
                     sorted_file.write(file.readline())
-            sorted_file.flush()
-            os.fsync(sorted_file.fileno())
-    new.replace(path)

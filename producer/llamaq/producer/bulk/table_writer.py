@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaq.producer.bulk.input_file import file_format, pyarrow_module
+from llamaq.producer.bulk.replaced_file import replacing
 
 ROWS_AT_ONCE = 1000
 COLUMNS = (
@@ -29,14 +30,12 @@ def write_table(answers: Path, table: Path) -> None:
     Raises:
         MissingExtra: A Parquet file is wanted, and pyarrow is not installed.
     """
-    new = table.with_name(table.name + ".new")
-    with answers.open("rb") as lines:
+    with answers.open("rb") as lines, replacing(table) as new:
         records = (_record(json.loads(line)) for line in lines)
         if file_format(table) == "parquet":
             _write_parquet(records, new)
         else:
             _write_csv(records, new)
-    new.replace(table)
 
 
 def _record(answer: dict[str, Any]) -> dict[str, Any]:

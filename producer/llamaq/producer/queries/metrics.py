@@ -20,6 +20,7 @@ from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_state import read_server_memory, server_time_ms
 from llamaq.common.redis.write_refusals import is_job_key_error
+from llamaq.producer.queries.damaged_queues import DamagedQueues
 from llamaq.producer.queries.dead_letters import count_all
 from llamaq.producer.queries.queue_list import find_queues, summarize
 from llamaq.producer.queries.queue_snapshots import read_workers
@@ -50,6 +51,7 @@ class MetricsReader:
         self._partitions: dict[str, int] = {}
         self._found_s = -FIND_QUEUES_EVERY_S
         self._outage_log = OutageLog(log, "metrics")
+        self._damaged = DamagedQueues()
 
     async def read(self, connection: QueueConnection, timeout_s: float) -> Samples:
         """Return all metrics. If Redis does not answer within `timeout_s`, return only `llamaq_redis_up` with the value
@@ -81,12 +83,13 @@ class MetricsReader:
         now_ms = await server_time_ms(connection.redis)
         places = asyncio.Semaphore(QUEUES_AT_ONCE)
 
-        async def read(queue: str, partitions: int) -> Samples:
+        async def read(queue: str, partitions: int) -> Samples | None:
             async with places:
-                return await _read_queue(connection, queue, partitions, now_ms)
+                return await self._damaged.read(queue, _read_queue(connection, queue, partitions, now_ms))
 
         for found_samples in await asyncio.gather(*(read(*item) for item in self._partitions.items())):
-            samples.add(found_samples)
+            if found_samples is not None:
+                samples.add(found_samples)
 
     def __repr__(self) -> str:
         return f"<MetricsReader {len(self._partitions)} queues>"

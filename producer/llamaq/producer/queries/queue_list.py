@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llamaq.common.protocol.queue_and_worker_state import QueueSummary
+from llamaq.producer.queries.damaged_queues import DamagedQueues
 from llamaq.producer.queries.queue_snapshots import oldest_waiting_s, read_depth, read_workers
 from llamaq.producer.queue_connection import QueueConnection
 
@@ -14,8 +15,11 @@ MAX_STREAMS = 10_000
 
 async def read_queues(connection: QueueConnection) -> tuple[QueueSummary, ...]:
     """Return a summary of each queue, sorted by name. See `AsyncClient.queues`."""
-    partitions = await find_queues(connection)
-    return tuple([await summarize(connection, queue, partitions[queue]) for queue in sorted(partitions)])
+    partitions, damaged = await find_queues(connection), DamagedQueues()
+    summaries = [
+        await damaged.read(queue, summarize(connection, queue, partitions[queue])) for queue in sorted(partitions)
+    ]
+    return tuple(summary for summary in summaries if summary is not None)
 
 
 async def find_queues(connection: QueueConnection) -> dict[str, int]:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
@@ -15,6 +16,7 @@ from llamaq.common.protocol.queue_and_worker_state import QueueDepth, RecentJob,
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.script_source import source
 from llamaq.common.redis.server_state import server_time_ms
+from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.producer.queries.handle_deadlines_and_delays import handle_due
 from llamaq.producer.queue_connection import QueueConnection
 
@@ -56,18 +58,24 @@ async def oldest_waiting_s(redis: Redis, keys: Keys, queue: str, partitions: int
 
 
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:
-    """Return the workers whose heartbeat has not expired, sorted by id. Expired workers are removed from Redis."""
+    """Return the workers whose heartbeat has not expired, sorted by id. Expired workers are removed from Redis.
+
+    A worker whose heartbeat another client has overwritten is left out.
+    """
     members: Any = await redis.zrange(keys.workers(queue), 0, -1)
     if not members:
         return ()
     async with redis.pipeline(transaction=False) as pipe:
         for member in members:
             pipe.hget(keys.worker(member.decode(errors="replace")), "worker")
-        replies = await pipe.execute()
+        replies = await pipe.execute(raise_on_error=False)
+    for reply in replies:
+        if isinstance(reply, RedisError) and not is_job_key_error(reply):
+            raise reply
     expired = [member for member, data in zip(members, replies, strict=True) if data is None]
     if expired:
         await redis.zrem(keys.workers(queue), *expired)
-    found = [_decode_worker(data) for data in replies if data is not None]
+    found = [_decode_worker(data) for data in replies if isinstance(data, bytes)]
     return tuple(sorted((worker for worker in found if worker is not None), key=lambda worker: worker.card.worker))
 
 

@@ -11,6 +11,8 @@ _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR
 # The context is larger than the model's training context. This is intended, because jobs share the context. The worker
 # bounds the context of each job. So this warning is logged as debug.
 _INTENDED = "possible training context overflow"
+# The system refuses `use_mlock`: an operator who asked for it must learn that the model may be swapped out.
+_NOT_LOCKED = ("failed to mlock", "RLIMIT_MEMLOCK")
 _CONT = 5  # GGML_LOG_LEVEL_CONT: the piece continues the previous one
 
 
@@ -28,4 +30,9 @@ class LogLineJoiner:
         *lines, self._text = (self._text + text).split("\n")
         for line in lines:
             if line.strip(" ."):
-                yield logging.DEBUG if _INTENDED in line else self._level, line.rstrip()
+                yield self._level_of(line), line.rstrip()
+
+    def _level_of(self, line: str) -> int:
+        if _INTENDED in line:
+            return logging.DEBUG
+        return logging.WARNING if any(text in line for text in _NOT_LOCKED) else self._level

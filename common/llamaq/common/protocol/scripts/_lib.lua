@@ -456,13 +456,22 @@ local function deaths_of(job)
   return deaths
 end
 
--- Records that the worker of this attempt died while it ran the job. Returns all recorded deaths of the job.
+-- Records a death of the worker of this attempt against the job. It may be removed again: the worker of a job that was moved
+-- is usually alive. Returns all recorded deaths of the job.
 local function add_death(job, attempt, worker)
   local deaths = deaths_of(job)
-  count_events(job, 'crashes', 1)
   deaths[#deaths + 1] = attempt .. '=' .. worker
   redis.call('HSET', job, 'crashes', #deaths, 'deaths', table.concat(deaths, ' '))
   return deaths
+end
+
+-- Counts a crash of the worker of this attempt, which prepared or ran the job. If the attempt stored no token, the crash is
+-- also recorded against the job.
+local function record_crash(job, attempt, worker, has_no_token)
+  count_events(job, 'crashes', 1)
+  if has_no_token then
+    add_death(job, attempt, worker)
+  end
 end
 
 -- Removes the recorded death of this attempt. The caller is the worker of this attempt, which was only paused or

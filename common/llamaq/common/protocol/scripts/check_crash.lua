@@ -2,7 +2,8 @@
 -- entry from another worker, and before it claims the job.
 --
 -- The death counts if all of these hold: the job is `at_risk` (requeue.lua deletes this field), another worker took the
--- entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes` and `deaths` record it.
+-- entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes` and `deaths` record it. A death
+-- after a stored token is counted in the metrics alone.
 -- After too many deaths the job ends here with the error `poison`.
 --
 -- The job becomes 'queued' and is no longer at risk, so that a repeated call does not count the death again. Nothing
@@ -44,18 +45,19 @@ if not status or has_ended(status) or not is_entry_of_job(own_entry, priority, s
   return 'ok' -- claim.lua drops such an entry, or ends the job
 end
 
-local deaths, has_no_token = deaths_of(job), is_unproven(generated, generated_at_start)
+local has_no_token = is_unproven(generated, generated_at_start)
 if at_risk then
   if holder ~= last_worker then
     return 'stale'
   end
   allow_writes_when_full(job)
-  if has_no_token and last_worker ~= worker and now_ms() - tonumber(heartbeat_ms) >= tonumber(dead_after_ms) then
-    deaths = add_death(job, attempt, last_worker)
+  if last_worker ~= worker and now_ms() - tonumber(heartbeat_ms) >= tonumber(dead_after_ms) then
+    record_crash(job, attempt, last_worker, has_no_token)
   end
   redis.call('HSET', job, 'status', 'queued')
   redis.call('HDEL', job, 'at_risk', 'started_attempt')
 end
+local deaths = deaths_of(job)
 if not has_no_token or #deaths < suspect_deaths then
   return 'ok'
 end

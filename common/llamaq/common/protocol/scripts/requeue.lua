@@ -31,8 +31,8 @@ if attempt ~= '' then
     return 'ended'
   end
   allow_writes_when_full(job) -- another worker ends the job, and that frees memory
-  if crashed and at_risk and is_unproven(generated, generated_at_start) then
-    add_death(job, attempt, worker)
+  if crashed and at_risk then
+    record_crash(job, attempt, worker, is_unproven(generated, generated_at_start))
   end
   requeue_job(job)
 end

@@ -30,8 +30,8 @@ local function release(stream, entry)
     return true
   end
   allow_writes_when_full(job)
-  if at_risk and is_unproven(generated, generated_at_start) then
-    add_death(job, attempt, worker)
+  if at_risk then
+    record_crash(job, attempt, worker, is_unproven(generated, generated_at_start))
   end
   requeue_job(job)
   requeue_entry(stream, group, entry)
