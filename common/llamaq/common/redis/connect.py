@@ -239,10 +239,14 @@ async def _prepare_to_send(connection: Any, check_health: bool) -> None:
 async def _send(connection: Any, command: Any) -> None:
     """Send a packed command within the timeout of the connection. After an error, the connection is closed."""
     encoded = command.encode() if isinstance(command, str) else command
+    parts = [encoded] if isinstance(encoded, bytes) else encoded
     try:
         async with asyncio.timeout(connection.socket_timeout):
-            connection._writer.write(encoded if isinstance(encoded, bytes) else b"".join(encoded))
-            await connection._writer.drain()
+            if isinstance(connection._writer, asyncio.StreamWriter):
+                connection._writer.write(b"".join(parts))
+                await connection._writer.drain()
+            else:  # fakeredis has a writer of its own
+                await connection._send_packed_command(parts)
     except BaseException as exc:
         await connection.disconnect(nowait=True)  # otherwise the next command would read the reply to this one
         if isinstance(exc, TimeoutError):
