@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -87,7 +88,7 @@ async def test_a_server_that_is_new_or_tells_no_version_is_accepted(version: str
 
 
 async def test_the_version_is_not_checked_without_a_permission_for_it(server: EmbeddedRedis) -> None:
-    redis = connect(server.url, name="test")
+    redis: Any = connect(server.url, name="test")
     await redis.execute_command("ACL", "SETUSER", "blind", "on", "nopass", "~*", "+@all", "-info")
     await redis.execute_command("AUTH", "blind", "x")
     await refuse_old_server(redis)
