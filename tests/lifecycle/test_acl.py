@@ -51,6 +51,7 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
                     client.submit("x", max_tokens=1, durable=1)
             refused = [entry for entry in admin.acl_log() if entry["username"] == name]
             objects = {entry["object"] for entry in refused if "llamaq" in entry["client-info"]["name"]}
+            objects = {name.partition("|")[0] for name in objects}  # from Redis 7 on, `config|get` instead of `config`
             assert objects <= {"config", "info"}, "these commands are optional"
         finally:
             environment.end_commands()  # while the user still exists: without it, a worker cannot requeue its jobs

@@ -7,9 +7,11 @@ from tests.support.development_mode import complaints, run_script
 from llamaq.producer.testing import serving
 
 CODE = """
-import os, signal, sys
+import os, signal, sys, warnings
 from llamaq.producer import Client
 
+# Python 3.12 and newer warn at every fork of a process that has threads.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 client = Client(*sys.argv[1:])
 stream = client.stream("a")
 results = client.map(["a", "b"], window=1, max_tokens=5)

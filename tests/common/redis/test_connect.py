@@ -79,11 +79,20 @@ async def test_a_connection_of_redis_py_6_4_is_closed() -> None:
     assert connection.has_waited
 
 
-async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connection() -> None:
+async def no_handshake(**_: Any) -> None:
+    """Stands for redis-py's function, which awaits a reply."""
+
+
+@pytest.mark.parametrize("has_faulty_writelines", [False, True])
+async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connection(
+    has_faulty_writelines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_faulty_writelines:  # as in Python 3.12.0, where `drain` does not wait for what `writelines` has buffered
+        monkeypatch.setattr(asyncio.StreamWriter, "writelines", lambda writer, parts: None)
     with silent_listener() as port:
         redis = connect(f"redis://{HOST}:{port}/?health_check_interval=0", name="test")
         connection: Any = make_connection(redis, "")
-        connection.redis_connect_func = lambda _: None  # redis-py's own function awaits a reply
+        connection.on_connect_check_health = no_handshake
         await connection.connect()
         connection.socket_timeout = 0.1
         with pytest.raises(RedisTimeoutError, match="could not be sent in time"):

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from redis.asyncio.sentinel import Sentinel
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.support.ports import HOST, reserve_ports
 from tests.support.redis_servers import IN_MEMORY, SENTINEL_CONFIG, SERVICE, Server
@@ -38,6 +39,12 @@ def n_connections(server: socket.socket) -> int:
 
 def finder_of(*ports: int) -> MasterFinder:
     return MasterFinder(read_url(f"redis+sentinel://{','.join(f'{HOST}:{port}' for port in ports)}/{SERVICE}"))
+
+
+async def test_the_sentinels_are_asked_with_redis_py_6_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Sentinel, "aclose", raising=False)  # this version does not have it
+    with pytest.raises(RedisConnectionError, match="no Sentinel names a master"):
+        await finder_of(1).find()
 
 
 @pytest.mark.slow

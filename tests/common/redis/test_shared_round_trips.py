@@ -18,8 +18,17 @@ from llamaq.common.redis import shared_round_trips
 from llamaq.common.redis.connect import MAX_CONNECTIONS, connect
 from llamaq.common.redis.shared_round_trips import MAX_BYTES, MAX_COMMANDS, MAX_ROUND_TRIPS
 
-SLOW = "local until_s = redis.call('TIME')[1] + ARGV[1] while redis.call('TIME')[1] + 0 < until_s do end return ARGV[1]"
-"""A script that keeps Redis busy for the given number of seconds, or up to one second less."""
+SLOW = """
+    local os = rawget(_G, 'os')
+    local clock = os and os.clock or function() return redis.call('TIME')[1] + 0 end
+    local until_s = clock() + ARGV[1]
+    while clock() < until_s do end
+    return ARGV[1]
+"""
+"""A script that keeps Redis busy for the given number of seconds, or up to one second less.
+
+From Redis 7 on, `TIME` stands still in a script, but there is `os.clock`.
+"""
 
 
 def client(url: str) -> Any:

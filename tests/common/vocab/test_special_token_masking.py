@@ -123,8 +123,9 @@ def test_a_template_that_cuts_a_special_text_in_a_content_is_refused(tmp_path: P
     assert refused.value.code == ErrorCode.CHAT_TEMPLATE
 
 
-def test_arguments_that_are_nested_too_deeply_are_refused(chat_vocab: Vocab) -> None:
-    arguments = '{"a":' * 900 + "1" + "}" * 900
+@pytest.mark.parametrize("depth", [300, 900])
+def test_arguments_that_are_nested_too_deeply_are_refused(chat_vocab: Vocab, depth: int) -> None:
+    arguments = '{"a":' * depth + "1" + "}" * depth
     call = {"function": {"name": "f", "arguments": arguments}}
     with pytest.raises(JobRejected, match="nested too deeply"):
         chat_vocab.encode_chat([Message.model_validate({"role": "assistant", "tool_calls": [call]})])

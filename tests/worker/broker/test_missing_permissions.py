@@ -25,7 +25,7 @@ from llamaq.worker.broker.job_streams import JobStreams
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 pytestmark = pytest.mark.starts_processes
-REFUSAL = "can't run this command"
+REFUSAL = "can't run this command|has no permissions to run"  # Redis 6.2, and newer
 
 
 @pytest.fixture

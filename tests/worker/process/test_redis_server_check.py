@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from redis import Redis
 
+from llamaq.common.errors import InvalidSettings
 from llamaq.common.redis.connect import connect
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
-from llamaq.worker.process.redis_server_check import log_dangers
+from llamaq.worker.process.redis_server_check import log_dangers, refuse_old_server
 
 pytestmark = pytest.mark.starts_processes
 
@@ -70,3 +73,23 @@ async def test_a_redis_without_persistence_is_mentioned(
         admin.config_set("appendonly", "no")  # switched on again, Redis writes a file, and ignores SIGTERM until then
         await warnings_of(server.url, caplog)
         assert "redis.not_persistent" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["6.0.16", "5.0.14", 5.0])
+async def test_a_server_that_is_too_old_is_refused_with_its_version(version: str | float) -> None:
+    redis = AsyncMock(**{"info.return_value": {"redis_version": version}})
+    with pytest.raises(InvalidSettings, match=rf"Redis 6\.2 or newer, this is Redis {version}"):
+        await refuse_old_server(redis)
+
+
+@pytest.mark.parametrize("version", ["6.2.0", "7.0.15", "10.0.1", "255.255.255", "unstable", ""])
+async def test_a_server_that_is_new_or_tells_no_version_is_accepted(version: str) -> None:
+    await refuse_old_server(AsyncMock(**{"info.return_value": {"redis_version": version}}))
+
+
+async def test_the_version_is_not_checked_without_a_permission_for_it(server: EmbeddedRedis) -> None:
+    redis: Any = connect(server.url, name="test")
+    await redis.execute_command("ACL", "SETUSER", "blind", "on", "nopass", "~*", "+@all", "-info")
+    await redis.execute_command("AUTH", "blind", "x")
+    await refuse_old_server(redis)
+    await redis.aclose()

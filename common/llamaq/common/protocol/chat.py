@@ -135,7 +135,9 @@ class TemplateParams(BaseModel):
 @cache
 def _template_defaults() -> dict[str, Any]:
     """Return the defaults of `TemplateParams`. Cached, because pydantic takes long to compute a default."""
-    return {name: field.get_default(call_default_factory=True) for name, field in TemplateParams.model_fields.items()}
+    fields = TemplateParams.model_fields.items()
+    # pydantic 2.10.0 requires `validated_data`, also if no default factory reads it.
+    return {name: field.get_default(call_default_factory=True, validated_data={}) for name, field in fields}
 
 
 def message_for_template(message: Message) -> dict[str, Any]:

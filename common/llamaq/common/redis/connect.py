@@ -157,11 +157,14 @@ def _explain(error: RedisError, uses_tls: bool) -> RedisError | None:
 
 
 def robust_connection(kind: type[C]) -> type[C]:
-    """Return a subclass of this connection class that fixes five defects.
+    """Return a subclass of this connection class that fixes six defects.
 
     - Lost cancellations, and a task for each command. redis-py sends with `asyncio.wait_for`. On Python 3.11, this
       function creates a task, and loses a cancellation or timeout that arrives when the send completes (cpython issue
       86296). The caller would then wait forever.
+    - Sends without a limit. redis-py sends with `writelines`. On Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1, `drain`
+      does not wait for data that `writelines` has buffered (CVE-2024-12254). A send would never time out, and the
+      memory for unsent data would have no bound.
     - Repeated timeouts. After a timeout on one connection, every older connection reconnects before its next use,
       because the same outage may have broken it.
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
@@ -235,10 +238,15 @@ async def _prepare_to_send(connection: Any, check_health: bool) -> None:
 
 async def _send(connection: Any, command: Any) -> None:
     """Send a packed command within the timeout of the connection. After an error, the connection is closed."""
-    parts = [command.encode()] if isinstance(command, str) else command
+    encoded = command.encode() if isinstance(command, str) else command
+    parts = [encoded] if isinstance(encoded, bytes) else encoded
     try:
         async with asyncio.timeout(connection.socket_timeout):
-            await connection._send_packed_command([parts] if isinstance(parts, bytes) else parts)
+            if isinstance(connection._writer, asyncio.StreamWriter):
+                connection._writer.write(b"".join(parts))
+                await connection._writer.drain()
+            else:  # fakeredis has a writer of its own
+                await connection._send_packed_command(parts)
     except BaseException as exc:
         await connection.disconnect(nowait=True)  # otherwise the next command would read the reply to this one
         if isinstance(exc, TimeoutError):

@@ -57,7 +57,8 @@ class MasterFinder:
                 self._master = await self._ask()
             finally:
                 self._asked_s = asyncio.get_running_loop().time()
-                await self._sentinel.aclose()
+                for sentinel in self._sentinel.sentinels:  # redis-py 6.4 has no `Sentinel.aclose`
+                    await sentinel.aclose()
             return self._master
 
     async def _ask(self) -> tuple[str, int]:

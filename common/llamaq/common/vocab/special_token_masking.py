@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.answer_tags import MISTRAL_THINK_CLOSE, MISTRAL_THINK_OPEN, THINK_CLOSE, THINK_OPEN
 from llamaq.common.protocol.chat import Message, arguments_as_object
+from llamaq.common.protocol.wire_model import MAX_JSON_DEPTH
 
 # The tags that chat templates look for in the assistant's earlier messages, to leave out its reasoning. None of them
 # begins or ends a message.
@@ -161,11 +162,7 @@ class MaskedMessages:
 
         calls = []
         for call in message.tool_calls or ():
-            try:
-                arguments = _map_texts(mask, arguments_as_object(call.function.arguments))
-            except RecursionError as exc:
-                reason = "messages: the arguments of a call are nested too deeply"
-                raise JobRejected(ErrorCode.INVALID_REQUEST, reason) from exc
+            arguments = _map_texts(mask, arguments_as_object(call.function.arguments))
             function = call.function.model_copy(update={"arguments": arguments})
             calls.append(call.model_copy(update={"function": function}))
         return message.model_copy(update={"tool_calls": tuple(calls)}) if calls else message
@@ -202,12 +199,19 @@ def _overlaps(part: Span, spans: Sequence[Span]) -> bool:
     return index >= 0 and spans[index].end > part.start
 
 
-def _map_texts(change: Callable[[str], str], value: Any) -> Any:
-    """Return a value of JSON in which each text, also each name, is replaced by what `change` returns for it."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(name): _map_texts(change, inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_texts(change, inner) for inner in value]
-    return value
+def _map_texts(change: Callable[[str], str], arguments: Any, depth: int = 0) -> Any:
+    """Return arguments in which each text, also each name, is replaced by what `change` returns for it.
+
+    Raises:
+        JobRejected: The arguments are nested too deeply. How deep Python itself can recurse depends on its version.
+    """
+    if depth > MAX_JSON_DEPTH:
+        reason = f"messages: the arguments of a call are nested too deeply: more than {MAX_JSON_DEPTH} levels"
+        raise JobRejected(ErrorCode.INVALID_REQUEST, reason)
+    if isinstance(arguments, str):
+        return change(arguments)
+    if isinstance(arguments, Mapping):
+        return {change(name): _map_texts(change, inner, depth + 1) for name, inner in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        return [_map_texts(change, inner, depth + 1) for inner in arguments]
+    return arguments

@@ -26,7 +26,7 @@ from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process.broker_factory import BrokerFactory, BrokerServices, QueueAccess
 from llamaq.worker.process.lost_errors import LostErrors
-from llamaq.worker.process.redis_server_check import log_dangers
+from llamaq.worker.process.redis_server_check import log_dangers, refuse_old_server
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -172,12 +172,13 @@ class IoThread:
         """Wait until Redis lets this worker join the queue. Returns False if the worker was stopped before that.
 
         Raises:
-            InvalidSettings: The settings of the queue do not allow this worker.
+            InvalidSettings: The server is too old, or the settings of the queue do not allow this worker.
         """
         outage = OutageLog(log, "worker")
         while not self._closing.is_set():
             try:
                 await access.redis.ping()
+                await refuse_old_server(access.redis)
                 await access.membership.join()
                 await access.job_claims.open()
             except RedisError as exc:

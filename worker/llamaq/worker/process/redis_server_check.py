@@ -1,14 +1,42 @@
-"""Looks for settings of the Redis server that endanger jobs."""
+"""Looks for a Redis server that is too old, and for settings of the server that endanger jobs."""
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
+
+from llamaq.common.errors import InvalidSettings
 
 log = logging.getLogger(__name__)
+
+OLDEST_VERSION = (6, 2)
+"""An older server does not know all commands and options that the scripts of llamaq use."""
+
+
+async def refuse_old_server(redis: Redis) -> None:
+    """Check the version of the server. Valkey and others report the version of Redis that they are compatible with.
+
+    A Redis user may have no permission for INFO. Then nothing is checked.
+
+    Raises:
+        InvalidSettings: The server is too old.
+        RedisError: The server cannot be reached.
+    """
+    try:
+        server: dict[str, Any] = await redis.info("server")
+    except ResponseError as exc:
+        log.debug("redis.version_not_readable error=%s", exc)
+        return
+    version = str(server.get("redis_version", ""))
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < OLDEST_VERSION:
+        raise InvalidSettings(
+            f"--redis-url (LLAMAQ_REDIS_URL): llamaq needs Redis 6.2 or newer, this is Redis {version}"
+        )
 
 
 async def log_dangers(redis: Redis) -> None:
