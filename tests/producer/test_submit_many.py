@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.asyncio.connection import AbstractConnection
 from tests.support.redis_servers import ClusterServers
 
+from llamaq.common.redis import connect as connect_module
 from llamaq.producer import (
     AsyncClient,
     BatchIncomplete,
@@ -33,15 +33,15 @@ def round_trips(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     The client reads all replies before the next write.
     """
     written: list[bytes] = []
-    send: Any = AbstractConnection._send_packed_command
+    send = connect_module._send
 
-    async def count(connection: AbstractConnection, command: list[bytes]) -> None:
-        data = b"".join(command)
+    async def count(connection: Any, command: Any) -> None:
+        data = command if isinstance(command, bytes) else b"".join(command)
         if b"PING" not in data[:20]:
             written.append(data[:80])
         await send(connection, command)
 
-    monkeypatch.setattr(AbstractConnection, "_send_packed_command", count)
+    monkeypatch.setattr(connect_module, "_send", count)
     return written
 
 

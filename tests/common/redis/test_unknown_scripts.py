@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.asyncio.connection import AbstractConnection
 
+from llamaq.common.redis import connect as connect_module
 from llamaq.common.redis.connect import connect
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
@@ -22,14 +22,14 @@ JOIN = "return ARGV[1] .. ARGV[1]"
 def forgetful_url() -> Iterator[str]:
     """A server that forgets all scripts before each write that calls one by its hash."""
     with EmbeddedRedis() as server, Redis.from_url(server.url) as redis, pytest.MonkeyPatch.context() as patch:
-        send: Any = AbstractConnection._send_packed_command
+        send = connect_module._send
 
-        async def forget(connection: AbstractConnection, command: list[bytes]) -> None:
-            if b"EVALSHA" in b"".join(command):
+        async def forget(connection: Any, command: Any) -> None:
+            if b"EVALSHA" in (command if isinstance(command, bytes) else b"".join(command)):
                 redis.script_flush()
             await send(connection, command)
 
-        patch.setattr(AbstractConnection, "_send_packed_command", forget)
+        patch.setattr(connect_module, "_send", forget)
         yield server.url
 
 
