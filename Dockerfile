@@ -40,7 +40,7 @@ COPY common /src/common
 COPY producer /src/producer
 COPY worker /src/worker
 # The hook compiles the modules that run in each tick: worker/pyproject.toml.
-RUN HATCH_BUILD_HOOKS_ENABLE=true /opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker
+RUN HATCH_BUILD_HOOKS_ENABLE=true /opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker /src/producer
 
 FROM ${RUNTIME_IMAGE}
 ENV DEBIAN_FRONTEND=noninteractive

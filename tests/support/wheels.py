@@ -8,10 +8,11 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = ROOT / "worker"
-"""Folder of the distribution `llamaq-worker`. The distribution `llamaq` is built from the root of the checkout."""
+WORKER, SERVE = ROOT / "worker", ROOT / "producer"
+"""Folders of the distributions `llamaq-worker` and `llamaq-serve`. `llamaq` is built from the root of the checkout."""
 BASE_PORTIONS = ("common", "producer")
-"""Folders of the distribution `llamaq`."""
+"""Folders of the distribution `llamaq`. The gateway in them belongs to `llamaq-serve`."""
+GATEWAY = "llamaq/gateway/"
 
 
 def hatchling_build(source: Path, target: str, directory: Path) -> Path:

@@ -1,7 +1,7 @@
 """The `llamaq` command. After an error it prints one line on standard error, and exits with a code of `exit_codes`.
 
 The commands of a GPU host (`worker`, `up`, `demo`) are in `llamaq[worker]`. Their module is imported only when one of
-them is called.
+them is called. The commands of the HTTP server (`serve`, `keys`) need `llamaq[serve]`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -25,11 +26,9 @@ from llamaq.cli import (
     dead_letter_commands,
     embed_commands,
     job_commands,
-    key_commands,
     metrics_command,
     queue_mode_commands,
     queue_status_commands,
-    serve_command,
     slot_commands,
 )
 from llamaq.cli.error_report import exit_code_of, explain
@@ -44,6 +43,10 @@ WORKER_COMMANDS = {
     "worker": "Serve a queue: run its jobs on this machine.",
     "up": "Start Redis, workers and an HTTP server on this machine.",
     "demo": "Show eight jobs that stream side by side through one llama.cpp batch.",
+}
+SERVER_COMMANDS = {
+    "serve": "Serve the queues over HTTP, with the APIs of OpenAI, Anthropic and llama-server.",
+    "keys": "Manage the API keys of `llamaq serve --require-key`.",
 }
 TABLE_WIDTH = 120
 """In a narrower terminal, the tables of a help text cut the names of options."""
@@ -74,6 +77,9 @@ def build_app(called: str | None = None) -> typer.Typer:
     Args:
         called: The name of the called command. The module of the `WORKER_COMMANDS` is imported, and their options are
             added, only if it is one of them.
+
+    Raises:
+        MissingExtra: The called command needs an extra that is not installed.
     """
     app = typer.Typer(
         name="llamaq",
@@ -90,18 +96,22 @@ def build_app(called: str | None = None) -> typer.Typer:
     queue_status_commands.register(app)
     queue_mode_commands.register(app)
     top_command.register(app)
-    serve_command.register(app)
+    register_server_commands(app, called)
     metrics_command.register(app)
     app.add_typer(bulk_commands.build_app(), name="bulk")
     app.add_typer(dead_letter_commands.build_app(), name="dead")
     app.add_typer(slot_commands.build_app(), name="slots")
-    app.add_typer(key_commands.build_app(), name="keys")
     if called in WORKER_COMMANDS:
         register_worker_commands(app, called)
     else:
-        for name, text in WORKER_COMMANDS.items():
-            app.command(name, help=text)(lambda: None)
+        _list_only(app, WORKER_COMMANDS)
     return app
+
+
+def _list_only(app: typer.Typer, commands: Mapping[str, str]) -> None:
+    """Add commands that are not called to the help text."""
+    for name, text in commands.items():
+        app.command(name, help=text)(lambda: None)
 
 
 def _show_version(is_given: bool) -> None:
@@ -116,6 +126,23 @@ def _read_options(
     ] = False,
 ) -> None:
     """Read the options that come before the name of a command. The callbacks of the options do the work."""
+
+
+def register_server_commands(app: typer.Typer, called: str | None) -> None:
+    """Add the commands of the HTTP server to the application.
+
+    Raises:
+        MissingExtra: One of them is called, and `llamaq[serve]` is not installed.
+    """
+    if importlib.util.find_spec("llamaq.gateway") is not None:
+        from llamaq.cli import key_commands, serve_command
+
+        serve_command.register(app)
+        app.add_typer(key_commands.build_app(), name="keys")
+    elif called in SERVER_COMMANDS:
+        raise MissingExtra(f"llamaq {called}", "serve")
+    else:
+        _list_only(app, SERVER_COMMANDS)
 
 
 def register_worker_commands(app: typer.Typer, called: str) -> None:
