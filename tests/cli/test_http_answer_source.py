@@ -17,6 +17,7 @@ from tests.support.forget_modules import forget_modules
 from tests.support.http_server import serving_http
 
 from llamaq.cli.exit_codes import EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
+from llamaq.cli.http_answer_errors import ServerRefused
 from llamaq.cli.http_answer_source import ServerAnswers
 from llamaq.common.errors import JobFailed, ResultTimeout
 from llamaq.producer import ErrorCode, FinishReason
@@ -124,6 +125,13 @@ def test_a_cut_stream_an_error_in_it_and_a_long_silence_are_errors() -> None:
     assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
     with pytest.raises(ResultTimeout):
         list(answers_with(": queued, 1 ahead", timeout_s=0).stream_chat([CHAT], {}))
+
+
+@pytest.mark.parametrize("code", [["too_long"], {"name": "too_long"}, 7, None, "too_long"])
+def test_an_error_of_another_server_may_have_any_code(code: Any) -> None:
+    body = json.dumps({"error": {"message": "too long", "code": code}})
+    with pytest.raises(ServerRefused, match="too long"):
+        answers_with(body, status=400).whole_text("a", {})
 
 
 def test_an_answer_that_is_no_json_names_the_option(

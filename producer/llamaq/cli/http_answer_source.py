@@ -185,7 +185,7 @@ def _error_of(body: dict[str, Any], status: int) -> LlamaqError:
     found = body.get("error")
     error = found if isinstance(found, dict) else {}
     message, code = str(error.get("message") or f"the server answered with the status {status}"), error.get("code")
-    if code in set(ErrorCode):
+    if isinstance(code, str) and code in set(ErrorCode):  # another server may send anything
         return JobFailed(code, message)
     way_out = _WAYS_OUT.get(str(code))
     return ServerRefused(status, f"{message.rstrip('.')}. {way_out}" if way_out else message)
