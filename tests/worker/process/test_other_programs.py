@@ -81,6 +81,13 @@ def test_rounding_does_not_give_negative_times(host: Host) -> None:
     assert host.others.n_busy_cpus() == 0
 
 
+def test_without_the_file_nothing_is_known(host: Host) -> None:
+    host.stat.unlink()
+    assert host.others.n_busy_cpus() == 0
+    host.at_s += 1
+    assert host.others.n_busy_cpus() == 0
+
+
 @pytest.mark.starts_processes
 @pytest.mark.skipif(not STAT.exists(), reason="needs the /proc of Linux")
 def test_a_busy_process_of_this_host_is_seen() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,23 +61,21 @@ class OtherPrograms:
         self._n_busy = 0.0
 
     def n_busy_cpus(self) -> float:
-        """Return how many CPUs other programs kept busy on average, in the last measurement. At first: 0.
-
-        Raises:
-            OSError: The times cannot be read.
-        """
-        now_s = self._clock()
-        if self._last is None or now_s - self._last.at_s >= MEASURE_EVERY_S:
-            reading = _Reading(now_s, self._busy_s(), self._own_time())
-            if self._last is not None:
-                others_s = (reading.busy_s - self._last.busy_s) - (reading.own_s - self._last.own_s)
-                self._n_busy = max(0.0, others_s / (now_s - self._last.at_s))
-            self._last = reading
+        """Return how many CPUs other programs kept busy on average, in the last measurement. 0: it is not known."""
+        if self._last is None or self._clock() - self._last.at_s >= MEASURE_EVERY_S:
+            with suppress(OSError):  # a sandbox may hide the file
+                self._measure()
         return self._n_busy
+
+    def _measure(self) -> None:
+        """Measure since the last reading, and read again."""
+        reading = _Reading(self._clock(), self._busy_s(), self._own_time())
+        if (last := self._last) is not None:
+            others_s = (reading.busy_s - last.busy_s) - (reading.own_s - last.own_s)
+            self._n_busy = max(0.0, others_s / (reading.at_s - last.at_s))
+        self._last = reading
 
     def _busy_s(self) -> float:
         lines = (line.split() for line in self._stat.read_bytes().splitlines() if line.startswith(b"cpu"))
-        return (
-            sum(int(line[column]) for line in lines if line[0] in self._names for column in self._columns)
-            / self._ticks_per_s
-        )
+        n_ticks = sum(int(line[column]) for line in lines if line[0] in self._names for column in self._columns)
+        return n_ticks / self._ticks_per_s
