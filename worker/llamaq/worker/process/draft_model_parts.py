@@ -48,7 +48,7 @@ def load_draft_model(path: Path, settings: WorkerSettings, engine: Engine) -> Dr
         InvalidSettings: The model has recurrent layers, or a sliding window with too many slots.
         EngineError: The context cannot be created.
     """
-    options = replace(model_options(settings), n_gpu_layers=settings.n_gpu_layers_draft, override_tensor=(), lora=())
+    options = replace(model_options(settings), n_gpu_layers=settings.n_gpu_layers_draft, override_tensor=())
     model = Model(path, options)
     check_draft_vocabulary(engine.vocab, Vocab.of_model(model.pointer))
     _check_memory(model, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ def computes_on_gpu(settings: WorkerSettings) -> bool:
 
 
 def load_model(path: Path, settings: WorkerSettings) -> Model:
-    """Load the model.
+    """Load the model and its adapters. Adapters of the hub are downloaded if necessary.
 
     Raises:
-        ModelError: The model cannot be loaded.
+        ModelError: The model or an adapter cannot be loaded.
     """
-    return Model(path, model_options(settings))
+    lora = tuple(LoraAdapter(resolve_model_file(name, "--lora"), scale) for name, scale in settings.lora_scales)
+    return Model(path, replace(model_options(settings), lora=lora))
 
 
 def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
@@ -69,11 +71,7 @@ def fit_to_sliding_window(settings: WorkerSettings, model: Model) -> WorkerSetti
 
 
 def model_options(settings: WorkerSettings) -> ModelOptions:
-    """Return the options of the model.
-
-    Raises:
-        ModelError: The file of an adapter does not exist or cannot be downloaded.
-    """
+    """Return the options of the model and of a draft model. Adapters are not among them: a draft model has none."""
     return ModelOptions(
         n_gpu_layers=settings.n_gpu_layers,
         split_mode=settings.split_mode if settings.device is None else "none",
@@ -83,18 +81,8 @@ def model_options(settings: WorkerSettings) -> ModelOptions:
         use_mmap=settings.use_mmap,
         use_mlock=settings.use_mlock,
         numa=settings.numa,
-        lora=lora_adapters(settings),
         for_embeddings=settings.embeddings,
     )
-
-
-def lora_adapters(settings: WorkerSettings) -> tuple[LoraAdapter, ...]:
-    """Return the adapters of the model. Files of the hub are downloaded if necessary.
-
-    Raises:
-        ModelError: A file does not exist or cannot be downloaded.
-    """
-    return tuple(LoraAdapter(resolve_model_file(name, "--lora"), scale) for name, scale in settings.lora_scales)
 
 
 def _rope_options(settings: WorkerSettings) -> RopeOptions:
