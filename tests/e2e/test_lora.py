@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.e2e.conftest import ServedQueue
+from tests.support.http_clients import http_client
 from tests.support.lora_files import write_lora, write_merged
 from tests.support.workers import only_worker
 
@@ -51,3 +52,13 @@ def test_the_card_names_the_adapter_and_has_another_fingerprint(queues: tuple[Se
             cards.append(only_worker(client).card)
     assert [card.lora for card in cards] == [(LoraScale(name="style.gguf", scale=0.5),), (), ()]
     assert len({card.model_hash for card in cards}) == 3
+
+
+async def test_the_http_server_lists_the_adapters_and_their_scales(queues: tuple[ServedQueue, ...]) -> None:
+    found = []
+    for served in queues[:2]:
+        async with http_client(served) as http:
+            adapters = (await http.get("/lora-adapters", params={"model": served.queue})).json()
+            props = (await http.get("/props", params={"model": served.queue})).json()
+        found.append((adapters, props["default_generation_settings"]["params"]["lora"]))
+    assert found == [([{"id": 0, "path": "style.gguf", "scale": 0.5}], [{"id": 0, "scale": 0.5}]), ([], [])]
