@@ -22,7 +22,7 @@ from tests.support.quick import guard_quick_test, has_quick_tests, install_audit
 
 import llamaq.worker
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.tools.random_gguf import CHATML, MEMORY_KINDS, PLAIN, write_model
+from llamaq.tools.random_gguf import CHATML, EXPERTS, MEMORY_KINDS, PLAIN, write_model
 from llamaq.tools.random_gguf.bert_model import write_bert
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -168,6 +168,12 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The path of a random-weight model. The test runs once for each memory kind of llama.cpp."""
     kind: str = request.param
     return write_model(tmp_path_factory.mktemp("kinds") / f"{kind}.gguf", MEMORY_KINDS[kind], seed=3)
+
+
+@pytest.fixture(scope="session")
+def expert_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of a model with a mixture of experts in each of its three layers."""
+    return write_model(tmp_path_factory.mktemp("experts") / "experts.gguf", replace(EXPERTS, n_layers=3))
 
 
 @pytest.fixture(scope="session")

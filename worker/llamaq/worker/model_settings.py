@@ -16,6 +16,8 @@ from llamaq.worker.cpu_cores import usable_cores
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 MAX_INT32 = 2**31 - 1
 """The largest number that llama.cpp can store. ctypes would pass on the lower 32 bits of a larger one."""
+MAX_LAYERS = 512
+"""LLAMA_MAX_LAYERS of llama.cpp."""
 MAX_THREADS = 512
 """GGML_MAX_N_THREADS. With far more threads than the system has, llama.cpp ends the process."""
 SCALE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
@@ -211,6 +213,26 @@ class DeviceSettings(BaseModel):
         (),
         description="Where tensors are stored: `REGEX=BUFFER`, separated by commas, such as `exps=CPU`. The expression "
         "matches parts of tensor names; the buffer is `CPU` or a device of llama.cpp such as `CUDA0`.",
+    )
+    cpu_moe: bool = Field(
+        False,
+        description="With a mixture-of-experts model: the experts of all layers are stored in host memory and computed "
+        "by the CPU, so that the rest of a large model fits into GPU memory.",
+    )
+    n_cpu_moe: int = Field(
+        0, ge=0, le=MAX_LAYERS, description="The same as `cpu_moe`, for this number of layers, from the first one on."
+    )
+    op_offload: bool = Field(
+        True,
+        description="The GPU also computes large batches for layers in host memory, and copies their weights for it.",
+    )
+    repack: bool = Field(
+        True,
+        description="Weights in host memory are rearranged at the start for faster computation, where llama.cpp can. "
+        "Off: they stay as they are in the file, and can stay mapped.",
+    )
+    check_tensors: bool = Field(
+        False, description="Refuse a model with invalid weights (NaN, infinity). The start takes longer."
     )
     use_mmap: bool | None = Field(
         None, description="Map the model file into memory instead of reading it. If not set: llama.cpp chooses."

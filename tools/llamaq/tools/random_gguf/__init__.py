@@ -5,14 +5,15 @@
     path = write_model(tmp_path / "recurrent.gguf", RECURRENT, seed=1)
     path = write_model(tmp_path / "long.gguf", dataclasses.replace(PLAIN, n_ctx=32_768, chat_template=CHATML))
 
-`PLAIN`, `GROUPED`, `SLIDING`, `RECURRENT` and `HYBRID` (all in `MEMORY_KINDS`) are files of a few hundred KB, which are
-written within milliseconds. Their text has no meaning, but each token depends on every token of the context, as in a
-trained model. So if a decode step reads the memory of another sequence, the generated tokens change. The models
-never generate an end token, except after an end token. `random_gguf.tensors` explains how this is achieved.
+`PLAIN`, `GROUPED`, `EXPERTS`, `SLIDING`, `RECURRENT` and `HYBRID` (all in `MEMORY_KINDS`) are files of a few hundred
+KB, which are written within milliseconds. Their text has no meaning, but each token depends on every token of the
+context, as in a trained model. So if a decode step reads the memory of another sequence, the generated tokens change.
+The models never generate an end token, except after an end token. `random_gguf.tensors` explains how this is achieved.
 """
 
 from llamaq.tools.random_gguf.model_spec import (
     CHATML,
+    EXPERTS,
     GROUPED,
     HYBRID,
     MEMORY_KINDS,
@@ -30,6 +31,7 @@ __all__ = [
     "BOS",
     "CHATML",
     "EOS",
+    "EXPERTS",
     "GROUPED",
     "HYBRID",
     "MEMORY_KINDS",

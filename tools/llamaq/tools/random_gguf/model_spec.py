@@ -22,13 +22,14 @@ class Architecture(Enum):
 
     LLAMA = "llama"  # attention; llama_kv_cache
     QWEN3 = "qwen3"  # attention with norms of queries and keys; llama_kv_cache
+    QWEN3MOE = "qwen3moe"  # the same, and each token is computed by some of the experts of a layer; llama_kv_cache
     GEMMA3 = "gemma3"  # sliding windows in every second layer; llama_kv_cache_iswa
     MAMBA = "mamba"  # a recurrent state; llama_memory_recurrent
     JAMBA = "jamba"  # alternating recurrent and attention layers; llama_memory_hybrid
 
     @property
     def has_qk_norm(self) -> bool:
-        return self in (Architecture.QWEN3, Architecture.GEMMA3)
+        return self in (Architecture.QWEN3, Architecture.QWEN3MOE, Architecture.GEMMA3)
 
     @property
     def has_post_norms(self) -> bool:
@@ -70,6 +71,8 @@ class ModelSpec:
             all accepted.
         counts: Whether the most probable token after token t is t + 1. So a benchmark knows what the model writes. All
             layers are silent, and the output embedding is the input embedding of the token before.
+        n_experts: Number of feed-forward experts of a layer of `QWEN3MOE`; 0 for all other architectures.
+        n_experts_used: Number of experts that compute a token.
         n_ctx: Training context in tokens.
         n_swa: Sliding window of `GEMMA3` in tokens; 0 for all other architectures.
         sampling: Recommended sampling parameters: keys after `general.sampling.`, and values.
@@ -86,6 +89,8 @@ class ModelSpec:
     counts: bool = False
     n_embd: int = 64
     n_ff: int = 128
+    n_experts: int = 0
+    n_experts_used: int = 2
     n_heads: int = 2
     n_kv_heads: int = 2
     head_dim: int = 32
@@ -107,6 +112,8 @@ class ModelSpec:
             raise ValueError(f"at least one layer must not be silent: {self}")
         if (self.architecture is Architecture.GEMMA3) != (self.n_swa > 0):
             raise ValueError(f"n_swa must be set for {Architecture.GEMMA3.value}, and for no other: {self}")
+        if (self.architecture is Architecture.QWEN3MOE) != (self.n_experts > 0):
+            raise ValueError(f"n_experts must be set for {Architecture.QWEN3MOE.value}, and for no other: {self}")
         if self.architecture is Architecture.JAMBA and self.n_heads * self.head_dim != self.n_embd:
             raise ValueError(f"{Architecture.JAMBA.value} needs n_heads times head_dim to be n_embd: {self}")
 
@@ -132,6 +139,14 @@ GROUPED = ModelSpec(Architecture.QWEN3, n_heads=4, n_kv_heads=2)
 SLIDING = ModelSpec(Architecture.GEMMA3, n_swa=64)
 RECURRENT = ModelSpec(Architecture.MAMBA)
 HYBRID = ModelSpec(Architecture.JAMBA)
+EXPERTS = ModelSpec(Architecture.QWEN3MOE, n_ff=64, n_experts=4)
 MEMORY_KINDS: Mapping[str, ModelSpec] = MappingProxyType(
-    {"plain": PLAIN, "grouped": GROUPED, "sliding": SLIDING, "recurrent": RECURRENT, "hybrid": HYBRID}
+    {
+        "plain": PLAIN,
+        "grouped": GROUPED,
+        "experts": EXPERTS,
+        "sliding": SLIDING,
+        "recurrent": RECURRENT,
+        "hybrid": HYBRID,
+    }
 )

@@ -15,7 +15,7 @@ as (outputs, inputs). The scales ensure these properties at any depth and width:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import sqrt
 
@@ -49,10 +49,11 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of random weights with mean 0, stored in the weight format of the file."""
+    """A matrix of random weights with mean 0, or one for each expert, stored in the weight format of the file."""
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    """Outputs and inputs. If there are experts, their number comes first."""
     std: float
     role: Role = Role.PLAIN
 
@@ -131,10 +132,14 @@ def _attention(block: str, spec: ModelSpec, layer: int) -> Iterator[Tensor]:
 
 def _feed_forward(block: str, spec: ModelSpec, layer: int) -> Iterator[Tensor]:
     unit = 1 / sqrt(spec.n_embd)
+    experts, suffix = ((spec.n_experts,), "_exps") if spec.n_experts else ((), "")
     yield _constant(f"{block}.ffn_norm.weight", spec.n_embd)
-    yield Matrix(f"{block}.ffn_gate.weight", (spec.n_ff, spec.n_embd), unit)
-    yield Matrix(f"{block}.ffn_up.weight", (spec.n_ff, spec.n_embd), unit)
-    yield _branch(f"{block}.ffn_down.weight", spec.n_ff, spec, layer, FEED_FORWARD_BRANCH, input_std=GATED_STD)
+    if spec.n_experts:
+        yield Matrix(f"{block}.ffn_gate_inp.weight", (spec.n_experts, spec.n_embd), unit)
+    yield Matrix(f"{block}.ffn_gate{suffix}.weight", (*experts, spec.n_ff, spec.n_embd), unit)
+    yield Matrix(f"{block}.ffn_up{suffix}.weight", (*experts, spec.n_ff, spec.n_embd), unit)
+    down = _branch(f"{block}.ffn_down{suffix}.weight", spec.n_ff, spec, layer, FEED_FORWARD_BRANCH, input_std=GATED_STD)
+    yield replace(down, shape=(*experts, *down.shape))
     if spec.architecture.has_post_norms:
         yield _constant(f"{block}.post_ffw_norm.weight", spec.n_embd, _of_layer(spec, layer, FEED_FORWARD_BRANCH))
 

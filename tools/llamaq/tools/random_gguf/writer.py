@@ -91,6 +91,10 @@ def _add_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
     writer.add_embedding_length(spec.n_embd)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_feed_forward_length(spec.n_ff if spec.architecture.has_feed_forward else 0)
+    if spec.n_experts:
+        writer.add_expert_count(spec.n_experts)
+        writer.add_expert_used_count(spec.n_experts_used)
+        writer.add_expert_feed_forward_length(spec.n_ff)
     if spec.architecture is Architecture.MAMBA:
         writer.add_head_count(0)
     else:
@@ -161,7 +165,7 @@ def _steps(
     else:
         steps = rng.integers(-MAX_STEP, MAX_STEP, matrix.shape, np.int8, endpoint=True)
     if matrix.role is Role.BRANCH:
-        steps[: end_axes(spec)] = 0
+        steps[..., : end_axes(spec), :] = 0
     elif matrix.role in (Role.EMBEDDING, Role.SUCCESSOR):
         _set_end_axes(steps[:, : end_axes(spec)], vocabulary)
     return steps
@@ -176,7 +180,7 @@ def _set_end_axes(axes: Steps, vocabulary: Vocabulary) -> None:
 
 def _encode(steps: Steps, scale: float, weights: Weights) -> npt.NDArray[Any]:
     if weights is Weights.Q8_0:
-        blocks = np.empty((steps.shape[0], steps.shape[1] // 32), Q8_0_BLOCK)
+        blocks = np.empty((*steps.shape[:-1], steps.shape[-1] // 32), Q8_0_BLOCK)
         blocks["scale"] = scale
         blocks["quants"] = steps.reshape(*blocks.shape, 32)
         return blocks

@@ -98,6 +98,10 @@ class ModelOptions:
     """Share of the model for each GPU. Empty: llama.cpp chooses."""
     override_tensor: tuple[str, ...] = ()
     """Buffers of tensors, each as REGEX=BUFFER."""
+    repack: bool = True
+    """Whether weights in host memory may be rearranged for faster computation."""
+    check_tensors: bool = False
+    """Whether a model with invalid weights is refused."""
     use_mmap: bool | None = None
     """Whether the file is mapped into memory. None: llama.cpp chooses."""
     use_mlock: bool = False
@@ -126,6 +130,7 @@ class ModelOptions:
         shares = (ctypes.c_float * n_devices)(*self.tensor_split)
         if self.tensor_split:
             params.tensor_split = shares
+        params.use_extra_bufts, params.check_tensors = self.repack, self.check_tensors
         overrides = _tensor_overrides(self.override_tensor)
         if self.override_tensor:
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
@@ -179,6 +184,8 @@ class ContextOptions:
     """Data type of the values, one of `CACHE_TYPES`."""
     kv_offload: bool = True
     """Whether the KV cells are in GPU memory."""
+    op_offload: bool = True
+    """Whether the GPU computes large batches also for layers in host memory."""
     rope: RopeOptions = field(default_factory=RopeOptions)
     """How positions are scaled."""
     n_logits: int = 0
@@ -208,7 +215,7 @@ class ContextOptions:
         params.n_threads_batch = self.n_threads_batch
         params.flash_attn_type = FLASH_ATTENTION[self.flash_attn]
         params.type_k, params.type_v = CACHE_TYPES[self.cache_type_k], CACHE_TYPES[self.cache_type_v]
-        params.offload_kqv = self.kv_offload
+        params.offload_kqv, params.op_offload = self.kv_offload, self.op_offload
         self.rope.write_to(params)
         params.no_perf = True
         params.swa_full = self.swa_full

@@ -47,6 +47,7 @@ def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
         cache_type_k=settings.cache_type_k,
         cache_type_v=settings.cache_type_v,
         kv_offload=settings.kv_offload,
+        op_offload=settings.op_offload,
         rope=_rope_options(settings),
         **sizes,
     )
@@ -77,12 +78,22 @@ def model_options(settings: WorkerSettings) -> ModelOptions:
         split_mode=settings.split_mode if settings.device is None else "none",
         main_gpu=settings.main_gpu if settings.device is None else settings.device,
         tensor_split=settings.tensor_split,
-        override_tensor=settings.override_tensor,
+        override_tensor=(*settings.override_tensor, *_experts_in_host_memory(settings)),
+        repack=settings.repack,
+        check_tensors=settings.check_tensors,
         use_mmap=settings.use_mmap,
         use_mlock=settings.use_mlock,
         numa=settings.numa,
         for_embeddings=settings.embeddings,
     )
+
+
+def _experts_in_host_memory(settings: WorkerSettings) -> list[str]:
+    """Return the overrides that store experts in host memory, with the expressions of llama.cpp's own programs
+    (`LLM_FFN_EXPS_REGEX` in its common/common.h).
+    """
+    layers = [""] if settings.cpu_moe else [rf"blk\.{layer}" for layer in range(settings.n_cpu_moe)]
+    return [rf"{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU" for layer in layers]
 
 
 def _rope_options(settings: WorkerSettings) -> RopeOptions:
