@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
+from gguf import GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,9 @@ from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ModelOptions
+from llamaq.worker.metadata_override import MetadataOverride
 
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 TEXTS = ("", "Hello, world!", "<|im_start|>user\n", "äöü 你好 😀", "  two  spaces\n\n", "x" * 500)
 
 
@@ -98,3 +100,45 @@ def test_damaged_metadata_are_accepted_or_raise_a_model_error(
     path.write_bytes(data[:end])
     with suppress(ModelError):
         assert len(extract_vocab(path)) <= len(data)
+
+
+def overrides(*texts: str) -> tuple[MetadataOverride, ...]:
+    return tuple(map(MetadataOverride.parse, texts))
+
+
+def test_overridden_metadata_act_on_the_model_and_on_the_extracted_vocabulary(demo_model: Path) -> None:
+    changes = overrides("tokenizer.ggml.add_bos_token=bool:false", "tokenizer.ggml.eos_token_id=int:7")
+    plain = Vocab.from_blob(extract_vocab(demo_model))
+    model = Model(demo_model, ModelOptions(n_gpu_layers=0, override_kv=changes))
+    for vocab in (Vocab.of_model(model.pointer), Vocab.from_blob(extract_vocab(demo_model, None, changes))):
+        assert plain.encode("Hello") == [plain.bos, *vocab.encode("Hello")]
+        assert vocab.eos == 7 != plain.eos
+    model.close()
+
+
+def test_texts_and_new_keys_can_be_overridden(demo_model: Path, tmp_path: Path) -> None:
+    changes = overrides(
+        "general.name=str:renamed: a, b", "new.number=int:5", "new.real=float:0.5", "new.flag=bool:true"
+    )
+    (tmp_path / "vocab.gguf").write_bytes(extract_vocab(demo_model, TEMPLATE, changes))
+    fields = GGUFReader(tmp_path / "vocab.gguf").fields
+    found = [fields[key].contents() for key in ("general.name", "new.number", "new.real", "new.flag")]
+    assert found == ["renamed: a, b", 5, 0.5, True]
+    assert fields["tokenizer.chat_template"].contents() == TEMPLATE
+    before = GGUFReader(demo_model).fields
+    unchanged = before.keys() - {"general.name", "tokenizer.chat_template", "GGUF.tensor_count", "GGUF.kv_count"}
+    assert all(before[key].contents() == fields[key].contents() for key in unchanged)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("tokenizer.ggml.add_bos_token=int:1", r"write tokenizer.ggml.add_bos_token=bool:VALUE"),
+        ("tokenizer.ggml.eos_token_id=str:7", r"write tokenizer.ggml.eos_token_id=int:VALUE"),
+        ("tokenizer.ggml.eos_token_id=int:-1", "the number does not fit"),
+        ("tokenizer.ggml.tokens=str:a", "arrays cannot be replaced"),
+    ],
+)
+def test_an_override_of_another_type_is_refused(demo_model: Path, change: str, message: str) -> None:
+    with pytest.raises(ModelError, match=f"--override-kv: {change}.*{message}"):
+        extract_vocab(demo_model, None, overrides(change))

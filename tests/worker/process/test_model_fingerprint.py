@@ -4,6 +4,7 @@ from pathlib import Path
 
 from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.engine.lora_adapters import LoraAdapter
+from llamaq.worker.metadata_override import MetadataOverride
 from llamaq.worker.process.model_fingerprint import fingerprint_model
 
 
@@ -21,6 +22,12 @@ def test_adapters_and_their_scales_count(tmp_path: Path) -> None:
     second.write_bytes(b"Changes")
     lists = [(), *([LoraAdapter(path, scale)] for path in (first, second) for scale in (1, 0.5))]
     assert len({fingerprint_model(model, adapters) for adapters in lists}) == len(lists)
+
+
+def test_overridden_metadata_count(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf", PLAIN)
+    lists = [(), *([MetadataOverride("key", value)] for value in (1, 2, "1", 1.0))]
+    assert len({fingerprint_model(model, override_kv=overrides) for overrides in lists}) == len(lists)
 
 
 def test_all_files_of_a_split_model_count(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pydantic_settings import NoDecode
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.worker.cpu_cores import usable_cores
+from llamaq.worker.metadata_override import MetadataOverride
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 MAX_INT32 = 2**31 - 1
@@ -47,6 +48,11 @@ class ModelSettings(BaseModel):
         (),
         description="LoRA adapters of the model: GGUF files, or `hf:` names as for `model`, separated by commas. "
         "`FILE:SCALE` sets the strength of an adapter, by default 1.",
+    )
+    override_kv: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Values that replace metadata of the model's file: `KEY=TYPE:VALUE`, separated by commas, such as "
+        "`tokenizer.ggml.add_bos_token=bool:false`. The types are `int`, `float`, `bool` and `str`.",
     )
     chat_template_file: Path | None = Field(
         None, description="File with a chat template in Jinja, which replaces the template of the model."
@@ -134,7 +140,15 @@ class ModelSettings(BaseModel):
         True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
     )
 
-    _split_lora = field_validator("lora", mode="before")(split_commas)
+    _split_lists = field_validator("lora", "override_kv", mode="before")(split_commas)
+
+    @field_validator("override_kv")
+    @classmethod
+    def _check_overrides(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
+        keys = [MetadataOverride.parse(each).key for each in overrides]
+        if len(set(keys)) != len(keys):
+            raise ValueError("--override-kv (LLAMAQ_OVERRIDE_KV): a key is listed twice")
+        return overrides
 
     @model_validator(mode="after")
     def _check_batch_and_pooling(self) -> Self:
@@ -148,6 +162,11 @@ class ModelSettings(BaseModel):
     def lora_scales(self) -> tuple[tuple[str, float], ...]:
         """The file or `hf:` name of each adapter, and its scale."""
         return tuple(_split_scale(each) for each in self.lora)
+
+    @property
+    def metadata_overrides(self) -> tuple[MetadataOverride, ...]:
+        """The values that replace metadata of the model's file."""
+        return tuple(map(MetadataOverride.parse, self.override_kv))
 
     @property
     def n_threads_alone(self) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from llamaq.common.errors import ModelError
+from llamaq.worker.metadata_override import MetadataOverride
 
 MAX_BLOB_BYTES = 64 * 1024 * 1024
 """Upper bound on the bytes of header and metadata."""
@@ -23,7 +25,12 @@ _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""For each type of a GGUF file that is neither a text nor an array: the letter of `struct`."""
+_TYPE_NAMES = {**dict.fromkeys((0, 1, 2, 3, 4, 5, 10, 11), "int"), 6: "float", 12: "float", 7: "bool", _STRING: "str"}
+"""For each type of a GGUF file: the type of an override that can replace it."""
+_TYPE_IF_NEW = {"int": 4, "float": 6, "bool": 7, "str": _STRING}
+"""The types that llama.cpp expects for most keys, for keys that the file does not have."""
 _SPLIT_INDEX, _SPLIT_COUNT = b"split.no", b"split.count"
 _TEMPLATE = b"tokenizer.chat_template"
 _CLASSIFIER_TENSORS = (b"cls.weight", b"cls.output.weight")
@@ -31,18 +38,23 @@ MAX_TENSOR_INFO_BYTES = 128
 """Upper bound on the bytes of a tensor's name, shape, type and offset: a name has at most 64."""
 
 
-def extract_vocab(path: Path, chat_template: str | None = None) -> bytes:
+def extract_vocab(path: Path, chat_template: str | None = None, override_kv: Sequence[MetadataOverride] = ()) -> bytes:
     """Return the header and the metadata of a GGUF file, as a GGUF file without tensors.
 
     Args:
         path: The model file. If the model is split into several files: the first file.
         chat_template: Replaces the chat template of the model.
+        override_kv: Values that replace metadata of the file.
 
     Raises:
-        ModelError: The file cannot be read, is not a GGUF file, or is not the first file of a split model.
+        ModelError: The file cannot be read, is not a GGUF file, or is not the first file of a split model; or the file
+            has a value of another type than an override.
     """
     with _opened(path) as metadata:
-        return metadata.without_tensors(chat_template)
+        values = {override.key.encode(): metadata.encode(override) for override in override_kv}
+        if chat_template is not None:
+            values[_TEMPLATE] = _TYPE.pack(_STRING) + _string(chat_template.encode())
+        return metadata.without_tensors(values)
 
 
 def has_classifier(path: Path) -> bool:
@@ -65,6 +77,15 @@ def _opened(path: Path) -> Iterator[_Metadata]:
         raise ModelError(f"cannot read {path}: {exc}") from exc
 
 
+class _Entry(NamedTuple):
+    """A key and its value in the file."""
+
+    start: int
+    end: int
+    kind: int
+    """Type of the value."""
+
+
 class _Metadata:
     """The header and the metadata of a GGUF file. They are read once: each value is skipped by its length.
 
@@ -83,8 +104,7 @@ class _Metadata:
         self._offset = _HEADER.size
         """Where the next value begins; after all values have been read: where the metadata end."""
         self._split_count_offset: int | None = None
-        self._template_range: tuple[int, int] | None = None
-        """Where the key of the chat template and its value are."""
+        self._entries = dict[bytes, _Entry]()
         if data[:4] != b"GGUF":
             raise ModelError(f"{path} is not a GGUF file")
         try:
@@ -100,20 +120,41 @@ class _Metadata:
                 f"{path} ends inside its metadata, or its metadata have more than {MAX_BLOB_BYTES} bytes"
             ) from exc
 
-    def without_tensors(self, chat_template: str | None) -> bytes:
-        """Return a GGUF file with these metadata and no tensor. A given chat template replaces that of the model."""
-        blob, n_keys = bytearray(self._data[: self._offset]), self._n_keys
+    def without_tensors(self, values: Mapping[bytes, bytes]) -> bytes:
+        """Return a GGUF file with these metadata and no tensor.
+
+        Args:
+            values: Values that replace those of their keys, or are added. Each begins with its type.
+        """
+        blob = bytearray(self._data[: self._offset])
         if self._split_count_offset is not None:
             struct.pack_into("<H", blob, self._split_count_offset, 0)  # else llama.cpp opens the model's other files
-        if chat_template is not None:
-            if self._template_range is not None:
-                start, end = self._template_range
-                del blob[start:end]
-                n_keys -= 1
-            blob += _string(_TEMPLATE) + _TYPE.pack(_STRING) + _string(chat_template.encode())
-            n_keys += 1
+        replaced = [self._entries[key] for key in values if key in self._entries]
+        for entry in sorted(replaced, reverse=True):  # from the end, so that the earlier places stay valid
+            del blob[entry.start : entry.end]
+        for key, value in values.items():
+            blob += _string(key) + value
+        n_keys = self._n_keys - len(replaced) + len(values)
         _HEADER.pack_into(blob, 0, self._magic, self._version, 0, n_keys)
         return bytes(blob)
+
+    def encode(self, override: MetadataOverride) -> bytes:
+        """Return the type and the value of an override as a GGUF file has them. The type is that of the file's value.
+
+        Raises:
+            ModelError: The file has a value of another type, or one that is too small for the number.
+        """
+        entry = self._entries.get(override.key.encode())
+        kind = _TYPE_IF_NEW[override.type_name] if entry is None else entry.kind
+        if (expected := _TYPE_NAMES.get(kind)) != override.type_name:
+            known = f"write {override.key}={expected}:VALUE" if expected else "arrays cannot be replaced"
+            raise ModelError(f"--override-kv: {override}: {self._path} has a value of another type; {known}")
+        if kind == _STRING:
+            return _TYPE.pack(kind) + _string(str(override.value).encode())
+        try:
+            return _TYPE.pack(kind) + struct.pack(f"<{_SCALAR_CODES[kind]}", override.value)
+        except struct.error as exc:
+            raise ModelError(f"--override-kv: {override}: the number does not fit into the type of the key") from exc
 
     @property
     def is_split(self) -> bool:
@@ -131,7 +172,7 @@ class _Metadata:
         key_start = self._offset
         start = self._offset + _LENGTH.size
         self._skip_string()
-        key = self._data[start : self._offset] if self._offset - start <= len(_TEMPLATE) else b""
+        key = self._data[start : self._offset]
         kind = self._read(_TYPE)
         if key == _SPLIT_COUNT:
             self._split_count_offset = self._offset
@@ -140,8 +181,7 @@ class _Metadata:
                 f"{self._path} is not the first file of a split model: give the file whose name ends in -00001-of-…"
             )
         self._skip_value(kind)
-        if key == _TEMPLATE:
-            self._template_range = (key_start, self._offset)
+        self._entries[key] = _Entry(key_start, self._offset, kind)
 
     def _skip_value(self, kind: int) -> None:
         if kind == _STRING:
@@ -178,7 +218,7 @@ class _Metadata:
 
     def _scalar_bytes(self, kind: int) -> int:
         try:
-            return _SCALAR_BYTES[kind]
+            return struct.calcsize(_SCALAR_CODES[kind])
         except KeyError:
             raise ModelError(f"{self._path} has a value of the unknown type {kind}") from None
 

@@ -12,6 +12,7 @@ from llama_cpp import _ggml
 from llamaq.common.errors import ModelError
 from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.worker.engine.lora_adapters import LoraAdapter
+from llamaq.worker.metadata_override import MetadataOverride
 
 FlashAttention = Literal["auto", "on", "off"]
 SplitMode = Literal["none", "layer", "row", "tensor"]
@@ -98,6 +99,8 @@ class ModelOptions:
     """Share of the model for each GPU. Empty: llama.cpp chooses."""
     override_tensor: tuple[str, ...] = ()
     """Buffers of tensors, each as REGEX=BUFFER."""
+    override_kv: tuple[MetadataOverride, ...] = ()
+    """Values that replace metadata of the model's file."""
     repack: bool = True
     """Whether weights in host memory may be rearranged for faster computation."""
     check_tensors: bool = False
@@ -134,7 +137,10 @@ class ModelOptions:
         overrides = _tensor_overrides(self.override_tensor)
         if self.override_tensor:
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-        return params, (shares, overrides)
+        metadata = _metadata_overrides(self.override_kv)
+        if self.override_kv:
+            params.kv_overrides = metadata
+        return params, (shares, overrides, metadata)
 
     def init_backend(self) -> None:
         """Start llama.cpp's backends, with the strategy for NUMA nodes."""
@@ -221,6 +227,23 @@ class ContextOptions:
         params.swa_full = self.swa_full
         params.kv_unified = self.kv_unified
         return params
+
+
+def _metadata_overrides(overrides: tuple[MetadataOverride, ...]) -> ctypes.Array[Any]:
+    """Return the overrides as an array that ends with an empty key."""
+    rows: ctypes.Array[Any] = (llama_cpp.llama_model_kv_override * (len(overrides) + 1))()
+    for row, override in zip(rows, overrides, strict=False):
+        row.key = override.key.encode()
+        match override.value:
+            case bool() as value:
+                row.tag, row.value.val_bool = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_BOOL, value
+            case int() as value:
+                row.tag, row.value.val_i64 = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT, value
+            case float() as value:
+                row.tag, row.value.val_f64 = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_FLOAT, value
+            case str() as value:
+                row.tag, row.value.val_str = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR, value.encode()
+    return rows
 
 
 class _TensorOverride(ctypes.Structure):

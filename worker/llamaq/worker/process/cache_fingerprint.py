@@ -43,6 +43,8 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
     }
     if lora := engine.model.lora:
         parts["lora"] = [[_file_hash(adapter.path, settings.cache_dir), adapter.scale] for adapter in lora]
+    if settings.override_kv:
+        parts["override_kv"] = settings.override_kv
     if _has_long_context(engine):
         parts["rope_factors"] = "long"
     return json.dumps(parts, sort_keys=True)

@@ -29,7 +29,7 @@ def load_model(path: Path, settings: WorkerSettings) -> Model:
         ModelError: The model or an adapter cannot be loaded.
     """
     lora = tuple(LoraAdapter(resolve_model_file(name, "--lora"), scale) for name, scale in settings.lora_scales)
-    return Model(path, replace(model_options(settings), lora=lora))
+    return Model(path, replace(model_options(settings), lora=lora, override_kv=settings.metadata_overrides))
 
 
 def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
@@ -72,7 +72,9 @@ def fit_to_sliding_window(settings: WorkerSettings, model: Model) -> WorkerSetti
 
 
 def model_options(settings: WorkerSettings) -> ModelOptions:
-    """Return the options of the model and of a draft model. Adapters are not among them: a draft model has none."""
+    """Return the options of the model and of a draft model. Adapters and metadata are not among them: they are those of
+    the model alone.
+    """
     return ModelOptions(
         n_gpu_layers=settings.n_gpu_layers,
         split_mode=settings.split_mode if settings.device is None else "none",

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from llamaq.worker.engine.lora_adapters import LoraAdapter
 from llamaq.worker.engine.model_files import files_of_model
+from llamaq.worker.metadata_override import MetadataOverride
 
 N_SAMPLES = 256
 SAMPLE_BYTES = 16 * 1024
 
 
-def fingerprint_model(path: Path, lora: Sequence[LoraAdapter] = ()) -> str:
+def fingerprint_model(
+    path: Path, lora: Sequence[LoraAdapter] = (), override_kv: Sequence[MetadataOverride] = ()
+) -> str:
     """Return a hash of the sizes of a model's files and of samples of their contents, as 32 hexadecimal digits.
 
     Hashing a whole large model would take most of a minute at each start. The samples contain the beginning of each
@@ -23,10 +26,13 @@ def fingerprint_model(path: Path, lora: Sequence[LoraAdapter] = ()) -> str:
     Args:
         path: The model's file. If the model is split into several files, the first of them.
         lora: The adapters of the model. Their files and scales are part of the hash.
+        override_kv: The values that replace metadata of the file.
     """
     digest = hashlib.blake2b(digest_size=16)
     for adapter in lora:
         digest.update(f"lora {adapter.scale!r}".encode())
+    for override in override_kv:
+        digest.update(f"override_kv {override}".encode())
     for each in (*files_of_model(path), *(adapter.path for adapter in lora)):
         size = each.stat().st_size
         digest.update(str(size).encode())

@@ -81,7 +81,7 @@ class WorkerProcess:
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
         # Before the model is loaded, so that a port in use is reported at once.
         self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.liveness.is_alive)
-        self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text)
+        self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text, settings.metadata_overrides)
         if settings.embeddings:
             self._parts: ModelParts = EmbeddingParts(path, settings, self._worker_id)
         else:
@@ -124,7 +124,7 @@ class WorkerProcess:
             worker=self._worker_id,
             queue=self._settings.queue,
             model=path.name,
-            model_hash=fingerprint_model(path, engine.model.lora),
+            model_hash=fingerprint_model(path, engine.model.lora, self._settings.metadata_overrides),
             lora=tuple(LoraScale(name=each.path.name, scale=each.scale) for each in engine.model.lora),
             n_ctx_train=engine.model.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,
