@@ -11,7 +11,7 @@ from tests.support.http_clients import http_client
 from tests.support.lora_files import write_lora, write_merged
 from tests.support.workers import only_worker
 
-from llamaq.producer import LoraScale
+from llamaq.producer import AsyncClient, InvalidRequest, Job, JobFailed, LoraScale
 from llamaq.tools.random_gguf import PLAIN, Weights, write_model
 
 if TYPE_CHECKING:
@@ -62,3 +62,59 @@ async def test_the_http_server_lists_the_adapters_and_their_scales(queues: tuple
             props = (await http.get("/props", params={"model": served.queue})).json()
         found.append((adapters, props["default_generation_settings"]["params"]["lora"]))
     assert found == [([{"id": 0, "path": "style.gguf", "scale": 0.5}], [{"id": 0, "scale": 0.5}]), ([], [])]
+
+
+SCALES: tuple[dict[str, float] | None, ...] = (None, {"style.gguf": 2}, {"1": 1}, {"0": 1, "terms.gguf": 0.5})
+
+
+@pytest.fixture(scope="session")
+def mixed(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+    """The queue of a worker with two adapters. One of them is off, unless a job asks for it."""
+    folder = tmp_path_factory.mktemp("mixed")
+    model = write_model(folder / "model.gguf", replace(PLAIN, weights=Weights.F32))
+    style, terms = (write_lora(folder / f"{name}.gguf", model, seed=len(name)) for name in ("style", "theterms"))
+    terms = terms.rename(folder / "terms.gguf")
+    return start_worker("lora-mixed", model, lora=(str(style), f"{terms}:0"), n_parallel=6, cache_ram_mb=16)
+
+
+def test_jobs_with_other_scales_run_at_once_and_share_no_cells(mixed: ServedQueue) -> None:
+    work = [(scales, prompt) for prompt in PROMPTS[:3] for scales in SCALES]
+    with mixed.client() as client:
+
+        def submit(scales: dict[str, float] | None, prompt: list[int], *, cache_prompt: bool) -> Job:
+            return client.submit(
+                tokens=prompt, max_tokens=24, temperature=0, ignore_eos=True, cache_prompt=cache_prompt, lora=scales
+            )
+
+        alone = [submit(*each, cache_prompt=False).result().tokens for each in work]
+        at_once = [[submit(*each, cache_prompt=True) for each in work] for _ in range(2)]
+        assert [[job.result().tokens for job in jobs] for jobs in at_once] == [alone, alone]
+        assert any(job.result().stats.prefix_cache_tokens for job in at_once[1])
+    for number in range(len(SCALES) - 1):
+        assert alone[number :: len(SCALES)] != alone[number + 1 :: len(SCALES)]
+
+
+def test_a_job_that_asks_for_an_unknown_adapter_fails(mixed: ServedQueue) -> None:
+    with mixed.client() as client:
+        with pytest.raises(
+            JobFailed, match=r"no adapter 'poems'; its adapters are: 0 \(style.gguf\), 1 \(terms.gguf\)"
+        ):
+            client.generate("Hello", lora={"poems": 1}, max_tokens=2)
+        with pytest.raises(InvalidRequest, match="lora"):
+            client.submit("Hello", lora={"style.gguf": float("nan")})
+
+
+async def test_the_http_server_takes_the_scales_of_llama_server(mixed: ServedQueue) -> None:
+    body = {"prompt": PROMPTS[0], "n_predict": 12, "temperature": 0, "return_tokens": True, "model": mixed.queue}
+    async with http_client(mixed) as http:
+        bodies = [{**body, "lora": lora} for lora in ([], [{"id": 0, "scale": 2}], [{"id": 1}])]
+        plain, other, wrong = [await http.post("/completion", json=each) for each in bodies]
+    expected = []
+    async with AsyncClient(mixed.url, mixed.queue) as client:
+        for scales in SCALES[:2]:
+            result = await client.generate_tokens(PROMPTS[0], max_tokens=12, temperature=0, lora=scales)
+            expected.append(result.tokens)
+    assert [tuple(answer.json()["tokens"]) for answer in (plain, other)] == expected
+    assert other.json()["generation_settings"]["lora"] == [{"id": 0, "scale": 2}, {"id": 1, "scale": 0}]
+    assert wrong.status_code == 400
+    assert "lora: a list of adapters is required" in wrong.text

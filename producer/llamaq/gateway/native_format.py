@@ -10,7 +10,7 @@ from typing import Any, Self
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
-from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot, Worker, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import LoraScale, SlotSnapshot, Worker, WorkerCard
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
@@ -181,8 +181,18 @@ def generation_settings(request: JobRequest | None, card: WorkerCard | None, see
         "reasoning_budget_tokens": -1 if given.reasoning_budget is None else given.reasoning_budget,
         "grammar": given.grammar or "",
         "stream": given.stream,
-        "lora": [] if card is None else [{"id": number, "scale": each.scale} for number, each in enumerate(card.lora)],
+        "lora": [] if card is None else _adapter_scales(card.lora, given.lora),
     }
+
+
+def _adapter_scales(adapters: Sequence[LoraScale], given: Mapping[str, float] | None) -> list[dict[str, Any]]:
+    """Return the number and the scale of each adapter, for a job with the option `lora` that is `given`."""
+    if given is None:
+        return [{"id": number, "scale": each.scale} for number, each in enumerate(adapters)]
+    return [
+        {"id": number, "scale": given.get(each.name, given.get(str(number), 0.0))}
+        for number, each in enumerate(adapters)
+    ]
 
 
 def slot_object(worker: Worker, slot: SlotSnapshot, slot_id: int) -> dict[str, Any]:

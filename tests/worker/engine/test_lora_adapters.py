@@ -24,9 +24,14 @@ ROUNDING = 0.02
 """Upper bound on the difference of equal logits, as a share of their standard deviation."""
 
 
-def logits_of(model: Path, *lora: LoraAdapter) -> npt.NDArray[np.float32]:
-    """Return the logits after `PROMPT`, of the model with these adapters."""
+def logits_of(
+    model: Path, *lora: LoraAdapter, scales: Sequence[tuple[float, ...] | None] = ()
+) -> npt.NDArray[np.float32]:
+    """Return the logits after `PROMPT`, of the model with these adapters, after it used them with each of `scales`."""
     engine = Engine(Model(model, ModelOptions(n_gpu_layers=0, lora=lora)), OPTIONS)
+    for each in scales:
+        engine.context.use_adapters(each)
+        engine.warm_up()
     engine.context.batch.clear()
     engine.context.batch.add_chunk(PROMPT, 0, 0, has_row=True)
     assert engine.context.decode() == SUCCESS
@@ -61,6 +66,18 @@ def test_a_model_with_adapters_computes_as_one_with_the_changes_in_its_weights(
 def test_an_adapter_with_scale_0_changes_nothing(model: Path, tmp_path: Path) -> None:
     adapter = LoraAdapter(write_lora(tmp_path / "lora.gguf", model), 0)
     assert difference(logits_of(model, adapter), logits_of(model)) == 0
+
+
+def test_the_scales_of_adapters_can_change_between_batches(model: Path, tmp_path: Path) -> None:
+    first, second = (write_lora(tmp_path / f"{seed}.gguf", model, seed=seed) for seed in (1, 2))
+    adapters = LoraAdapter(first, 0.5), LoraAdapter(second, 1)
+    for scales in ((1.0, 0.0), (0.0, 0.25), (0.0, 0.0), (-1.0, 2.0)):
+        expected = logits_of(
+            model, *(LoraAdapter(each.path, scale) for each, scale in zip(adapters, scales, strict=True))
+        )
+        assert difference(logits_of(model, *adapters, scales=[None, (2.0, 2.0), scales]), expected) == 0
+        assert difference(logits_of(model, *adapters), expected) > ROUNDING
+    assert difference(logits_of(model, *adapters, scales=[(1.0, 0.0), None]), logits_of(model, *adapters)) == 0
 
 
 def test_a_file_that_is_no_adapter_of_the_model_is_refused(model: Path, tmp_path: Path) -> None:

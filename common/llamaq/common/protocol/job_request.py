@@ -6,7 +6,7 @@ write requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from itertools import chain
@@ -37,6 +37,7 @@ MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
 MAX_RETRIES = 100
 MAX_TAG_CHARS = 64
+MAX_ADAPTERS = 64
 TENANT_PATTERN = r"^[A-Za-z0-9_.:@/+=\-]{1,128}$"
 
 EMBEDDING_OPTIONS = frozenset({
@@ -55,6 +56,7 @@ SLICE_TOKENS = 8192
 """Long prompts of token ids are validated and encoded in slices. A thread cannot be interrupted within a slice."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+LoraScales = Annotated[dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]], Field(max_length=MAX_ADAPTERS)]
 
 
 class Priority(StrEnum):
@@ -82,6 +84,13 @@ def _check_n_biases(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         raise ValueError(f"{len(value)} entries are more than {MAX_LOGIT_BIASES}")
     return value
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return a map whose numbers as keys are texts."""
+    if not isinstance(value, dict):
+        return value
+    return {str(key) if type(key) is int else key: each for key, each in value.items()}
 
 
 class JobParams(TemplateParams, SamplingParams):
@@ -199,6 +208,12 @@ class JobParams(TemplateParams, SamplingParams):
         0,
         description="Number of tokens at the beginning of the prompt that may be shared across salts, with jobs that "
         "also set `cache_public`. `system` shares the system messages at the beginning of a chat.",
+    )
+    lora: Annotated[LoraScales, BeforeValidator(_with_text_keys)] | None = Field(
+        None,
+        description="Scales of the worker's LoRA adapters for this job, by the name of the adapter's file or by its "
+        "number (from 0, in the order of `--lora`). Adapters that are not named are off. If not set: the scales of the "
+        "worker.",
     )
     draft_max: int | None = Field(
         None,
@@ -455,6 +470,7 @@ class JobOptions(TypedDict, total=False):
     ignore_eos: bool
     special: bool
     cache_prompt: bool
+    lora: Mapping[str, float] | Mapping[int, float] | None
     draft_max: int | None
     cache_salt: str
     cache_public: int | Literal["system"]

@@ -28,7 +28,7 @@ BANNED = -1e9
 RESERVED = frozenset(
     {
         "cancel_on_disconnect", "grammar", "has_random_seed", "idempotency_key", "json_schema", "logit_bias",
-        "logprobs", "messages", "priority", "prompt", "prompt_progress", "return_progress", "stream", "tokens",
+        "logprobs", "lora", "messages", "priority", "prompt", "prompt_progress", "return_progress", "stream", "tokens",
     }
 )  # fmt: skip
 """Fields of a job that are not copied from the body: the caller sets them, or separate functions read them."""
@@ -47,7 +47,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "image_data": ([],),
     "include_stop_str_in_output": (False,),
-    "lora": ([],),
     "min_tokens": (0,),
     "prompt_logprobs": (0,),
     "stop_token_ids": ([],),
@@ -167,7 +166,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     known = (JobRequest.model_fields.keys() | SYNONYMS.keys()) - RESERVED - TEMPLATE_FIELDS
     options = {name: value for name, value in body.items() if name in known and value is not None}
     check_length(body, "max_completion_tokens")
-    options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias"))
+    options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias")) | _read_lora(body.get("lora"))
     _translate_values(options)
     limit_ms = body.get("t_max_predict_ms")
     if isinstance(limit_ms, int | float) and limit_ms > 0:
@@ -312,3 +311,12 @@ def _read_logit_bias(value: Any) -> dict[str, Any]:
     if not all(type(token) is int or (isinstance(token, str) and token.isdecimal()) for token, _ in pairs):
         raise InvalidRequest("logit_bias: only token ids are supported, no texts: POST /tokenize returns the ids")
     return {"logit_bias": {token: BANNED if bias is False else bias for token, bias in pairs}}
+
+
+def _read_lora(value: Any) -> dict[str, Any]:
+    """Return the option `lora`: llama-server's list of adapters, or our map from names to scales. Empty: no option."""
+    if isinstance(value, list) and all(isinstance(each, Mapping) and {"id", "scale"} <= each.keys() for each in value):
+        value = {str(each["id"]): each["scale"] for each in value}
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidRequest('lora: a list of adapters is required, such as [{"id": 0, "scale": 0.5}]')
+    return {"lora": value} if value else {}

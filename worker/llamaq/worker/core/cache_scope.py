@@ -30,6 +30,11 @@ class Scope:
     hashed: bytes | None = None
     """The key of the namespace, set when only the key is known. If None, the key is the hash of `namespace`."""
 
+    def with_adapters(self, scales: tuple[float, ...]) -> Scope:
+        """Return the scope of a job that uses the LoRA adapters with these scales. Only such jobs share cells."""
+        text = b"adapters:" + repr(scales).encode() + b":" + self.key
+        return Scope(self.namespace, hashed=hashlib.blake2b(text, digest_size=32, person=b"llamaq scope").digest())
+
     @property
     def key(self) -> bytes:
         """The 32-byte key of the namespace."""

@@ -80,6 +80,8 @@ class Job(BaseJob):
     """How often this job lost its slot because cells ran out. Each time doubles the margin of its next admission."""
     scope: Scope = field(default_factory=Scope)
     """The jobs that may share the KV cells of this job."""
+    adapter_scales: tuple[float, ...] | None = None
+    """The scale of each LoRA adapter of the worker for this job. None: the scales of the worker."""
     drafting: Drafting | None = None
     """The speculation of this job. None: the next tokens are not drafted."""
     system_tokens: int = 0

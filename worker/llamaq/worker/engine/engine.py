@@ -180,6 +180,7 @@ class Engine:
             The status of llama_decode.
         """
         self._fill(parts)
+        self.context.use_adapters(parts[0].slot.active.job.adapter_scales)  # all jobs of a batch have the same
         if (samplers := self._backend_samplers) is not None:
             for run in (part.slot.active for part in parts):
                 samplers.prepare(run.seq_id, needs_all_logits=run.job.needs_all_logits)

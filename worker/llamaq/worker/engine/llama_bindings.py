@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ModelError
 from llamaq.common.protocol.embedding_task import Pooling
+from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.worker.engine import fast_calls
 from llamaq.worker.engine.abi_check import check_abi
 from llamaq.worker.engine.llama_log import has_gpu, route_log
@@ -86,6 +87,11 @@ class Model:
             )
         self.lora = options.lora
         self.adapters = LoadedAdapters(self.pointer, options.lora)
+
+    @property
+    def lora_scales(self) -> tuple[LoraScale, ...]:
+        """The names of the adapters, and their scales."""
+        return tuple(LoraScale(name=each.path.name, scale=each.scale) for each in self.lora)
 
     @property
     def n_ctx_train(self) -> int:
@@ -167,6 +173,7 @@ class Context:
             raise EngineError(f"llama.cpp cannot create a context with {options}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_free, self.pointer)
         model.adapters.apply(self.pointer)
+        self._adapter_scales: tuple[float, ...] | None = None
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.n_ctx: int = llama_cpp.llama_n_ctx(self.pointer)
         self.n_batch: int = llama_cpp.llama_n_batch(self.pointer)
@@ -195,6 +202,19 @@ class Context:
         if status != INVALID_BATCH:
             self.pending_copies.clear()
         return status
+
+    def use_adapters(self, scales: tuple[float, ...] | None) -> None:
+        """Use the adapters of the model with these scales from the next decode on.
+
+        Args:
+            scales: The scale of each adapter. None: the scales with which the adapters were loaded.
+
+        Raises:
+            EngineError: llama.cpp cannot use them.
+        """
+        if scales != self._adapter_scales:
+            self._model.adapters.apply(self.pointer, scales)
+            self._adapter_scales = scales
 
     def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Change the number of threads from the next decode on.

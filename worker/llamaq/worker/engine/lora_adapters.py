@@ -36,10 +36,14 @@ class LoadedAdapters:
 
     def __init__(self, model: Any, adapters: Sequence[LoraAdapter]) -> None:
         self._pointers = [_load(model, adapter.path) for adapter in adapters]
-        self._scales = [adapter.scale for adapter in adapters]
+        self._scales = tuple(adapter.scale for adapter in adapters)
 
-    def apply(self, context: Any) -> None:
+    def apply(self, context: Any, scales: tuple[float, ...] | None = None) -> None:
         """Let a llama_context of the model compute with the adapters from its next batch on.
+
+        Args:
+            context: Pointer to the llama_context.
+            scales: The scale of each adapter. None: those of the adapters themselves.
 
         Raises:
             EngineError: llama.cpp cannot use them.
@@ -48,8 +52,8 @@ class LoadedAdapters:
         if not n_adapters:
             return
         pointers = (llama_cpp.llama_adapter_lora_p_ctypes * n_adapters)(*self._pointers)
-        scales = (ctypes.c_float * n_adapters)(*self._scales)
-        if llama_cpp.llama_set_adapters_lora(context, pointers, n_adapters, scales):
+        factors = (ctypes.c_float * n_adapters)(*(self._scales if scales is None else scales))
+        if llama_cpp.llama_set_adapters_lora(context, pointers, n_adapters, factors):
             raise EngineError("--lora: llama.cpp cannot use the adapters; see its log for the reason")
 
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import CONSTRAINTS, JobDefaults, JobRequest
+from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.claimed_request import QUICK_BYTES, read_request
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.token_draft import Drafting
+from llamaq.worker.generation.adapter_scales import AdapterScales
 from llamaq.worker.generation.detokenizer import StreamDetokenizer, TagDetokenizer
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
@@ -38,6 +40,7 @@ class JobPreparer:
         defaults: Values of parameters that a request does not set.
         context_limit: Largest number of tokens of a job, prompt included.
         max_request_bytes: Largest size of an encoded request.
+        adapters: The LoRA adapters of the worker.
         draft_max: Largest number of tokens that are drafted for a job at once. 0: none.
         has_draft_model: Whether the draft model of the worker makes the drafts. Otherwise the job's own text does.
         counts_system_tokens: Whether `Job.system_tokens` is set for every chat, so that the cache can save the state at
@@ -52,6 +55,7 @@ class JobPreparer:
         *,
         context_limit: int,
         max_request_bytes: int,
+        adapters: Sequence[LoraScale] = (),
         draft_max: int = 0,
         has_draft_model: bool = False,
         counts_system_tokens: bool = False,
@@ -66,6 +70,7 @@ class JobPreparer:
         self._defaults = defaults
         self._context_limit = context_limit
         self._max_request_bytes = max_request_bytes
+        self._adapter_scales = AdapterScales(adapters)
         self._draft_max = draft_max
         self._has_draft_model = has_draft_model
         self._counts_system_tokens = counts_system_tokens
@@ -107,6 +112,7 @@ class JobPreparer:
         texts, tag_offsets = _detokenize(detokenizer, published.tokens)
         system_tokens = self._system_tokens(request, prompt)
         public = system_tokens if request.cache_public == "system" else request.cache_public
+        scope, scales = Scope(request.cache_salt, public), self._adapter_scales.resolve(request.lora)
         job = Job(
             lease=lease,
             request=request,
@@ -116,7 +122,8 @@ class JobPreparer:
             generated_before=list(published.tokens),
             times=times,
             context_limit=self._context_limit,
-            scope=Scope(request.cache_salt, public),
+            scope=scope if scales is None else scope.with_adapters(scales),
+            adapter_scales=scales,
             drafting=self._drafting(request, [*prompt, *published.tokens]),
             system_tokens=system_tokens,
         )

@@ -148,6 +148,7 @@ class GenerationParts:
             self._job_defaults,
             context_limit=self._context_limit(),
             max_request_bytes=self._settings.max_request_bytes,
+            adapters=engine.model.lora_scales,
             draft_max=0 if self._settings.speculation == "off" else self._settings.draft_max,
             has_draft_model=self.drafter is not None,
             counts_system_tokens=not engine.sequences.can_cut,

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from llamaq.common.errors import LlamaqError
-from llamaq.common.protocol.queue_and_worker_state import LoraScale, Worker, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
@@ -125,7 +125,7 @@ class WorkerProcess:
             queue=self._settings.queue,
             model=path.name,
             model_hash=fingerprint_model(path, engine.model.lora, self._settings.metadata_overrides),
-            lora=tuple(LoraScale(name=each.path.name, scale=each.scale) for each in engine.model.lora),
+            lora=engine.model.lora_scales,
             n_ctx_train=engine.model.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,
             end_tokens=tuple(sorted(engine.vocab.end_tokens)),

@@ -35,6 +35,7 @@ from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.core.token_draft import NO_DRAFT
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
+from llamaq.worker.scheduling.adapter_turns import AdapterTurns
 from llamaq.worker.scheduling.bulk_share import BulkShare, count_bulk
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
 from llamaq.worker.scheduling.job_admission import JobAdmission
@@ -88,6 +89,7 @@ class Scheduler:
         self._tokens_ahead = TokensAhead(memory, strategy, speculation)
         self._clock = clock
         self._tick_timer = TickTimer(clock)
+        self._adapter_turns = AdapterTurns(clock)
         self._waiting = WaitingQueue()
         self._bulk_share = BulkShare(bulk_share, n_slots)
         self._preemption = Preemption(memory, self._waiting, self._bulk_share, self._report_preemption)
@@ -229,7 +231,8 @@ class Scheduler:
         if not any(slot.state in COMPUTING for slot in self._memory.slots):  # cheap: usually the first slot computes
             return Batch()
         self._tick_timer.begin()
-        batch = self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
+        slots = self._adapter_turns.slots_of_turn(self._memory.slots)
+        batch = self._strategy.plan(slots, max(queue_depth, self.n_waiting))
         now_s = self._clock()
         for chunk in batch.prefill:
             run = chunk.slot.active
