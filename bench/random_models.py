@@ -62,6 +62,8 @@ SHAPES = MappingProxyType(
         # They write token t + 1 after token t.
         "tiny-counting": replace(TINY, counts=True),
         "qwen3-0.6b-counting": replace(QWEN3_600M, counts=True),
+        # Its decode ticks wait for memory, as those of most models on a GPU do.
+        "qwen3-0.6b-f16-counting": replace(QWEN3_600M, counts=True, weights=Weights.F16),
         # for GPUs
         "qwen3-1.7b": _qwen3(n_layers=28, n_embd=2048, n_ff=6144, n_heads=16),
         "qwen3-8b": _qwen3(n_layers=36, n_embd=4096, n_ff=12_288, n_heads=32),
