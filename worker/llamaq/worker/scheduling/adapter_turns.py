@@ -41,14 +41,11 @@ class AdapterTurns:
         return tuple(slot for slot in slots if slot.state in COMPUTING and slot.active.job.adapter_scales == scales)
 
     def _choose(self, groups: set[Scales]) -> Scales:
-        """Return the group that has its turn: the same as before, or the one that has waited longest."""
+        """Return the group that has its turn: the same as before, or a new one, or the one that has waited longest."""
         now_s = self._clock()
-        current = self._order[-1] if self._order else None
-        if self._order and current in groups and now_s < self._began_s + TURN_S:
-            return current
-        waiting = [group for group in self._order if group in groups]
-        new = groups.difference(waiting)
-        self._order = [*sorted(new, key=repr), *waiting]
-        self._order.append(self._order.pop(0))
-        self._began_s = now_s
-        return self._order[-1]
+        if self._order and self._order[-1] in groups and now_s < self._began_s + TURN_S:
+            return self._order[-1]
+        known = [group for group in self._order if group in groups]
+        chosen, *others = [*sorted(groups.difference(known), key=repr), *known]
+        self._order, self._began_s = [*others, chosen], now_s
+        return chosen
