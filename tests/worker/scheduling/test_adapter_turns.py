@@ -87,6 +87,20 @@ def test_a_new_group_has_its_turn_before_the_others() -> None:
     assert {TERMS} in engine.ticks[n_before:]
 
 
+def test_many_short_jobs_with_other_scales_do_not_keep_a_group_from_its_turn() -> None:
+    clock = ManualClock()
+    engine = RecordingEngine(clock)
+    scheduler = make_scheduler(engine, make_memory(engine, n_slots=3), clock=clock)
+    scheduler.submit(make_job("long", max_tokens=200))
+    for number in range(100):
+        job = make_job(f"short {number}", max_tokens=3)
+        job.adapter_scales = (float(number), 1.0)
+        scheduler.submit(job)
+    for _ in range(60):
+        run_tick(scheduler, engine)
+    assert engine.ticks.count({None}) >= 60 / 3 - 4
+
+
 def test_a_group_alone_repeats_its_ticks() -> None:
     clock = ManualClock()
     engine = RecordingEngine(clock)

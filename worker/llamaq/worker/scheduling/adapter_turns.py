@@ -28,7 +28,7 @@ class AdapterTurns:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._order: list[Scales] = []
-        """The groups by their last turns. The last one has its turn now."""
+        """The groups in the order of their turns. The last one has its turn now."""
         self._began_s = 0.0
 
     def slots_of_turn(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
@@ -41,11 +41,14 @@ class AdapterTurns:
         return tuple(slot for slot in slots if slot.state in COMPUTING and slot.active.job.adapter_scales == scales)
 
     def _choose(self, groups: set[Scales]) -> Scales:
-        """Return the group that has its turn: the same as before, or a new one, or the one that has waited longest."""
+        """Return the group that has its turn: the same as before, or the one that waits longest. New groups wait too,
+        so that many short jobs with other scales cannot keep a group from its turn.
+        """
         now_s = self._clock()
         if self._order and self._order[-1] in groups and now_s < self._began_s + TURN_S:
             return self._order[-1]
-        known = [group for group in self._order if group in groups]
-        chosen, *others = [*sorted(groups.difference(known), key=repr), *known]
+        waiting, last = ([group for group in part if group in groups] for part in (self._order[:-1], self._order[-1:]))
+        new = sorted(groups.difference(self._order), key=repr)
+        chosen, *others = [*waiting, *new, *last]
         self._order, self._began_s = [*others, chosen], now_s
         return chosen
