@@ -13,7 +13,7 @@ import pytest
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import Block
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 
 ROOMY = 10**9

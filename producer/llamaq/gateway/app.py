@@ -44,8 +44,8 @@ from llamaq.gateway.routes import (
     texts,
 )
 from llamaq.gateway.settings import ServeSettings
-from llamaq.gateway.token_bytes_cache import TokenPieces
-from llamaq.producer.answer_form_detection import AnswerForms
+from llamaq.gateway.token_pieces import TokenPieces
+from llamaq.producer.answer_forms import AnswerForms
 
 ROUTES = [
     Route("/health", slots_props_metrics.health),

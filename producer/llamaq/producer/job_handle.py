@@ -20,7 +20,7 @@ from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.early_progress import EarlyProgress
 from llamaq.producer.streaming.end_waiter import EndWaiter
 from llamaq.producer.streaming.event_reader import EventReader
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 from llamaq.producer.streaming.retried_reads import RetriedReads
 
 

@@ -14,7 +14,7 @@ from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.end_expired_jobs import end_expired
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.producer import AsyncClient, AsyncJob

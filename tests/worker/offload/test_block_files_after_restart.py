@@ -94,7 +94,7 @@ import os, signal, sys
 from pathlib import Path
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.kv_cache.blocks.block import TokenSpan
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 files = DiskBlockFiles(Path(sys.argv[1]), "model", max_file_bytes=10**9)

@@ -13,7 +13,7 @@ from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, WriteBlock
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_files_interface import NoBlockFiles
 from llamaq.worker.offload.block_transfers import MIN_ENTRY_TOKENS, BlockTransfers

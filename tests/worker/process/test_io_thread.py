@@ -20,7 +20,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.producer import Client, JobFailed
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
+from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.process import io_thread as io_thread_module

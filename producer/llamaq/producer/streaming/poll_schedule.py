@@ -7,7 +7,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 
 SILENCE_S = 1.0
 """A job that sends tokens is polled after a silence of this length: its status is read from Redis."""

@@ -22,7 +22,7 @@ from llamaq.worker.kv_cache.blocks.block import (
     StoredPrefix,
     WriteBlock,
 )
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 
 ROOMY = 10**9
 

@@ -15,8 +15,8 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.errors import ErrorCode, InvalidRequest
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
+from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId, Keys

@@ -21,12 +21,12 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader, StreamEntries
 from llamaq.common.redis.connect import is_cluster
-from llamaq.worker.broker.lease_grace_period import LeaseGuard
+from llamaq.worker.broker.lease_guard import LeaseGuard
 from llamaq.worker.broker.partition_turns import PartitionTurns
 
 log = logging.getLogger(__name__)

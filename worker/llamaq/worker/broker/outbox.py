@@ -18,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, FlushReply, JobFlush
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_full

@@ -9,7 +9,7 @@ DECAY = 0.85
 says how much the drafter relies on a draft."""
 
 
-class Acceptance:
+class DraftAcceptance:
     """Estimates the probability that a draft token is accepted if all tokens of the draft before it were accepted.
 
     Args:
@@ -33,4 +33,4 @@ class Acceptance:
         self._rejected = self._decay * self._rejected + (1 if n_accepted < n_drafted else 0)
 
     def __repr__(self) -> str:
-        return f"<Acceptance {self.probability:.2f}>"
+        return f"<DraftAcceptance {self.probability:.2f}>"

@@ -23,7 +23,7 @@ from llamaq.common.errors import EngineError
 from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
 from llamaq.worker.engine.llama_bindings import Context, Model
 from llamaq.worker.engine.state_format import SequenceState, StatePart, allocate_state
-from llamaq.worker.engine.swa_guard_sequences import SwaGuards
+from llamaq.worker.engine.swa_guards import SwaGuards
 
 
 class KvSequences:

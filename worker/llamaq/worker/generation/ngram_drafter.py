@@ -19,7 +19,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft
+from llamaq.worker.core.draft import NO_DRAFT, Draft
 
 N_GRAM = 3
 """Number of last tokens that must have occurred before."""
@@ -38,7 +38,7 @@ original is forgotten."""
 
 
 class NgramDrafter:
-    """Finds the longest earlier occurrence of the end of the history. Implements `core.token_draft.Drafter`.
+    """Finds the longest earlier occurrence of the end of the history. Implements `core.draft.Drafter`.
 
     Args:
         history: The prompt, and the tokens that earlier attempts generated.

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from llamaq.worker.core.admission_record import Evicted
+from llamaq.worker.core.admission import Evicted
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup

@@ -21,7 +21,7 @@ from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.sequence_interface import StateOps
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, StoredPrefix, TokenSpan
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_files_interface import BlockFiles, NoBlockFiles

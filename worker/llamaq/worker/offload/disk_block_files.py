@@ -23,7 +23,7 @@ from pathlib import Path
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import Block, BlockHeader, DiskOperation, WriteBlock
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.atomic_files import (
     LOCK,
     TEMPORARY,
@@ -32,8 +32,8 @@ from llamaq.worker.offload.atomic_files import (
     open_file,
     write_file,
 )
+from llamaq.worker.offload.background_thread import BackgroundThread
 from llamaq.worker.offload.disk_format import Fault, checksum, encode_header, fingerprint_key, read_data, read_header
-from llamaq.worker.offload.single_thread_executor import BackgroundThread
 
 log = logging.getLogger(__name__)
 

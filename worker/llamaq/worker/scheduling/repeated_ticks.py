@@ -32,7 +32,7 @@ from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
 from llamaq.worker.core.outputs import NewToken, TickOutcome
 from llamaq.worker.core.slot import Run, Slot
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD, Preemption
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.token_outputs import new_token

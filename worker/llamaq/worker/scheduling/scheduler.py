@@ -28,12 +28,12 @@ from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
+from llamaq.worker.core.draft import NO_DRAFT
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost, TickOutcome
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
-from llamaq.worker.core.token_draft import NO_DRAFT
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.bulk_share import BulkShare, count_bulk
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of

@@ -13,9 +13,9 @@ from dataclasses import replace
 from math import inf
 
 from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.draft import Draft
 from llamaq.worker.core.slot import Run
-from llamaq.worker.core.token_draft import Draft
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.tokens_ahead.forced_tokens import ForcedTokens
 from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation

@@ -21,7 +21,7 @@ from llamaq.worker.kv_cache.blocks.block import (
     TokenSpan,
     WriteBlock,
 )
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 
 ROOMY = 10**9
 A, B = Scope("a"), Scope("b")

@@ -7,7 +7,7 @@ import pytest
 from llamaq.common.protocol.text_commands import TextReply
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
-from llamaq.gateway.token_bytes_cache import TokenPieces
+from llamaq.gateway.token_pieces import TokenPieces
 from llamaq.producer.queries import text_commands
 from llamaq.producer.testing import FakeWorker
 

@@ -23,7 +23,7 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_state import server_time_ms
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 
 log = logging.getLogger(__name__)
 

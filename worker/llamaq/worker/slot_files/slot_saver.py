@@ -17,7 +17,7 @@ from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Run, Slot
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS
