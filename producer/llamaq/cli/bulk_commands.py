@@ -55,7 +55,7 @@ def run_here(
     an `id`, and job options. After an interruption, start the same command again: it continues, and computes no row
     twice. If a row has failed, the exit code is 1.
     """
-    # In an outage of Redis, the polls of the jobs log a warning. That of the other connection would say the same.
+    # In an outage of Redis, the polls of the jobs log a warning. The pub/sub connection would log the same again.
     pubsub_connection.log.setLevel(logging.ERROR)
     if retry_errors:
         drop_errors(run)

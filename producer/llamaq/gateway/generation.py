@@ -190,7 +190,7 @@ def _refusing_lost_jobs() -> Iterator[None]:
 
 
 def _not_cancelled(result: Result) -> Result:
-    """Return the result. An answer of a cancelled job would look complete, and its end is not known to all APIs."""
+    """Return the result. Raises `JobCancelled` for a cancelled job: its answer would look complete in some APIs."""
     if result.finish_reason is FinishReason.CANCELLED:
         raise JobCancelled(result.job_id)
     return result

@@ -65,7 +65,8 @@ class AsyncJob:
         self.is_shared = is_shared
         """Whether other callers may get the same job, for example through its idempotency key."""
         self.early_progress: EarlyProgress | None = None
-        """Has listened since before the submit, for the first stream of this handle. `client.stream` sets it."""
+        """Has subscribed before the submit, so that the first stream of this handle misses no progress. `client.stream`
+        sets it."""
         self._connection = connection
         self._keys = connection.keys.of_job(job_id)
 

@@ -50,7 +50,7 @@ class CertificateRenewal:
         """Load both files. While only one of them is new, they do not belong together, and the old ones stay in use."""
         try:
             self._newest = load_certificate(*self._files)
-        except OSError as exc:  # an SSLError is one too
+        except OSError as exc:  # SSLError is a subclass
             log.warning("tls.not_renewed error=%s: the certificate that was loaded before stays in use", exc)
         else:
             log.info("tls.renewed cert=%s", self._files[0])

@@ -155,7 +155,7 @@ class EventReader(JobListener):
                 self._wait.wake()
             case TokenSpan() | Finished() | Failed():  # output before it is missing
                 self._fall_behind()
-            case Retried():  # reads when the job is due again, so that `expire` can add its entry
+            case Retried():  # reads the time at which the job is due again: `expire` adds its entry then
                 self._fall_behind()
 
     def _has_all_output(self, end: Finished | Failed) -> bool:

@@ -62,7 +62,7 @@ class PollSchedule:
         return due
 
     def _plan(self, listener: JobListener, start_s: float, pause_s: float) -> None:
-        due_s = start_s + pause_s * random.uniform(1, 1 + JITTER)  # no secret
+        due_s = start_s + pause_s * random.uniform(1, 1 + JITTER)
         heapq.heappush(self._polls, _PlannedPoll(due_s, next(self._numbers), listener, pause_s, start_s))
 
 

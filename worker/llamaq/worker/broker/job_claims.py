@@ -315,7 +315,7 @@ class JobClaims:
         elif outcome == "left":
             log.info("job.left id=%s: another model has begun it (--other-model)", entry.job_id)
         elif outcome == "gone":
-            await self._redis.unlink(self._keys.of_job(entry.job_id).events)  # nothing else ends their life
+            await self._redis.unlink(self._keys.of_job(entry.job_id).events)  # no other call deletes these events
             await self._dead_letters.bury_entry(
                 entry.stream, entry.entry_id, {b"id": entry.job_id.encode()}, "the job does not exist"
             )

@@ -281,7 +281,7 @@ class JobStreams:
                 pipe.xadd(self._wake, {"by": "close"})
                 pipe.expire(self._wake, WAKE_TTL_S)
                 await pipe.execute()
-        except (RedisError, TimeoutError) as exc:  # the wait ends by itself
+        except (RedisError, TimeoutError) as exc:  # the wait then ends after its own time limit
             log.debug("streams.wait_not_ended error=%s", exc)
 
     async def wait(self, wait_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:

@@ -65,7 +65,7 @@ class NgramDrafter:
         if several have equally many. Without an occurrence, it is the original after an edit, otherwise a rare token.
         """
         end = len(history) - 1
-        if end != self._found[0]:  # after a batch that was refused, the same draft is asked for again
+        if end != self._found[0]:  # equal: the last batch was refused, so the same draft is proposed again
             self._read(history)
             self._found = (end, *self._find(history, end))
         _, source, grade = self._found

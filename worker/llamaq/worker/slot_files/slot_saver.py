@@ -88,7 +88,7 @@ class SlotSaver:
                 f"slot {slot.index} has no state: no job has run there, or the cache has evicted its state"
             )
         if run is not None and not self._sequences.can_save_parts:
-            self._read_from_device(save)  # now: the next tick makes the sequence longer, and it cannot be cut back
+            self._read_from_device(save)  # before the next tick adds tokens, which cannot be removed again
         return save
 
     def step(self, save: SlotSave) -> Future[Data | None] | None:

@@ -111,7 +111,7 @@ class TickTimeModel:
         """Number of ticks since the last one that computed decode tokens only."""
 
     def record(self, tick: TickTime) -> None:
-        """Learn from a tick. Ticks with tokens ahead are ignored, because they show neither time alone."""
+        """Learn from a tick. Ticks with tokens ahead are ignored: the time of these tokens cannot be told apart."""
         if tick.n_ahead or tick.draft_model_s:
             return
         if not tick.n_prefill:

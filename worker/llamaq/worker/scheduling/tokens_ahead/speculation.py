@@ -19,9 +19,9 @@ WORKER_DECAY = 0.97
 TRIAL_AFTER = 128
 """Largest number of ticks between two trials, while drafts promise no gain."""
 SEARCHES_PER_TICK, MAX_UNSEARCHED = 4, 16
-"""With each `SEARCHES_PER_TICK` searches in a row that found no draft, one more tick without a search comes between two
-searches, at most `MAX_UNSEARCHED`. So texts that do not repeat themselves are searched less often, and a draft is found
-at most `MAX_UNSEARCHED` ticks late."""
+"""After `SEARCHES_PER_TICK` searches in a row that found no draft, a tick without a search follows each search. After
+twice as many, two such ticks follow, and so on up to `MAX_UNSEARCHED`. So texts that do not repeat themselves are
+searched less often, and a draft is found at most `MAX_UNSEARCHED` ticks late."""
 
 
 class Speculation(ABC):

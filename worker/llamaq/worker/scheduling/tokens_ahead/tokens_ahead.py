@@ -73,7 +73,7 @@ class TokensAhead:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether drafts are found only with a plan, or their tokens cannot be removed without one."""
+        """Whether a tick with drafts needs a plan: to find the drafts, or to remove their tokens afterwards."""
         search_needs_plan = self._speculation is not None and self._speculation.needs_plan
         return search_needs_plan or not self._memory.can_remove_draft
 
