@@ -20,7 +20,7 @@ from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, 
 from llamaq.producer.streaming import pubsub_connection
 
 FORCE_AFTER_S = 2.0
-"""Signals within this time after the first one are ignored: the run cancels its jobs first, also if Ctrl-C is pressed
+"""Signals within this time after the first one are ignored: the run cancels its jobs first, even if Ctrl-C is pressed
 twice."""
 _REASONS = {
     BulkState.STOPPED: "the run was stopped: start the same command again to continue it",

@@ -57,7 +57,7 @@ class Generation:
         self.streams: list[AsyncStream] = []
         """The streams of the jobs, after `start`."""
         self._begun: list[AsyncStream] = []
-        """The same streams, also before `start` has submitted all jobs."""
+        """The same streams, even before `start` has submitted all jobs."""
 
     def _ownership(self, idempotency_key: str | None, number: int) -> dict[str, Any]:
         """Return the options of a job that decide whether it ends with its request."""

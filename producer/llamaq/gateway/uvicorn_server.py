@@ -41,7 +41,7 @@ LAST_REQUESTS_S = 0.5
 answered, and the response announces the close. If the server closed the connection at the moment at which a proxy sends
 a request, the proxy would answer with 502."""
 ACCEPTING_S = 0.05
-"""After this time, the connections that the server has accepted last are open."""
+"""Time in which asyncio opens the connections that the server has accepted before it stops to listen."""
 CLOSE = (b"connection", b"close")
 """The header that announces that the server closes the connection after the response."""
 
@@ -147,7 +147,7 @@ class AnsweringServer(uvicorn.Server):
         super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop. After SIGTERM the exit code is 0: uvicorn would at last end the process by the signal."""
+        """Begin to stop. After SIGTERM the exit code is 0, whereas uvicorn would end the process by the signal."""
         if sig == signal.SIGTERM:
             self.should_exit = True
         else:

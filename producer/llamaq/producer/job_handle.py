@@ -76,7 +76,7 @@ class AsyncJob:
     async def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
-        If the job has reached a deadline, this call ends it, also without a worker.
+        If the job has reached a deadline, this call ends it, even without a worker.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.

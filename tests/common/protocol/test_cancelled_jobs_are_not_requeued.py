@@ -1,4 +1,4 @@
-"""A job whose cancel was accepted ends when its worker stops or dies, also if no other worker runs."""
+"""A job whose cancel was accepted ends when its worker stops or dies, even if no other worker runs."""
 
 from __future__ import annotations
 

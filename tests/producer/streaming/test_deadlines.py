@@ -1,4 +1,4 @@
-"""A client that waits for a job ends it at its deadlines, also if no worker is alive."""
+"""A client that waits for a job ends it at its deadlines, even if no worker is alive."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ async def test_the_deadline_of_a_job_that_may_not_be_ended_stays(server: str) ->
         assert [(await job.result(timeout=10)).finish_reason for job in jobs] == [FinishReason.DEADLINE] * 2
 
 
-# ---- a key and its expiry are stored together, also if the server dies after the first command
+# ---- a key and its expiry are stored together, even if the server dies after the first command
 
 
 NO_EXPIRY = ("-expire", "-pexpire")

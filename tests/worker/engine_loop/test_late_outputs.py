@@ -1,4 +1,4 @@
-"""The texts of repeated ticks are made while the next batch is computed, and no token is lost, also after errors."""
+"""The texts of repeated ticks are made while the next batch is computed, and no token is lost, even after errors."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class CertificateRenewal:
                 self._load()
 
     def _use_newest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Called when the first message of a client has arrived, also if it names no server."""
+        """Called when the first message of a client has arrived, even if it names no server."""
         connection.context = self._newest
 
     def _read_versions(self) -> list[tuple[int, int, int] | None]:

@@ -132,7 +132,7 @@ class JobClaims:
         return self._streams.can_wait_and_read
 
     def has_read_all(self, priorities: Sequence[Priority] = tuple(Priority)) -> bool:
-        """Return whether a read has left no entry of these priorities. New entries end the next wait."""
+        """Return whether the last read took all new entries of these priorities. Newer entries end the next wait."""
         return self._streams.has_read_all(priorities)
 
     async def wait_and_read(self, wait_s: float, count: int) -> list[ClaimReply]:

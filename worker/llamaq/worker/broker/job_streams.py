@@ -83,7 +83,7 @@ class JobStreams:
         self.can_wait_and_read = partitions == 1
         """Whether `wait_and_read` may be called."""
         self._read_out: set[str] = set()
-        """The streams of the only partition that a read has left without an entry. New entries end the next wait."""
+        """With one partition: the streams of which the last read took all new entries. Newer ones end the next wait."""
         self._turns = PartitionTurns(redis, partitions)
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that has ended a wait."""
@@ -92,7 +92,7 @@ class JobStreams:
         wait. On one server, the peek of partition 0 is for all partitions."""
 
     def has_read_all(self, priorities: Sequence[Priority] = tuple(Priority)) -> bool:
-        """Return whether a read has left no entry of these priorities. New entries end the next wait.
+        """Return whether the last read took all new entries of these priorities. Newer entries end the next wait.
 
         With several partitions, this is not known.
         """

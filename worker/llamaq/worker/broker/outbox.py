@@ -61,7 +61,7 @@ class _Partition:
     renewed_s: float = 0.0
     """When the leases were renewed."""
     whole_s: float = 0.0
-    """When all jobs were flushed, also those without news."""
+    """When all jobs were last flushed, including those without news."""
     has_outage: bool = False
     """Whether the last flush failed."""
     outage_ended_s: float = 0.0

@@ -28,7 +28,7 @@ class DraftAcceptance:
         return self._accepted / (self._accepted + self._rejected)
 
     def record(self, n_drafted: int, n_accepted: int) -> None:
-        """Record the outcome of a draft. After the first token that is not accepted, the others tell nothing."""
+        """Record the outcome of a draft. Tokens after the first rejected one do not count."""
         self._accepted = self._decay * self._accepted + n_accepted
         self._rejected = self._decay * self._rejected + (1 if n_accepted < n_drafted else 0)
 

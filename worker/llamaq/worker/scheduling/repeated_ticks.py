@@ -71,7 +71,7 @@ class RepeatedTicks:
     order, before `apply`. With stop strings, call `late_outputs` before each `next_batch`. If `has_stopped` is then
     true, call `apply`.
 
-    Threads: another thread may call `late_outputs`, and what `preparation` returns, also while the engine thread calls
+    Threads: another thread may call `late_outputs`, and what `preparation` returns, even while the engine thread calls
     `next_batch` for later ticks. The engine thread calls all other methods.
 
     Args:

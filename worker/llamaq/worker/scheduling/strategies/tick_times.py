@@ -26,7 +26,7 @@ from dataclasses import dataclass
 N_DECODE_TICKS = 9
 """The time of the decode tokens is computed from this number of newest ticks without prompt tokens."""
 SIMILAR = 2
-"""A tick tells the time of decode tokens for numbers of streams that differ from its own by at most this factor."""
+"""The time of decode tokens is taken from ticks whose number of streams differs by at most this factor."""
 N_PREFILL_TICKS = 16
 """The time of one prompt token is computed from this number of newest ticks with prompt tokens."""
 DECAY = 0.7

@@ -103,7 +103,7 @@ class ForcedTokenGain:
         """Number of last ticks with these decode tokens and nothing else."""
         self._is_after_forced = False
         self._n_unknown = 0
-        """Number of last ticks with numbers of decode tokens for which no time without forced tokens was known."""
+        """Number of last ticks for which the time without forced tokens was not known."""
 
     def pays_off(self, n_decode: int, n_forced: int) -> bool:
         """Return whether a tick with this number of decode tokens should have this number of forced tokens."""
