@@ -26,7 +26,7 @@ from typing import Any
 
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.kv_sequences import KvSequences
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
 from llamaq.worker.scheduling.scheduler import Scheduler
 

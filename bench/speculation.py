@@ -159,7 +159,7 @@ def time_worker(stack: Stack, queue: str, jobs: Sequence[Work]) -> tuple[Figures
 
 
 def time_both(stack: Stack, jobs: Sequence[Work], turn: int) -> Figures:
-    """Run the jobs on both workers. With each `turn`, the other one is first."""
+    """Run the jobs on both workers, one after the other. The order alternates with `turn`."""
     measured = {queue: time_worker(stack, queue, jobs) for queue in ((OFF, ON) if turn % 2 else (ON, OFF))}
     (off, expected), (on, outputs) = measured[OFF], measured[ON]
     return {

@@ -1,4 +1,4 @@
-"""Cancelled tasks end, also when redis-py swallows a cancellation."""
+"""Cancelled tasks end, even when redis-py swallows a cancellation."""
 
 from __future__ import annotations
 

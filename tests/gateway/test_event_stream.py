@@ -12,7 +12,7 @@ import pytest
 from tests.gateway.test_disconnects import CHAT, STREAMED, gateway
 from tests.support.http_server import post_of, sending
 
-from llamaq.gateway.choice_chunks import ChoiceStream
+from llamaq.gateway.choice_stream import ChoiceStream
 from llamaq.gateway.http import event_stream
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data, error_event, named
 from llamaq.gateway.progress_fields import ProgressOptions

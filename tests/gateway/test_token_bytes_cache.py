@@ -7,7 +7,7 @@ import pytest
 from llamaq.common.protocol.text_commands import TextReply
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
-from llamaq.gateway.token_bytes_cache import TokenPieces
+from llamaq.gateway.token_bytes_cache import TokenBytesCache
 from llamaq.producer.queries import text_commands
 from llamaq.producer.testing import FakeWorker
 
@@ -23,7 +23,7 @@ async def test_bytes_are_kept_only_for_a_known_vocabulary(
     monkeypatch.setattr(text_commands, "ask", ask)
     queues = QueueDirectory(serve_settings(redis_url=redis_url, queue=queue))
     try:
-        pieces, client = TokenPieces(queues), await queues.find(None)
+        pieces, client = TokenBytesCache(queues), await queues.find(None)
         # A worker that has started less than a moment ago answers, although the last list of workers does not have it.
         assert await pieces.of(client, {1}) == {1: b"a"}
         assert await pieces.of(client, {1}) == {1: b"b"}

@@ -23,7 +23,7 @@ DURABLE = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
 
 
 class Submitter(threading.Thread):
-    """A thread that submits jobs, also while Redis is down, and records the acknowledged jobs."""
+    """A thread that submits jobs, even while Redis is down, and records the acknowledged jobs."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(daemon=True)

@@ -19,8 +19,8 @@ from functools import wraps
 from typing import Any
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
+from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.script_types import Attempt, FinishReply, JobFlush
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult

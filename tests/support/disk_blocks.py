@@ -11,9 +11,9 @@ from typing import Self
 import pytest
 
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.kv_cache.blocks.block import Block
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 
 ROOMY = 10**9
@@ -42,7 +42,7 @@ class Disk:
     def blocks(self, tokens: Sequence[int], scope: Scope = SCOPE) -> tuple[Block, ...]:
         return self.store.match(pack(tokens), scope).blocks
 
-    def read(self, tokens: Sequence[int], scope: Scope = SCOPE) -> list[Data | None]:
+    def read(self, tokens: Sequence[int], scope: Scope = SCOPE) -> list[SavedCells | None]:
         return [self.files.read(block).result(LIMIT_S) for block in self.blocks(tokens, scope)]
 
     def flush(self) -> None:

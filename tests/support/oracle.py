@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from llamaq.worker.core.token_draft import Draft
+from llamaq.worker.core.draft import Draft
 from llamaq.worker.testing import next_letter
 
 NextToken = Callable[[Sequence[int]], int]

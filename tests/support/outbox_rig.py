@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_events import Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest

@@ -7,18 +7,28 @@ The value of a setting comes from the first of these sources that has it: the ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from llamaq.common.errors import InvalidSettings
+from llamaq.common.logging_setup import LogFormat
 from llamaq.common.protocol.job_request import MAX_PARTITIONS, QUEUE_PATTERN, TENANT_PATTERN
 
 ENV_PREFIX = "LLAMAQ_"
 DEFAULT_URL = "redis://localhost:6379/0"
 
 S = TypeVar("S", bound=BaseSettings)
+
+# The settings `log_level` and `log_format` of workers and of HTTP servers.
+LogLevelSetting = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    Field(description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."),
+]
+LogFormatSetting = Annotated[
+    LogFormat, Field(description="Form of log messages: `text`, or `json` with one object on each line.")
+]
 
 
 class QueueSettings(BaseSettings):

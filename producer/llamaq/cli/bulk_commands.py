@@ -20,7 +20,7 @@ from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, 
 from llamaq.producer.streaming import pubsub_connection
 
 FORCE_AFTER_S = 2.0
-"""Signals within this time after the first one are ignored: the run cancels its jobs first, also if Ctrl-C is pressed
+"""Signals within this time after the first one are ignored: the run cancels its jobs first, even if Ctrl-C is pressed
 twice."""
 _REASONS = {
     BulkState.STOPPED: "the run was stopped: start the same command again to continue it",
@@ -55,7 +55,7 @@ def run_here(
     an `id`, and job options. After an interruption, start the same command again: it continues, and computes no row
     twice. If a row has failed, the exit code is 1.
     """
-    # In an outage of Redis, the polls of the jobs log a warning. That of the other connection would say the same.
+    # In an outage of Redis, the polls of the jobs log a warning. The pub/sub connection would log the same again.
     pubsub_connection.log.setLevel(logging.ERROR)
     if retry_errors:
         drop_errors(run)

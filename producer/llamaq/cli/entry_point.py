@@ -12,11 +12,11 @@ from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 
 def main() -> None:
     """Import the commands, and run the called one."""
-    gc.disable()  # almost all objects of the imports live until the end, so collections would only take time
+    gc.disable()  # imports create objects that live until the exit, so a collection would free nothing
     try:
         from llamaq.cli.main import main as run
 
-        gc.freeze()  # nor shall a later collection, such as the one at the end, visit these objects
+        gc.freeze()  # later collections, such as the one at the exit, skip these objects
         gc.enable()
         run()
     except KeyboardInterrupt:

@@ -62,7 +62,7 @@ class InterruptibleGroup(TyperGroup):
         """Run the called command."""
         try:
             return super().invoke(ctx)
-        except (KeyboardInterrupt, typer.Abort) as exc:  # a question raises Abort
+        except (KeyboardInterrupt, typer.Abort) as exc:  # typer raises Abort if Ctrl-C interrupts a question
             if sys.stderr.isatty():
                 typer.echo(err=True)  # the terminal has shown ^C in the middle of a line
             raise typer.Exit(EXIT_INTERRUPTED) from exc
@@ -171,7 +171,7 @@ def main() -> None:
     logging.getLogger("llamaq.producer.worker_watch").setLevel(logging.ERROR)
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
-    except (LlamaqError, RedisError, OSError, UnicodeEncodeError) as exc:  # the last two: unwritable output
+    except (LlamaqError, RedisError, OSError, UnicodeEncodeError) as exc:  # the last two: the output cannot be written
         with suppress(OSError):
             typer.echo(f"llamaq: {explain(exc)}", err=True)
         sys.exit(exit_code_of(exc))

@@ -44,8 +44,8 @@ from llamaq.gateway.routes import (
     texts,
 )
 from llamaq.gateway.settings import ServeSettings
-from llamaq.gateway.token_bytes_cache import TokenPieces
-from llamaq.producer.answer_form_detection import AnswerForms
+from llamaq.gateway.token_bytes_cache import TokenBytesCache
+from llamaq.producer.answer_forms import AnswerForms
 
 ROUTES = [
     Route("/health", slots_props_metrics.health),
@@ -133,7 +133,7 @@ def build_app(settings: ServeSettings) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
         keys = KeyStore(queues.default.redis, queues.default.keys, key_file)
-        models = ModelKnowledge(queues, TokenPieces(queues), AnswerForms(queues.last_card))
+        models = ModelKnowledge(queues, TokenBytesCache(queues), AnswerForms(queues.last_card))
         runner = BatchRunner(settings, models, keys)
         app.state.context = Context(settings, queues, keys, models, runner)
         runner.start()

@@ -57,7 +57,7 @@ class Generation:
         self.streams: list[AsyncStream] = []
         """The streams of the jobs, after `start`."""
         self._begun: list[AsyncStream] = []
-        """The same streams, also before `start` has submitted all jobs."""
+        """The same streams, even before `start` has submitted all jobs."""
 
     def _ownership(self, idempotency_key: str | None, number: int) -> dict[str, Any]:
         """Return the options of a job that decide whether it ends with its request."""
@@ -190,7 +190,7 @@ def _refusing_lost_jobs() -> Iterator[None]:
 
 
 def _not_cancelled(result: Result) -> Result:
-    """Return the result. An answer of a cancelled job would look complete, and its end is not known to all APIs."""
+    """Return the result. Raises `JobCancelled` for a cancelled job: its answer would look complete in some APIs."""
     if result.finish_reason is FinishReason.CANCELLED:
         raise JobCancelled(result.job_id)
     return result

@@ -13,8 +13,8 @@ from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.keys import JobId
 from llamaq.gateway.queue_directory import QueueDirectory
-from llamaq.gateway.token_bytes_cache import TokenPieces, starts_of
-from llamaq.producer.answer_form_detection import AnswerForms
+from llamaq.gateway.token_bytes_cache import TokenBytesCache, starts_of
+from llamaq.producer.answer_forms import AnswerForms
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 
 ASK_TIMEOUT_S = 2.0
@@ -26,7 +26,7 @@ class ModelKnowledge:
     """What is needed to prepare requests, and to build their answers."""
 
     queues: QueueDirectory
-    pieces: TokenPieces
+    pieces: TokenBytesCache
     """The bytes of tokens."""
     forms: AnswerForms
     """How the answers of models are written."""

@@ -60,7 +60,7 @@ async def explaining_long_prompts(
             raise
         card = await context.queues.card(generation.client.queue)
         n_tokens = 0
-        with suppress(LlamaqError):  # the error of the job says enough
+        with suppress(LlamaqError):  # then the error of the job is raised as it is
             n_tokens = await _longest_prompt(generation.client, generation.requests)
         if card is None or not n_tokens:
             raise

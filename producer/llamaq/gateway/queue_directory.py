@@ -74,7 +74,7 @@ class QueueDirectory:
     async def aclose(self) -> None:
         """Close all clients. The jobs of open streams are cancelled."""
         await self._refreshing.cancel()
-        if self._reading is not None:  # its callers are shielded from it; it would connect again after the close
+        if self._reading is not None:  # the read outlives its callers, and would connect again after the close
             await cancel_tasks(self._reading)
         await asyncio.gather(*(client.aclose() for client in {self._default, *self._clients.values(), *self._replaced}))
 

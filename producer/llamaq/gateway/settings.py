@@ -10,7 +10,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from llamaq.common.logging_setup import LogFormat
 from llamaq.common.protocol.job_request import MAX_GENERATED_TOKENS
-from llamaq.common.settings import ENV_PREFIX, ClientSettings, build_settings
+from llamaq.common.settings import ENV_PREFIX, ClientSettings, LogFormatSetting, LogLevelSetting, build_settings
 
 
 class ServeSettings(ClientSettings):
@@ -110,12 +110,8 @@ class ServeSettings(ClientSettings):
         description="Endpoints that this server does not offer, separated by commas: `page` (the chat page), "
         "`metrics`, `props` and `slots` (the list of slots, which shows the jobs of all clients).",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."
-    )
-    log_format: LogFormat = Field(
-        LogFormat.TEXT, description="Form of log messages: `text`, or `json` with one object on each line."
-    )
+    log_level: LogLevelSetting = "info"
+    log_format: LogFormatSetting = LogFormat.TEXT
     tls_cert: Path | None = Field(
         None,
         description="PEM file with the certificate chain. If set, the server speaks HTTPS. Needs `tls_key`. Both files "

@@ -13,7 +13,7 @@ from llamaq.producer.queries import text_commands
 MAX_VOCABULARIES = 16
 
 
-class TokenPieces:
+class TokenBytesCache:
     """For each vocabulary, the bytes of all tokens that workers have returned so far."""
 
     def __init__(self, queues: QueueDirectory) -> None:
@@ -21,7 +21,7 @@ class TokenPieces:
         self._known: dict[str, dict[int, bytes]] = {}
 
     def __repr__(self) -> str:
-        return f"<TokenPieces { {name: len(pieces) for name, pieces in self._known.items()} }>"
+        return f"<TokenBytesCache { {name: len(pieces) for name, pieces in self._known.items()} }>"
 
     async def of(self, client: AsyncClient, tokens: set[int]) -> dict[int, bytes]:
         """Return the bytes of tokens of a queue's model, by token id. The map may contain further tokens.

@@ -41,7 +41,7 @@ LAST_REQUESTS_S = 0.5
 answered, and the response announces the close. If the server closed the connection at the moment at which a proxy sends
 a request, the proxy would answer with 502."""
 ACCEPTING_S = 0.05
-"""After this time, the connections that the server has accepted last are open."""
+"""Time in which asyncio opens the connections that the server has accepted before it stops to listen."""
 CLOSE = (b"connection", b"close")
 """The header that announces that the server closes the connection after the response."""
 
@@ -64,7 +64,7 @@ class ClientConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Begin to wait for the headers of a next request, or end the wait."""
-        if self.conn.their_state is h11.MUST_CLOSE:  # uvicorn would answer that this data is no request
+        if self.conn.their_state is h11.MUST_CLOSE:  # otherwise uvicorn would answer that the request is invalid
             return
         super().data_received(data)
         self._watch_headers()
@@ -77,7 +77,7 @@ class ClientConnection(H11Protocol):
         self._stop_timer()
 
     def announce_close(self) -> None:
-        """Let the response to the current request, if it has not begun, tell the client that the connection closes."""
+        """Add `Connection: close` to the response to the current request, if the response has not begun."""
         if self.cycle is not None:
             self.cycle.default_headers = [*self.cycle.default_headers, CLOSE]
 
@@ -109,7 +109,7 @@ class ClientConnection(H11Protocol):
         return bool(poll.poll(0))
 
     def _watch_headers(self) -> None:
-        is_answered = self.conn.our_state is h11.DONE  # before the end of its body: a refusal
+        is_answered = self.conn.our_state is h11.DONE  # a refusal may come before the end of the request body
         if self.conn.their_state is not h11.IDLE and not is_answered:
             self._stop_timer()
         elif self._header_timer is None:
@@ -147,7 +147,7 @@ class AnsweringServer(uvicorn.Server):
         super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop. After SIGTERM the exit code is 0: uvicorn would at last end the process by the signal."""
+        """Begin to stop. After SIGTERM the exit code is 0, whereas uvicorn would end the process by the signal."""
         if sig == signal.SIGTERM:
             self.should_exit = True
         else:
@@ -179,7 +179,11 @@ class AnsweringServer(uvicorn.Server):
             ending.cancel()
 
     def _stop_listening(self, sockets: list[socket.socket]) -> list[asyncio.Task[Any]]:
-        """Close the sockets. Return tasks that accept the connections which wait: the system would reset them."""
+        """Close the sockets. Connections that wait are accepted first, because the system would reset them.
+
+        Returns:
+            Tasks that serve these connections.
+        """
         waiting: list[socket.socket] = []
         for listening in sockets:
             with suppress(OSError):  # no connection waits
@@ -236,7 +240,7 @@ def _check_tls(settings: ServeSettings) -> None:
             raise InvalidSettings(f"{name}: there is no file {path}")
     try:
         load_certificate(settings.tls_cert, settings.tls_key)
-    except OSError as exc:  # an SSLError is one too
+    except OSError as exc:  # SSLError is a subclass
         raise InvalidSettings(f"tls_cert, tls_key: the files cannot be used: {exc.strerror or exc}") from exc
 
 
@@ -252,7 +256,7 @@ def bind(settings: ServeSettings) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections too
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
         for name, value in DEAD_CLIENT.items():
             if hasattr(socket, name):
                 bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

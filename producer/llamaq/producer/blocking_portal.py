@@ -109,7 +109,7 @@ class BlockingPortal:
                 self._iterated.discard(items)
 
     def close_iterator(self, items: Closable) -> None:
-        """Close an object of the loop. The garbage collector calls this in any thread, also after the loop closed.
+        """Close an object of the loop. The garbage collector calls this in any thread, even after the loop closed.
 
         While the portal stops, this does nothing: the portal closes its client, which ends all streams.
         """

@@ -8,7 +8,7 @@ from typing import Any
 
 from llamaq.common.protocol.chat import Message, ToolCall
 from llamaq.common.protocol.job_outcome import Result
-from llamaq.producer.answer_form_detection import AnswerForms
+from llamaq.producer.answer_forms import AnswerForms
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.answer_parts.parts import Part
 from llamaq.producer.job_handle import Chunk

@@ -20,7 +20,7 @@ from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.early_progress import EarlyProgress
 from llamaq.producer.streaming.end_waiter import EndWaiter
 from llamaq.producer.streaming.event_reader import EventReader
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 from llamaq.producer.streaming.retried_reads import RetriedReads
 
 
@@ -65,7 +65,8 @@ class AsyncJob:
         self.is_shared = is_shared
         """Whether other callers may get the same job, for example through its idempotency key."""
         self.early_progress: EarlyProgress | None = None
-        """Has listened since before the submit, for the first stream of this handle. `client.stream` sets it."""
+        """Has subscribed before the submit, so that the first stream of this handle misses no progress. `client.stream`
+        sets it."""
         self._connection = connection
         self._keys = connection.keys.of_job(job_id)
 
@@ -75,7 +76,7 @@ class AsyncJob:
     async def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
-        If the job has reached a deadline, this call ends it, also without a worker.
+        If the job has reached a deadline, this call ends it, even without a worker.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.

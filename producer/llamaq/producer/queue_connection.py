@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.connect import connect

@@ -376,7 +376,7 @@ class Client(BlockingClient):
     def pause(self) -> None:
         """Pause the queue: no job gets its first slot until `resume`.
 
-        Jobs that have a slot, or had one, continue, also on another worker. New jobs are still accepted, and their
+        Jobs that have a slot, or had one, continue, perhaps on another worker. New jobs are still accepted, and their
         deadlines count. `queue_depth().mode` is the mode of the queue.
         """
         self._call(lambda client: client.pause())
@@ -393,7 +393,7 @@ class Client(BlockingClient):
         self._call(lambda client: client.resume())
 
     def queues(self) -> tuple[QueueSummary, ...]:
-        """Return all queues with this client's `key_prefix`, sorted by name, also those that no worker serves.
+        """Return all queues with this client's `key_prefix`, sorted by name, including those that no worker serves.
 
         A queue exists from its first job or worker on. The call examines all keys of the Redis server, and finds at
         most 10,000 partitions.
@@ -805,7 +805,7 @@ class Job(BlockingJob):
     def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
-        If the job has reached a deadline, this call ends it, also without a worker.
+        If the job has reached a deadline, this call ends it, even without a worker.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.

@@ -26,8 +26,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
+from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats

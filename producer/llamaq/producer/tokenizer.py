@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from redis.asyncio import Redis
 
+from llamaq.common.bounded_zlib import decompress
 from llamaq.common.errors import MissingExtra, NoWorker, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.chat import Message
@@ -124,13 +124,7 @@ def _build(packed: bytes, card: WorkerCard) -> Tokenizer:
 
 def _unpack(packed: bytes, vocab_hash: str) -> bytes:
     """Return the unpacked vocabulary. Its size and hash are checked here, because llama.cpp does not check it."""
-    inflater = zlib.decompressobj()
-    try:
-        blob = inflater.decompress(packed, MAX_VOCAB_BYTES)
-    except zlib.error as exc:
-        raise ProtocolError(f"the vocabulary does not decompress: {exc}") from exc
-    if not inflater.eof:
-        raise ProtocolError(f"the vocabulary is truncated, or larger than {MAX_VOCAB_BYTES} bytes")
+    blob = decompress(packed, MAX_VOCAB_BYTES, "the vocabulary")
     if hashlib.sha256(blob).hexdigest() != vocab_hash:
         raise ProtocolError("the vocabulary does not match its hash")
     return blob

@@ -20,7 +20,7 @@ from llamaq.common.metrics.metric_definitions import Family, Histogram, Samples
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.script_types import TerminalWrite
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker

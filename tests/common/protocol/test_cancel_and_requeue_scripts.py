@@ -12,7 +12,7 @@ from tests.support.fake_redis import url_of_each_server
 from tests.support.started_jobs import field, start
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import (
     Attempt,

@@ -1,4 +1,4 @@
-"""A job whose cancel was accepted ends when its worker stops or dies, also if no other worker runs."""
+"""A job whose cancel was accepted ends when its worker stops or dies, even if no other worker runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.support.fake_redis import url_of_each_server
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.script_types import StoredEnd
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 
 redis_url = url_of_each_server
 

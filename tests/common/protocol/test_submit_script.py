@@ -15,7 +15,7 @@ from tests.support.started_jobs import start
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import (
     SubmitQueueFull,

@@ -21,7 +21,7 @@ from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, AsyncJob, IdempotencyConflict, InvalidRequest, JobState, TenantDepth
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 TENANT_KEYS = ("turns:*", "shares:*")

@@ -23,9 +23,9 @@ from tests.support.redis_servers import IN_MEMORY, Server
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_types import JobFlush
 from llamaq.common.redis.client import retry_until_deadline

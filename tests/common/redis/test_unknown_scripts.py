@@ -1,4 +1,4 @@
-"""A server that does not know a script gets its text, also when its scripts are flushed again and again."""
+"""A server that does not know a script gets its text, even when its scripts are flushed again and again."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Message
 from llamaq.producer.job_window.prefix_order import PrefixOrder
-from llamaq.producer.job_window.submit_rate_limit import Pace
+from llamaq.producer.job_window.submit_rate_limit import SubmitRateLimit
 from llamaq.producer.job_window.window_job import WindowJob
 
 
@@ -44,13 +44,13 @@ def test_chats_and_tokens_are_sorted_by_their_beginnings() -> None:
 
 def test_the_pace_allows_the_rate_and_no_burst_after_a_pause() -> None:
     now_s = 0.0
-    pace = Pace(10.0, lambda: now_s)
-    assert pace.n_allowed(100) == 1
-    pace.count(1)
-    assert (pace.n_allowed(100), pace.delay_s) == (0, 0.1)
+    limit = SubmitRateLimit(10.0, lambda: now_s)
+    assert limit.n_allowed(100) == 1
+    limit.count(1)
+    assert (limit.n_allowed(100), limit.delay_s) == (0, 0.1)
     now_s = 60.0
-    assert pace.n_allowed(100) == 10
-    pace.count(10)
+    assert limit.n_allowed(100) == 10
+    limit.count(10)
     now_s = 60.25
-    assert pace.n_allowed(100) == 2
-    assert Pace(None, lambda: now_s).n_allowed(7) == 7
+    assert limit.n_allowed(100) == 2
+    assert SubmitRateLimit(None, lambda: now_s).n_allowed(7) == 7

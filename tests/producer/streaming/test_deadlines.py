@@ -1,4 +1,4 @@
-"""A client that waits for a job ends it at its deadlines, also if no worker is alive."""
+"""A client that waits for a job ends it at its deadlines, even if no worker is alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llamaq.producer import AsyncClient, FinishReason, JobState
-from llamaq.producer.streaming import deadline_and_delay_watch
+from llamaq.producer.streaming import deadline_watch
 from llamaq.producer.streaming.job_state import RUNNING_GRACE_MS, read_state
 from llamaq.producer.testing import FakeWorker
 
@@ -39,7 +39,7 @@ async def test_a_job_that_has_started_outlives_its_queue_timeout(
 ) -> None:
     # The client looks at the job after 0.3 s. On the clock of Redis the job has 1000 s to start, until the test says
     # that they have passed.
-    monkeypatch.setattr(deadline_and_delay_watch, "LATE_S", -999.7)
+    monkeypatch.setattr(deadline_watch, "LATE_S", -999.7)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         waiting = asyncio.create_task(client.generate("hello", queue_timeout_s=1000))
         attempt = await worker.start_next()
@@ -54,8 +54,8 @@ async def test_a_job_that_has_started_outlives_its_queue_timeout(
 async def test_a_client_tries_again_when_redis_ends_a_job_later_than_expected(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadline_and_delay_watch, "RETRY_S", 0.05)
-    monkeypatch.setattr(deadline_and_delay_watch, "LATE_S", -0.5)  # like a clock of this host that is ahead
+    monkeypatch.setattr(deadline_watch, "RETRY_S", 0.05)
+    monkeypatch.setattr(deadline_watch, "LATE_S", -0.5)  # like a clock of this host that is ahead
     async with AsyncClient(redis_url, queue) as client:
         result = await client.generate("hello", queue_timeout_s=0.6, timeout=20)
         assert result.finish_reason is FinishReason.DEADLINE

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaq.common.protocol.job_events import TokenSpan
-from llamaq.producer.streaming.output_position import Position
+from llamaq.producer.streaming.output_position import OutputPosition
 
 TEXT = "".join(f"{number} " for number in range(40))
 
@@ -16,7 +16,7 @@ TEXT = "".join(f"{number} " for number in range(40))
 def test_a_position_returns_every_token_and_character_once_for_any_pieces(
     pieces: list[tuple[int, int, int, int]],
 ) -> None:
-    position = Position()
+    position = OutputPosition()
     tokens: list[int] = []
     tag_offsets: list[int] = []
     text = ""

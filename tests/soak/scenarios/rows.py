@@ -1,4 +1,4 @@
-"""Bulk runs: every row is answered once in bounded memory, also when all processes are killed at random."""
+"""Bulk runs: every row is answered once in bounded memory, even when all processes are killed at random."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import pytest
 from redis.exceptions import OutOfMemoryError, ResponseError
 from tests.worker.broker.test_suspects import until, until_true, working
 
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
+from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, Claimant, Reader

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.end_expired_jobs import MAX_DUE
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import Attempt
 from llamaq.common.redis.server_state import server_time_ms

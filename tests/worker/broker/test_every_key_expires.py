@@ -16,13 +16,13 @@ from llamaq.common.protocol.end_expired_jobs import end_expired
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_types import JobEntry, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 
 PERMANENT = frozenset({"config", "sweep", "metrics", "dead", "stats", "jobs:interactive", "jobs:bulk"})
 """The keys of a queue without an expiry, after all jobs have ended, as `docs/protocol.md` lists them."""

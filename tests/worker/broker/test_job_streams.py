@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader

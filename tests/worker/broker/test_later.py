@@ -16,7 +16,7 @@ from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 
 
 def ignore(partition: int, server_ms: int, waited_s: float) -> None:

@@ -14,7 +14,7 @@ from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.end_expired_jobs import end_expired
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.producer import AsyncClient, AsyncJob
@@ -82,7 +82,7 @@ async def test_the_deadline_of_a_job_that_may_not_be_ended_stays(server: str) ->
         assert [(await job.result(timeout=10)).finish_reason for job in jobs] == [FinishReason.DEADLINE] * 2
 
 
-# ---- a key and its expiry are stored together, also if the server dies after the first command
+# ---- a key and its expiry are stored together, even if the server dies after the first command
 
 
 NO_EXPIRY = ("-expire", "-pexpire")

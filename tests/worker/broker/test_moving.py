@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
-from llamaq.common.protocol import claim_script_calls
+from llamaq.common.protocol import claim_scripts
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_types import JobEntry, StreamEntries
@@ -25,7 +25,7 @@ MAX_QUESTION_MS = 100
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time that a job stays with its first worker, and the time between two searches."""
-    monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(claim_scripts, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
 
 

@@ -13,9 +13,9 @@ from tests.support.outbox_rig import AT_ONCE, until, working
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobFailed, JobRejected
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.script_types import Attempt, JobEntry, JobFlush
 from llamaq.producer.queries.job_records import read_output
 from llamaq.producer.testing import LEASE_MS

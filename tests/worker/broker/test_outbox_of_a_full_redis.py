@@ -18,7 +18,7 @@ from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer.testing import LEASE_MS
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 from llamaq.worker.core.job import Job
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.local.embedded_redis import EmbeddedRedis

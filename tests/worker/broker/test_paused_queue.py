@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from tests.worker.broker.test_suspects import until, until_true, working
 
-from llamaq.common.protocol import claim_script_calls
+from llamaq.common.protocol import claim_scripts
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob, QueueDraining, QueueMode
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -20,7 +20,7 @@ NOW_MS = 2**52
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time between two searches of a worker."""
-    monkeypatch.setattr(claim_script_calls, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(claim_scripts, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
 
 

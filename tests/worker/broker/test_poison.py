@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import DEAD_TTL_S
+from llamaq.common.protocol.attempt_scripts import DEAD_TTL_S
 from llamaq.common.protocol.job_events import Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys

@@ -113,7 +113,7 @@ async def test_while_redis_is_away_the_newest_progress_is_kept(
 
         async def run() -> None:
             with monkeypatch.context() as context:
-                context.setattr(at.outbox._scripts, "flush", refuse)
+                context.setattr(at.outbox._flushes._scripts, "flush", refuse)
                 for number in range(n_reports):
                     await advance(at, running, number)
                 with pytest.raises(RedisConnectionError):

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.keys import GROUP

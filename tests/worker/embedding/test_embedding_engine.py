@@ -1,4 +1,4 @@
-"""Embeddings are those of a plain llama_decode, for each pooling, also when texts share a batch."""
+"""Embeddings are those of a plain llama_decode, for each pooling, even when texts share a batch."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ import pytest
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.draft import Draft
 from llamaq.worker.core.job_parts import BEST, RowDraw
 from llamaq.worker.core.slot import Run, Slot, SlotState
-from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.engine import Engine, LogitRows, RowDrawer
 from llamaq.worker.engine.llama_bindings import NO_ROOM, Context, Model

@@ -1,4 +1,4 @@
-"""The texts of repeated ticks are made while the next batch is computed, and no token is lost, also after errors."""
+"""The texts of repeated ticks are made while the next batch is computed, and no token is lost, even after errors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.support.tick_loop_rig import (
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.draft import Draft, Drafting
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken
-from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.tick_loop import SNAPSHOT_EVERY_S
 from llamaq.worker.generation.detokenizer import StreamDetokenizer

@@ -21,9 +21,9 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
-from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.engine_loop.engine_liveness import SLOW_TICKS
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message
 from llamaq.worker.scheduling.surplus_jobs import SURPLUS_AFTER_S

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft
+from llamaq.worker.core.draft import NO_DRAFT, Draft
 from llamaq.worker.generation.ngram_drafter import (
     AFTER_EDIT,
     GRADE_MATCHES,

@@ -8,8 +8,8 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.outputs import JobEnded
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
 

@@ -17,10 +17,10 @@ from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler

@@ -8,8 +8,8 @@ from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.prefix_cache_interface import DeviceMatch
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
 
 pytestmark = pytest.mark.interpreted  # CountingCache inherits from a compiled class

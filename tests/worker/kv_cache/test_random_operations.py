@@ -15,13 +15,13 @@ from tests.support.outputs import first_tokens
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.draft import Draft, Drafting
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Run
-from llamaq.worker.core.token_draft import Draft, Drafting
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import (
     FakeEngine,

@@ -93,13 +93,13 @@ def test_a_process_that_dies_during_a_write_leaves_no_file_that_is_read_as_a_blo
 import os, signal, sys
 from pathlib import Path
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.kv_cache.blocks.block import TokenSpan
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block import BlockSpan
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 files = DiskBlockFiles(Path(sys.argv[1]), "model", max_file_bytes=10**9)
 store = BlockStore(2, 0, 10**9, can_cut=True)
-store.insert(bytes(8), Scope("x"), TokenSpan(0, 2), b"data")
+store.insert(bytes(8), Scope("x"), BlockSpan(0, 2), b"data")
 files.submit(store.drain_disk_operations())
 files.background.flush(60)
 """

@@ -10,10 +10,10 @@ import pytest
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import pack
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, WriteBlock
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_files_interface import NoBlockFiles
 from llamaq.worker.offload.block_transfers import MIN_ENTRY_TOKENS, BlockTransfers
@@ -33,11 +33,11 @@ class FakeDisk:
     is_behind = False
 
     def __init__(self) -> None:
-        self.files: dict[bytes, Data] = {}
+        self.files: dict[bytes, SavedCells] = {}
         self.invalid: set[Block] = set()
         self.failed: list[Block] = []
         self.is_closed = False
-        self._reads: list[tuple[Block, Future[Data | None]]] = []
+        self._reads: list[tuple[Block, Future[SavedCells | None]]] = []
 
     def submit(self, operations: Iterable[DiskOperation]) -> None:
         for operation in operations:
@@ -46,7 +46,7 @@ class FakeDisk:
             else:
                 del self.files[operation.block.name]
 
-    def read(self, block: Block) -> Future[Data | None]:
+    def read(self, block: Block) -> Future[SavedCells | None]:
         self._reads.append((block, Future()))
         return self._reads[-1][1]
 

@@ -13,7 +13,7 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.saved_cells import footprint
 from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload import host_arena
 from llamaq.worker.offload.host_arena import PAGE_BYTES, SLAB_BYTES, HostArena
 

@@ -6,9 +6,9 @@ import pytest
 
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import pack
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.offload.save_costs import LEAST_GAIN, MIN_SAMPLE_TOKENS, N_SAMPLES, TRIAL_EVERY_S, SaveCosts
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_to_end

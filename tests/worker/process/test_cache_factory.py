@@ -10,9 +10,9 @@ import pytest
 
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import pack
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, NullPrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.process import engine_options
 from llamaq.worker.process.cache_factory import (

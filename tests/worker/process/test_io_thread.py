@@ -20,10 +20,10 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.producer import Client, JobFailed
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
+from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
-from llamaq.worker.process import io_thread as io_thread_module
+from llamaq.worker.process import queue_session
 from llamaq.worker.process.broker_factory import BrokerFactory
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.settings import load_settings
@@ -96,7 +96,7 @@ def test_a_defect_in_a_callback_ends_the_thread_because_its_jobs_would_wait_fore
 ) -> None:
     io_thread = io_thread_of(redis_url, queue)
     assert io_thread.start() is None
-    io_thread._shared.outputs.put([cast(Any, "no message")])
+    io_thread._session._shared.outputs.put([cast(Any, "no message")])
     wait_until(lambda: io_thread.error is not None, "the end of the thread", SOON_S)
     io_thread.close()
     assert "io_thread.crashed" in caplog.text
@@ -139,7 +139,7 @@ def test_a_step_of_the_close_that_does_not_end_is_logged_and_leaves_time_for_the
         with served(redis_url, queue):
             monkeypatch.setattr(Outbox, "close", wait_forever)
             monkeypatch.setattr(QueueMembership, "leave", wait_forever)
-            monkeypatch.setattr(io_thread_module, "CLOSE_TIMEOUT_S", 2.0)
+            monkeypatch.setattr(queue_session, "LEAVE_TIMEOUT_S", 1.0)
         assert client.workers() == ()
     failed = [record.getMessage() for record in caplog.records if "close_failed" in record.getMessage()]
     assert [message.split()[1] for message in failed] == ["step=write_events", "step=leave_queue"]

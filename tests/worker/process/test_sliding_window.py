@@ -15,8 +15,8 @@ from tests.support.recording_sampler import RecordingSampler
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
 from llamaq.worker.core.job import Job
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.process.generation_parts import load_engine
 from llamaq.worker.scheduling.scheduler import Scheduler

@@ -10,7 +10,7 @@ import pytest
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken, Output
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.bulk_share import TURN_TICKS, BulkShare
 from llamaq.worker.scheduling.preemption import PROTECTED_TOKENS
 from llamaq.worker.scheduling.scheduler import Scheduler

@@ -7,8 +7,8 @@ from tests.support.scheduler_rig import SchedulerRig
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, SlotAcquired
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import (
     FakeEngine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llamaq.worker.core.outputs import NewToken, Output, PromptAdvanced, SlotLost
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, make_memory, make_scheduler, run_tick
 
 PROMPT = [1] * 20

@@ -14,14 +14,14 @@ from llamaq.common.errors import EngineError, ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
+from llamaq.worker.core.draft import Draft, Drafting
 from llamaq.worker.core.draft_plan import DraftWork
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, Output
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import Draft, Drafting
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal

@@ -13,10 +13,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.draft import Draft, Drafting
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.plugins import BUILT_IN
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy
 from llamaq.worker.testing import (

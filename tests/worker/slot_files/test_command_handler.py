@@ -18,11 +18,11 @@ from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
-from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
-from llamaq.worker.slot_files.saved_slot_store import SavedSlotFiles
+from llamaq.worker.slot_files.saved_slot_files import SavedSlotFiles
+from llamaq.worker.slot_files.slot_operations import SlotOperations
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler
 
 PROMPT = [1 + at % 200 for at in range(200)]

@@ -106,7 +106,7 @@ class ModelSettings(BaseModel):
         None,
         ge=1,
         le=MAX_THREADS,
-        description="Number of threads for batches of more than one token, also while other workers "
+        description="Number of threads for batches of more than one token, even while other workers "
         "compute. If not set: as many as for one token.",
     )
     flash_attn: Literal["auto", "on", "off"] = Field(

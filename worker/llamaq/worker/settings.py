@@ -16,7 +16,7 @@ from pydantic_settings import TomlConfigSettingsSource as TomlSource
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.logging_setup import LogFormat
 from llamaq.common.protocol.job_request import MAX_SALT_CHARS, JobDefaults
-from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
+from llamaq.common.settings import ENV_PREFIX, LogFormatSetting, LogLevelSetting, QueueSettings, explain_settings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings, split_commas
 from llamaq.worker.speculation_settings import SpeculationSettings
 
@@ -216,12 +216,8 @@ class MonitoringSettings(BaseModel):
         description="Functions as `module:function`, separated by commas. They get the measurements of each tick and "
         "each job.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."
-    )
-    log_format: LogFormat = Field(
-        LogFormat.TEXT, description="Form of log messages: `text`, or `json` with one object on each line."
-    )
+    log_level: LogLevelSetting = "info"
+    log_format: LogFormatSetting = LogFormat.TEXT
     metrics_port: int | None = Field(
         None,
         ge=0,

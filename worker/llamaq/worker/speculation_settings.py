@@ -46,7 +46,7 @@ class SpeculationSettings(BaseModel):
         None,
         ge=1,
         le=MAX_THREADS,
-        description="Number of threads of the draft model, also while other workers compute. If not set: as many as "
+        description="Number of threads of the draft model, even while other workers compute. If not set: as many as "
         "for the model.",
     )
     cache_type_k_draft: CacheType = Field(

@@ -13,6 +13,7 @@ from typing import Self
 
 from llamaq.gateway.settings import ServeSettings
 from llamaq.worker.process.restart_delay import RestartDelay
+from llamaq.worker.process.stop_process import stop_process
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +66,7 @@ class HttpServerProcess:
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            stop_process(self._process, STOP_TIMEOUT_S)
             self._close_lifeline(self._process)
         if self._socket is not None:
             self._socket.close()

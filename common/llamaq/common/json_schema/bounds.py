@@ -69,7 +69,7 @@ def _limited(bound: _Bound | None, opposite: _Bound | None, place: str, side: in
     """Return a bound that is within the numbers that can be written."""
     if bound is not None and bound.value > _LAST:
         raise refused(_KEYWORDS[side][bound.is_exclusive], place, f"is not supported beyond {_LAST}")
-    if opposite is not None and opposite.value >= _LARGEST:  # all numbers are beyond it
+    if opposite is not None and opposite.value >= _LARGEST:  # all numbers are from `_LARGEST` to `_LAST`
         return bound if bound is not None and bound.value > -_LAST else _Bound(-_LAST, False)
     return _Bound(-_LARGEST, False) if bound is not None and bound.value < -_LARGEST else bound
 

@@ -136,7 +136,7 @@ class TemplateParams(BaseModel):
 def _template_defaults() -> dict[str, Any]:
     """Return the defaults of `TemplateParams`. Cached, because pydantic takes long to compute a default."""
     fields = TemplateParams.model_fields.items()
-    # pydantic 2.10.0 requires `validated_data`, also if no default factory reads it.
+    # pydantic 2.10.0 requires `validated_data`, even if no default factory reads it.
     return {name: field.get_default(call_default_factory=True, validated_data={}) for name, field in fields}
 
 

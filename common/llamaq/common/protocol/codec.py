@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import msgpack
 from pydantic import BaseModel, ValidationError
 
+from llamaq.common.bounded_zlib import decompress
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import EVENT, Event, PromptProgress, TokenSpan
@@ -73,18 +74,6 @@ def _compress(data: bytes) -> bytes:
         return zlib.compress(data, OUTPUT_COMPRESSION)
     deflater = zlib.compressobj(OUTPUT_COMPRESSION, zlib.DEFLATED, SHORT_BYTES.bit_length() - 1, SHORT_MEMORY_LEVEL)
     return deflater.compress(data) + deflater.flush()
-
-
-def _decompress(data: bytes, limit: int) -> bytes:
-    """Return decompressed bytes, and never more than `limit` of them. Raises `ProtocolError`."""
-    inflater = zlib.decompressobj()
-    try:
-        plain = inflater.decompress(data, limit)
-    except zlib.error as exc:
-        raise ProtocolError(f"not compressed by zlib: {exc}") from exc
-    if not inflater.eof:
-        raise ProtocolError(f"the compressed bytes are incomplete, or larger than the allowed {limit}")
-    return plain
 
 
 def encode_values(values: Sequence[object]) -> bytes:
@@ -342,9 +331,13 @@ def encode_output(
     return _compress(_pack(values))
 
 
+def _unpack_output(data: bytes) -> Any:
+    return _unpack(decompress(data, MAX_EVENT_BYTES, "the output of the job"), MAX_EVENT_BYTES, use_list=False)
+
+
 def decode_output(data: bytes) -> TokenSpan:
     """Return the whole output of a job from its encoded form. Raises `ProtocolError`."""
-    values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES, use_list=False)
+    values = _unpack_output(data)
     try:
         tokens = tuple(int(token) for token in values["tokens"])
         logprobs, tag_offsets = _logprobs(values, len(tokens)), _tag_offsets(values)
@@ -362,7 +355,7 @@ def encode_embeddings(embeddings: Sequence[Embedding]) -> bytes:
 
 def decode_embeddings(data: bytes) -> tuple[Embedding, ...] | None:
     """Return the embeddings from the encoded output of a job. None: it has none. Raises `ProtocolError`."""
-    values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES, use_list=False)
+    values = _unpack_output(data)
     if not isinstance(values, dict) or "embeddings" not in values:
         return None
     try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.redis.write_refusals import is_job_key_error
 

@@ -20,7 +20,7 @@ class JobStatus(WireModel):
     state: JobState = Field(description="`queued`, `running`, `finished` or `failed`.")
     attempt: int = Field(
         0,
-        description="Number of claims so far: each claim by a worker is an attempt, also if the job did not start. "
+        description="Number of claims so far: each claim by a worker is an attempt, even if the job did not start. "
         "0: no worker has claimed the job.",
     )
     worker: str | None = Field(None, description="Id of the worker that claimed the job last. None: no worker has.")

@@ -1,6 +1,6 @@
 """The values that the Lua scripts get and return, as Python objects.
 
-`job_script_calls`, `claim_script_calls` and `attempt_script_calls` send and receive them.
+`job_scripts`, `claim_scripts` and `attempt_scripts` send and receive them.
 """
 
 from __future__ import annotations

@@ -177,7 +177,11 @@ class RetryingPipeline(Pipeline):
         self._owner = owner
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Send all commands, and return their replies in order. An error of a command is raised, or is its reply."""
+        """Send all commands, and return their replies in order.
+
+        Args:
+            raise_on_error: Whether the first error of a command is raised. Otherwise it is the reply to its command.
+        """
         commands, self.command_stack = list(self.command_stack), []
         for script in self.scripts:
             self._owner.known_scripts[script.sha] = str(script.script)

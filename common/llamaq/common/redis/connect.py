@@ -147,7 +147,7 @@ def _explain(error: RedisError, uses_tls: bool) -> RedisError | None:
     A server without TLS waits for the rest of a TLS handshake. A server with TLS closes connections without TLS.
     """
     text = str(error)
-    if isinstance(error.__cause__ or error, AuthenticationError):  # the cause: redis-py wraps it for Unix sockets
+    if isinstance(error.__cause__ or error, AuthenticationError):  # redis-py wraps the error of a Unix socket
         return AuthenticationError(f"user or password of --redis-url (LLAMAQ_REDIS_URL) refused: {text}")
     if uses_tls and isinstance(error, RedisTimeoutError):
         return RedisTimeoutError(f"{text}; a server without TLS needs redis:// in place of rediss://")

@@ -64,7 +64,7 @@ class MasterFinder:
     async def _ask(self) -> tuple[str, int]:
         """Ask one Sentinel after another. The next call begins with the one that has named the master.
 
-        redis-py's `discover_master` does not tell the errors, such as one of TLS.
+        redis-py's `discover_master` hides the errors of the Sentinels, such as a failed TLS handshake.
         """
         sentinels, errors = self._sentinel.sentinels, []
         for place, sentinel in enumerate(sentinels):

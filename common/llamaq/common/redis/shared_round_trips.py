@@ -31,7 +31,8 @@ CONNECT_AFTER_S = 0.002
 """How long calls wait for a connection that is in use before another one is opened. A round trip on the same machine or
 in the same data center takes less time than to open a connection."""
 LONGEST_WAIT_S = 0.25
-"""If no round trip ends within this time, each waiting call gets a connection of its own: long replies are read."""
+"""If no round trip ends within this time, long replies are being read. Then each waiting call gets a connection of its
+own."""
 N_WAITS = 5
 """Number of parts in which the wait is timed. While the event loop stands still, because the machine is busy, only one
 part passes. Replies that have arrived meanwhile are read before the next one."""
@@ -194,7 +195,7 @@ class SharedRoundTrips:
         try:
             async with self._connection() as connection:
                 calls, packed = self._take(connection)
-                self._begin()  # for the calls that were not taken
+                self._begin()  # another round trip, for the calls that this one does not contain
                 if packed:
                     await connection.send_packed_command(packed)
                 await self._read_all(connection, calls)

@@ -52,7 +52,7 @@ class TokenPieces(Sequence[bytes]):
     @overload
     def __getitem__(self, token: slice) -> list[bytes]: ...
     def __getitem__(self, token: int | slice) -> bytes | list[bytes]:
-        """Return the bytes of a token, also of a hidden one.
+        """Return the bytes of a token, even of a hidden one.
 
         Raises:
             ValueError: The token is not in the vocabulary.

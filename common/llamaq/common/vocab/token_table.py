@@ -65,7 +65,7 @@ class TokenTable:
 
     @property
     def pieces(self) -> TokenPieces:
-        """The bytes of all tokens, also of control tokens. The first access reads all tokens."""
+        """The bytes of all tokens, control tokens included. The first access reads all tokens."""
         if self._pieces is None:
             self._pieces = self._read_pieces()
         return self._pieces

@@ -36,7 +36,7 @@ class Command:
     """One call that the user has asked for."""
 
     question: str | None
-    """Asked before the call. None: there is no question, because the call stops nothing."""
+    """What the user must confirm before the call. None: the call stops nothing, so it needs no confirmation."""
     run: Callable[[Queues], Awaitable[str]]
     """Makes the call. Returns a message for the user."""
 

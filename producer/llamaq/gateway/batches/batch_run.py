@@ -19,7 +19,7 @@ from llamaq.gateway.batches.finish_output_files import finish_files, write_unfin
 from llamaq.gateway.batches.input_check import check_input
 from llamaq.gateway.batches.line_requests import LineRequests
 from llamaq.gateway.batches.record import Batch, BatchEndpoint, BatchStatus
-from llamaq.gateway.batches.redis_row_store import StoredRows
+from llamaq.gateway.batches.redis_row_store import RedisRowStore
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import read_blocks
 from llamaq.gateway.http.errors import RequestRefused, code_of, message_of
@@ -132,7 +132,7 @@ class BatchRun:
         if self._batch.status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED
         client = await self._client(self._batch.fields["queue"])
-        rows = await StoredRows.open(self._store, self._batch, self._runner)
+        rows = await RedisRowStore.open(self._store, self._batch, self._runner)
         parameters = self._parameters()
         decide = None if self._key is None else self._key.job_options
         lines = self._line_requests(client)

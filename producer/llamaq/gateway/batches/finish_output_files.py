@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from llamaq.gateway.batches.record import Batch
-from llamaq.gateway.batches.redis_row_store import StoredRows
+from llamaq.gateway.batches.redis_row_store import RedisRowStore
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.files.record import OUTPUT_PURPOSE, FileRecord
 from llamaq.gateway.files.store import FileStore
@@ -16,7 +16,7 @@ from llamaq.producer.bulk.run_description import RunParameters
 LINES_AT_ONCE = 500
 
 
-async def write_unfinished(run: RunParameters, rows: StoredRows, max_line_bytes: int) -> None:
+async def write_unfinished(run: RunParameters, rows: RedisRowStore, max_line_bytes: int) -> None:
     """Write an error for each row that was not computed before the end of the completion window."""
     message = "the request was not computed within the completion window of the batch"
     count = 0

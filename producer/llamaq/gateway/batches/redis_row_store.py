@@ -29,7 +29,7 @@ LONGEST_LINE_BYTES = 1 << 40
 """No bound: the lines of the output were written by this package."""
 
 
-class StoredRows:
+class RedisRowStore:
     """The rows of a batch that this server runs. It is the `RowStore` of its execution."""
 
     def __init__(self, store: BatchStore, batch: Batch, runner: str) -> None:
@@ -46,7 +46,7 @@ class StoredRows:
         self.finished = FinishedRows()
 
     def __repr__(self) -> str:
-        return f"<StoredRows {self._request.id} finished={len(self.finished)} of {self.n_rows}>"
+        return f"<RedisRowStore {self._request.id} finished={len(self.finished)} of {self.n_rows}>"
 
     @classmethod
     async def open(cls, store: BatchStore, batch: Batch, runner: str) -> Self:

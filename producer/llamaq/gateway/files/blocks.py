@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from llamaq.common.errors import ProtocolError
+from llamaq.common import bounded_zlib
 
 BLOCK_BYTES = 256 * 1024
 """Largest size of a block before the compression."""
@@ -39,14 +39,7 @@ def decompress(block: bytes) -> bytes:
     Raises:
         ProtocolError: These bytes are no block.
     """
-    try:
-        reader = zlib.decompressobj()
-        content = reader.decompress(block, BLOCK_BYTES)
-    except zlib.error as exc:
-        raise ProtocolError(f"a block of a file is damaged: {exc}") from exc
-    if not reader.eof:
-        raise ProtocolError(f"a block of a file is incomplete, or has more than {BLOCK_BYTES} bytes")
-    return content
+    return bounded_zlib.decompress(block, BLOCK_BYTES, "a block of a file")
 
 
 async def read_blocks(redis: Redis, key: str) -> AsyncIterator[bytes]:

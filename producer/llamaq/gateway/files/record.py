@@ -57,7 +57,7 @@ def read_expiry(value: Any, name: str, default_s: float) -> int:
     if value is None:
         return int(default_s)
     seconds = value.get("seconds") if isinstance(value, Mapping) else None
-    if isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10:  # a form has only texts
+    if isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10:  # the values of an HTML form are texts
         seconds = int(seconds)
     is_anchored = isinstance(value, Mapping) and value.get("anchor") == "created_at"
     if not is_anchored or type(seconds) is not int or not MIN_TTL_S <= seconds <= MAX_TTL_S:

@@ -78,7 +78,7 @@ class FileStore:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.expireat(self._keys.http_file(record.id), record.expires_s)
             pipe.hset(self._records, record.id, record.model_dump_json())
-            pipe.expire(self._records, MAX_TTL_S + UPLOAD_S)  # no file lives longer
+            pipe.expire(self._records, MAX_TTL_S + UPLOAD_S)  # no record is needed longer
             await pipe.execute()
 
     async def keep_until(self, record: FileRecord, time_s: int) -> None:

@@ -40,7 +40,7 @@ class CertificateRenewal:
                 self._load()
 
     def _use_newest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Called when the first message of a client has arrived, also if it names no server."""
+        """Called when the first message of a client has arrived, even if it names no server."""
         connection.context = self._newest
 
     def _read_versions(self) -> list[tuple[int, int, int] | None]:
@@ -50,7 +50,7 @@ class CertificateRenewal:
         """Load both files. While only one of them is new, they do not belong together, and the old ones stay in use."""
         try:
             self._newest = load_certificate(*self._files)
-        except OSError as exc:  # an SSLError is one too
+        except OSError as exc:  # SSLError is a subclass
             log.warning("tls.not_renewed error=%s: the certificate that was loaded before stays in use", exc)
         else:
             log.info("tls.renewed cert=%s", self._files[0])

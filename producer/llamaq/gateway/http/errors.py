@@ -100,9 +100,9 @@ def invalid(message: str, param: str | None = None) -> RequestRefused:
     return RequestRefused(HTTPStatus.BAD_REQUEST, message, param=param)
 
 
-def not_found(message: str, code: str = "not_found") -> RequestRefused:
+def not_found(message: str) -> RequestRefused:
     """Return the error of a request for something that does not exist."""
-    return RequestRefused(HTTPStatus.NOT_FOUND, message, code=code)
+    return RequestRefused(HTTPStatus.NOT_FOUND, message, code="not_found")
 
 
 def status_of(exc: Exception) -> HTTPStatus:

@@ -32,7 +32,7 @@ class RestMissing(Exception):
 class RequestLifetime:
     """Middleware. It reads the body within its limits, then cancels the application when the client disconnects.
 
-    The application is cancelled at any point, also before it has sent anything. So only its `finally` clauses end the
+    The application is cancelled at any point, even before it has sent anything. So only its `finally` clauses end the
     jobs of a client that has disconnected.
     """
 

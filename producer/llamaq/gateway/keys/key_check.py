@@ -86,7 +86,7 @@ async def counted(store: KeyStore, record: KeyRecord) -> AsyncIterator[None]:
         yield
     finally:
         await cancel_tasks(renewing)
-        with suppress(RedisError, OSError):  # it ends by itself
+        with suppress(RedisError, OSError):  # the record of the request expires
             await asyncio.shield(store.release(record, request_id))
 
 

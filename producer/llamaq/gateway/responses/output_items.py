@@ -28,7 +28,7 @@ class PartForm(NamedTuple):
 
 
 SUMMARY = PartForm("summary", "summary_text", "reasoning_summary_text", "reasoning_summary_part")
-"""The form of reasoning for clients that ask for a summary. The whole reasoning stands for its summary."""
+"""The form of reasoning for clients that ask for a summary. The summary is the whole reasoning."""
 PARTS = {
     "message": PartForm("content", "output_text", "output_text", "content_part"),
     "reasoning": PartForm("content", "reasoning_text", "reasoning_text", "content_part"),

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.text_commands import TextAction
-from llamaq.gateway.choice_chunks import ChoiceStream
+from llamaq.gateway.choice_stream import ChoiceStream
 from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data

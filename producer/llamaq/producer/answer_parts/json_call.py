@@ -72,7 +72,7 @@ class JsonCall:
 
     @property
     def can_contain_tag(self) -> bool:
-        """Whether a tag that comes next is text of the call. In arguments, it can only be part of a string."""
+        """Whether a tag at this place is text of the call. Among the arguments, a tag can only be part of a string."""
         return not self.has_ended if self._arguments is None else self._whole.in_string
 
     def feed(self, text: str) -> tuple[list[Part], str]:

@@ -55,7 +55,7 @@ class TagScanner:
         return held
 
     def mark(self, text: str) -> None:
-        """Mark the text that the last call has returned, or after it the tag."""
+        """Mark the text that the last call has returned. A further call marks the tag after it."""
         start, end = self._unmarked, self._unmarked + len(text)
         if self.marked and self.marked[-1][1] == start:
             self.marked[-1] = (self.marked[-1][0], end)

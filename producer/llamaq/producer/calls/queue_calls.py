@@ -28,7 +28,7 @@ class QueueCalls(ClientCalls):
     async def pause(self) -> None:
         """Pause the queue: no job gets its first slot until `resume`.
 
-        Jobs that have a slot, or had one, continue, also on another worker. New jobs are still accepted, and their
+        Jobs that have a slot, or had one, continue, perhaps on another worker. New jobs are still accepted, and their
         deadlines count. `queue_depth().mode` is the mode of the queue.
         """
         await self._set_mode(QueueMode.PAUSED)
@@ -48,7 +48,7 @@ class QueueCalls(ClientCalls):
         await set_queue_mode(self.redis, self.keys, self.queue, self.settings.partitions, mode)
 
     async def queues(self) -> tuple[QueueSummary, ...]:
-        """Return all queues with this client's `key_prefix`, sorted by name, also those that no worker serves.
+        """Return all queues with this client's `key_prefix`, sorted by name, including those that no worker serves.
 
         A queue exists from its first job or worker on. The call examines all keys of the Redis server, and finds at
         most 10,000 partitions.

@@ -10,7 +10,7 @@ from llamaq.common.protocol.job_request import JobOptions
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.common.settings import ClientSettings
-from llamaq.producer.answer_form_detection import AnswerForms
+from llamaq.producer.answer_forms import AnswerForms
 from llamaq.producer.calls.calls_base import Messages
 from llamaq.producer.calls.queue_calls import QueueCalls
 from llamaq.producer.chat_answers import ChatAnswers, read_form

@@ -18,7 +18,7 @@ from llamaq.producer.job_window.window_job import WindowJob
 from llamaq.producer.queries.job_records import RESULT_FIELDS, result_of
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import has_ended
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
 from llamaq.producer.streaming.retried_reads import RetriedReads, is_temporary
 

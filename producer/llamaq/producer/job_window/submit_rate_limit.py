@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class Pace:
+class SubmitRateLimit:
     """Computes how many jobs may be submitted now. After a pause, at most the jobs of one second may come at once."""
 
     def __init__(self, rate: float | None, clock: Callable[[], float]) -> None:
@@ -21,7 +21,7 @@ class Pace:
         self._allowance = 1.0
 
     def __repr__(self) -> str:
-        return f"<Pace rate={self._rate} allowance={self._allowance:.2f}>"
+        return f"<SubmitRateLimit rate={self._rate} allowance={self._allowance:.2f}>"
 
     def n_allowed(self, n_wanted: int) -> int:
         """Return how many of `n_wanted` jobs may be submitted now."""

@@ -28,7 +28,7 @@ class WindowJob(Generic[T]):
     request: JobRequest
     """The request. If it has an idempotency key, a job of an earlier process may already have the same key."""
     job_id: str | None = None
-    """The id of the job, also before the submit. None: not chosen yet."""
+    """The id of the job, even before the submit. None: not chosen yet."""
     handle: AsyncJob | None = None
     """The handle of the job in the queue. None: the job is not submitted."""
     n_replaced: int = 0

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from llamaq.common.backoff import Backoff
 from llamaq.producer.job_window.end_collector import EndCollector
 from llamaq.producer.job_window.prefix_order import PrefixOrder
-from llamaq.producer.job_window.submit_rate_limit import Pace
+from llamaq.producer.job_window.submit_rate_limit import SubmitRateLimit
 from llamaq.producer.job_window.submit_window_jobs import submit_jobs
 from llamaq.producer.job_window.window_job import WindowJob
 from llamaq.producer.queue_connection import QueueConnection
@@ -49,7 +49,7 @@ class WindowSubmitter(Generic[T]):
         self._ends = ends
         self._on_failed = on_failed
         self._size = size
-        self._pace = Pace(rate, asyncio.get_running_loop().time)
+        self._rate_limit = SubmitRateLimit(rate, asyncio.get_running_loop().time)
         self._pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._n_at_once = JOBS_AT_ONCE
         """Largest number of jobs in the next round trip. It is small after the queue has refused jobs."""
@@ -96,9 +96,9 @@ class WindowSubmitter(Generic[T]):
             if not self.n_waiting or n_free <= 0:
                 await self._has_work.wait()
                 continue
-            n_allowed = self._pace.n_allowed(n_free)
+            n_allowed = self._rate_limit.n_allowed(n_free)
             if not n_allowed:
-                await asyncio.sleep(self._pace.delay_s)
+                await asyncio.sleep(self._rate_limit.delay_s)
                 continue
             jobs = self._waiting.pop(n_allowed)
             async with self._submitting:
@@ -126,7 +126,7 @@ class WindowSubmitter(Generic[T]):
             self._ends.follow(job)
         for job, error in submitted.failed:
             self._on_failed(job, error)
-        self._pace.count(len(submitted.accepted))
+        self._rate_limit.count(len(submitted.accepted))
         self._waiting.put_back(submitted.refused)
         if submitted.fatal is not None:
             raise submitted.fatal

@@ -111,7 +111,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
     prompts = [read_chat(body)] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
     options = read_options(body) | read_logprobs(endpoint, body)
     is_echoed = endpoint is Endpoint.COMPLETIONS and read_flag(body, "echo")
-    if is_echoed and "logprobs" in options:  # without those of the prompt, a likelihood of the prompt would be 0
+    if is_echoed and "logprobs" in options:  # clients sum the logprobs of the echoed prompt, which would be missing
         raise InvalidRequest("echo: llamaq returns no logprobs of the prompt; leave out echo or logprobs")
     n = _read_count(body.get("n"))
     if n * len(prompts) > MAX_CHOICES:

@@ -19,7 +19,7 @@ from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error, decode_output
 from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
-from llamaq.producer.streaming.output_position import Position
+from llamaq.producer.streaming.output_position import OutputPosition
 
 _STATUS_FIELDS = (
     "status", "attempt", "crashes", "worker", "generated", "submitted_ms", "started_ms", "finished_ms", "cancel",
@@ -129,7 +129,7 @@ async def read_output(redis: Redis, keys: JobKeys) -> TokenSpan:
     output: Any = await redis.hget(keys.job, "output")
     if output is not None:
         return await decode_output(output)
-    position = Position()
+    position = OutputPosition()
     texts: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []

@@ -27,7 +27,7 @@ REPLY_BLOCK_S = 1.0
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.2
 """Pauses between two reads of a reply that is read without BLPOP."""
 LONGEST_WAIT_S = 86_400.0
-"""Longest wait for a reply. A command has a deadline, also if the timeout of its call is unlimited."""
+"""Longest wait for a reply. A command has a deadline, even if the timeout of its call is unlimited."""
 LATE_HEARTBEAT_MS = 3000
 """A worker may have been killed if its last heartbeat is older than that of another worker by more than this time."""
 LIST_TTL_MARGIN_MS = 60_000

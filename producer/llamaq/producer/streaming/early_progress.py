@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer.streaming.event_reader import INBOX_EVENTS, EventReader
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 from llamaq.producer.streaming.job_state import StoredState
 from llamaq.producer.streaming.subscriber import Subscriber
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from llamaq.common.protocol import codec
 from llamaq.producer.streaming.job_end import has_ended
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
 
 

@@ -13,9 +13,9 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, Failed, Finished, PromptProgress, Retried, TokenSpan
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_output, has_ended
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
-from llamaq.producer.streaming.output_position import Position
+from llamaq.producer.streaming.output_position import OutputPosition
 
 INBOX_EVENTS = 256
 """Largest number of live events that are queued for a slow reader. When one more arrives, the reader drops it and reads
@@ -47,7 +47,7 @@ class EventReader(JobListener):
 
     def __init__(self, redis: Redis, keys: JobKeys, job_id: str) -> None:
         super().__init__(redis, keys, job_id)
-        self.position = Position()
+        self.position = OutputPosition()
         self._ready: deque[TokenSpan | PromptProgress | Finished | Failed] = deque()
         """Events for the caller."""
         self._held: deque[bytes] = deque()
@@ -155,7 +155,7 @@ class EventReader(JobListener):
                 self._wait.wake()
             case TokenSpan() | Finished() | Failed():  # output before it is missing
                 self._fall_behind()
-            case Retried():  # reads when the job is due again, so that `expire` can add its entry
+            case Retried():  # reads the time at which the job is due again: `expire` adds its entry then
                 self._fall_behind()
 
     def _has_all_output(self, end: Finished | Failed) -> bool:

@@ -8,7 +8,7 @@ Span = Tokens | TokenSpan
 """A part of a job's output."""
 
 
-class Position:
+class OutputPosition:
     """Counts the tokens and characters of a job's output that were read, to detect gaps and repeats in its events."""
 
     __slots__ = ("chars", "tokens")

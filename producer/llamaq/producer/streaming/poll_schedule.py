@@ -7,7 +7,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 
 SILENCE_S = 1.0
 """A job that sends tokens is polled after a silence of this length: its status is read from Redis."""
@@ -62,7 +62,7 @@ class PollSchedule:
         return due
 
     def _plan(self, listener: JobListener, start_s: float, pause_s: float) -> None:
-        due_s = start_s + pause_s * random.uniform(1, 1 + JITTER)  # no secret
+        due_s = start_s + pause_s * random.uniform(1, 1 + JITTER)
         heapq.heappush(self._polls, _PlannedPoll(due_s, next(self._numbers), listener, pause_s, start_s))
 
 

@@ -37,8 +37,8 @@ from llamaq.common.redis.connect import is_cluster, make_connection, node_of
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.shared_round_trips import CLOSED
 from llamaq.common.redis.write_refusals import is_job_key_error
-from llamaq.producer.streaming.deadline_and_delay_watch import DeadlineWatch
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.deadline_watch import DeadlineWatch
+from llamaq.producer.streaming.job_listener import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
 from llamaq.producer.streaming.poll_schedule import PollSchedule
 from llamaq.producer.streaming.pubsub_connection import PubSubConnection

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope, namespace_key
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.kv_cache.blocks.block import (
     BLOCK_BYTES,
     FILE_BYTES,
@@ -22,7 +22,7 @@ from llamaq.worker.kv_cache.blocks.block import (
     StoredPrefix,
     WriteBlock,
 )
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 
 ROOMY = 10**9
 
@@ -89,7 +89,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.host, self.disk = host, disk
         self.reference = ReferenceStore(block_tokens, can_cut, set())
         self.store = self.empty_store()
-        self.files: dict[bytes, tuple[Block, Data]] = {}
+        self.files: dict[bytes, tuple[Block, SavedCells]] = {}
         self.pinned: list[StoredPrefix] = []
         self.has_all = ROOMY in (host, disk)
         self.clock = 0.0

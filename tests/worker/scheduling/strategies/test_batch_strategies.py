@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.draft import Draft
 from llamaq.worker.core.draft_plan import DraftPart, DraftPlan
 from llamaq.worker.core.slot import Slot, SlotState
-from llamaq.worker.core.token_draft import Draft
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import BUILT_IN, load_strategy
 from llamaq.worker.scheduling.strategies import guarded_strategy

@@ -11,12 +11,12 @@ import pytest
 from tests.support.outputs import tokens_of
 
 from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.core.draft_plan import DraftPart, DraftWork
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, Output, SlotLost
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits

@@ -15,12 +15,12 @@ from tests.support.outputs import end_of, tokens_of
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
+from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import Output
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.scheduling.strategies.batch_strategies import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
 from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
 from llamaq.worker.scheduling.tokens_ahead.forced_tokens import MAX_IN_TICK, ForcedTokens

@@ -20,7 +20,7 @@ from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.scheduling.scheduler import Scheduler

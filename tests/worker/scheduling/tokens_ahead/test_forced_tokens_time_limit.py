@@ -8,8 +8,8 @@ from tests.support.forced_tokens_rig import ForcingSampler, TimedEngine, decodin
 from tests.support.oracle import Oracle
 
 from llamaq.worker.core.batch import Batch, DecodeToken
+from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal
 from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
 from llamaq.worker.scheduling.tokens_ahead.forced_tokens import FIRST_TOKENS, ForcedTokens

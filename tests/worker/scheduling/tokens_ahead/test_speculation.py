@@ -12,11 +12,11 @@ from tests.support.outputs import end_of, tokens_of
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, Output
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
 from llamaq.worker.scheduling.tokens_ahead.ngram_speculation import FIRST_TRIAL_AFTER, GROWTH, TRIAL_TOKENS

@@ -15,9 +15,9 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken
-from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.engine.draft_model import DraftModel
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
@@ -27,8 +27,8 @@ from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 from llamaq.worker.generation.ngram_drafter import NgramDrafter
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import DecodeMaximal

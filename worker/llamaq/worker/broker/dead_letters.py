@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ErrorCode, ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_script_calls import MAX_DEAD, AttemptScripts
+from llamaq.common.protocol.attempt_scripts import MAX_DEAD, AttemptScripts
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import MAX_GENERATED_TOKENS, MAX_SEED

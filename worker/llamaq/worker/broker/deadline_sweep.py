@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.protocol.end_expired_jobs import MAX_DUE, end_expired
-from llamaq.common.protocol.job_script_calls import JobScripts
+from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import Keys
 
 log = logging.getLogger(__name__)

@@ -75,7 +75,7 @@ class Intake:
         self._is_alive = is_alive
         self._clock = asyncio.get_running_loop().time
         self._reclaimed_s = dict.fromkeys(Priority, -SEARCH_EVERY_S)
-        """When this worker last searched for jobs of each priority to reclaim, and took all jobs that it found."""
+        """For each priority: when a search last found fewer jobs to reclaim than this worker had room for."""
         self._moved_s = -SEARCH_EVERY_S
         self._outage = OutageLog(log, "intake")
 

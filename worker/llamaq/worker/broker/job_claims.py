@@ -15,8 +15,8 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.errors import ErrorCode, InvalidRequest
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
+from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId, Keys
@@ -132,7 +132,7 @@ class JobClaims:
         return self._streams.can_wait_and_read
 
     def has_read_all(self, priorities: Sequence[Priority] = tuple(Priority)) -> bool:
-        """Return whether a read has left no entry of these priorities. New entries end the next wait."""
+        """Return whether the last read took all new entries of these priorities. Newer entries end the next wait."""
         return self._streams.has_read_all(priorities)
 
     async def wait_and_read(self, wait_s: float, count: int) -> list[ClaimReply]:
@@ -315,7 +315,7 @@ class JobClaims:
         elif outcome == "left":
             log.info("job.left id=%s: another model has begun it (--other-model)", entry.job_id)
         elif outcome == "gone":
-            await self._redis.unlink(self._keys.of_job(entry.job_id).events)  # nothing else ends their life
+            await self._redis.unlink(self._keys.of_job(entry.job_id).events)  # no other call deletes these events
             await self._dead_letters.bury_entry(
                 entry.stream, entry.entry_id, {b"id": entry.job_id.encode()}, "the job does not exist"
             )

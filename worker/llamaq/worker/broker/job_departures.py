@@ -11,7 +11,7 @@ from collections.abc import Callable
 from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ErrorCode
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.script_types import FinishReply, JobEntry
 from llamaq.common.redis.write_refusals import is_job_key_error

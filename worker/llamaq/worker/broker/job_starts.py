@@ -168,7 +168,7 @@ class JobStarts:
         return claimed
 
     async def start_alone(self, entry: JobEntry) -> ClaimedJob | None:
-        """Claim one job and begin to prepare it, also if the caller is cancelled. None: it was not claimed."""
+        """Claim one job and begin to prepare it, even if the caller is cancelled. None: it was not claimed."""
         (starting,) = self._enter([entry])
         return await asyncio.shield(self._tasks.start(self._claim_alone(starting)))
 

@@ -21,12 +21,12 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.protocol.claim_script_calls import ClaimScripts
+from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader, StreamEntries
 from llamaq.common.redis.connect import is_cluster
-from llamaq.worker.broker.lease_grace_period import LeaseGuard
+from llamaq.worker.broker.lease_guard import LeaseGuard
 from llamaq.worker.broker.partition_turns import PartitionTurns
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class JobStreams:
         self.can_wait_and_read = partitions == 1
         """Whether `wait_and_read` may be called."""
         self._read_out: set[str] = set()
-        """The streams of the only partition that a read has left without an entry. New entries end the next wait."""
+        """With one partition: the streams of which the last read took all new entries. Newer ones end the next wait."""
         self._turns = PartitionTurns(redis, partitions)
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that has ended a wait."""
@@ -92,7 +92,7 @@ class JobStreams:
         wait. On one server, the peek of partition 0 is for all partitions."""
 
     def has_read_all(self, priorities: Sequence[Priority] = tuple(Priority)) -> bool:
-        """Return whether a read has left no entry of these priorities. New entries end the next wait.
+        """Return whether the last read took all new entries of these priorities. Newer entries end the next wait.
 
         With several partitions, this is not known.
         """
@@ -281,7 +281,7 @@ class JobStreams:
                 pipe.xadd(self._wake, {"by": "close"})
                 pipe.expire(self._wake, WAKE_TTL_S)
                 await pipe.execute()
-        except (RedisError, TimeoutError) as exc:  # the wait ends by itself
+        except (RedisError, TimeoutError) as exc:  # the wait then ends after its own time limit
             log.debug("streams.wait_not_ended error=%s", exc)
 
     async def wait(self, wait_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, FlushReply, JobFlush
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.common.split_by_size import split_by_size
@@ -27,6 +27,7 @@ from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import first_error, run_all
 from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_departures import JobDepartures
+from llamaq.worker.broker.job_flushes import JobFlushes
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -60,18 +61,19 @@ class _Partition:
     renewed_s: float = 0.0
     """When the leases were renewed."""
     whole_s: float = 0.0
-    """When all jobs were flushed, also those without news."""
+    """When all jobs were last flushed, including those without news."""
     has_outage: bool = False
     """Whether the last flush failed."""
     outage_ended_s: float = 0.0
-    """When the last outage ended. From this time on, subscribers have `disconnect_s` to reconnect."""
+    """When the last outage ended."""
 
 
 class Outbox:
     """Writes what the jobs of one worker generate to Redis, and renews their leases.
 
     A job is registered here from its claim until its terminal event is stored, the job is requeued, or its lease is
-    lost. `Intake` registers jobs and `OutputMailbox` delivers what the engine thread generates for them.
+    lost. `Intake` registers jobs and `OutputMailbox` delivers what the engine thread generates for them. The outbox
+    decides when a partition is flushed. `JobFlushes` writes the tokens of running jobs, and `JobDepartures` their ends.
 
     Threads: all methods run on the I/O thread. The engine thread reaches the outbox through the mailbox only.
     """
@@ -105,12 +107,8 @@ class Outbox:
             is_alive: Returns whether the engine runs ticks. No lease is renewed while the engine hangs.
             on_finished: Called for each job whose end is stored.
         """
-        self._scripts = scripts
-        self._worker_id = worker_id
         self._engine = engine
-        self._lease_ms = int(lease_s * 1000)
         self._renew_every_s = lease_s / 3
-        self._disconnect_s = disconnect_s
         self._checkpoints = checkpoints
         self._outage_log = OutageLog(log, "outbox")
         self._is_alive = is_alive
@@ -121,6 +119,15 @@ class Outbox:
         """Set when a job has left the engine or will not reach it, so that the intake may claim another job."""
         self._departures = JobDepartures(
             scripts, worker_id, self._jobs, engine, self.room_freed, retry_delay, on_finished
+        )
+        self._flushes = JobFlushes(
+            scripts,
+            worker_id,
+            engine,
+            self._departures,
+            lease_s=lease_s,
+            disconnect_s=disconnect_s,
+            on_missing_tokens=self._request_flush,
         )
         outputs.attach(self._receive)
 
@@ -315,8 +322,9 @@ class Outbox:
         renew = now_s - partition.renewed_s >= self._renew_every_s and self._is_alive()
         is_whole = renew or not only_news
         running = [job for job in jobs if job.terminal_write is None and (is_whole or job.has_news(now_s))]
-        flushes = [job.next_flush(now_s) for job in running]
-        flushed = [self._flush_running(running, flushes, now_s, renew=renew)] if running else []
+        flushes = [(job, job.next_flush(now_s)) for job in running]  # now, because a job may end during the calls
+        outage_ended_s = None if partition.has_outage else partition.outage_ended_s
+        flushed = [self._flushes.write(flushes, now_s, renew=renew, outage_ended_s=outage_ended_s)] if running else []
         # A full Redis refuses the tokens of the running jobs, and accepts ends and requeues, which let jobs end.
         ended = [job for job in jobs if job.terminal_write is not None]
         calls = split_by_size(ended, _output_bytes, max_items=MAX_JOBS_IN_CALL, max_bytes=MAX_BYTES_IN_CALL)
@@ -330,38 +338,6 @@ class Outbox:
             partition.renewed_s = now_s
         if is_whole:
             partition.whole_s = now_s
-
-    async def _flush_running(
-        self, jobs: list[JobProgress], flushes: list[JobFlush], now_s: float, *, renew: bool
-    ) -> None:
-        replies = await self._scripts.flush(self._worker_id, flushes, self._lease_ms, renew=renew)
-        for job, sent, reply in zip(jobs, flushes, replies, strict=True):
-            self._handle_reply(job, sent, reply, now_s)
-        lost = [job for job, reply in zip(jobs, replies, strict=True) if reply.code == "lost"]
-        await run_all(map(self._departures.drop_lost, lost))
-        if refusal := next((reply.refusal for reply in replies if reply.refusal), ""):
-            raise ResponseError(refusal)
-
-    def _handle_reply(self, job: JobProgress, sent: JobFlush, reply: FlushReply, now_s: float) -> None:
-        """Act on the reply of Redis for a job that is not lost: cancel the job, or record its stored tokens."""
-        if reply.code == "lost":
-            return
-        job.drop_progress(sent)
-        if reply.listeners:
-            job.subscriber_seen_s = now_s
-        partition = self._partitions[job.lease.partition]
-        unseen_s = now_s - max(job.subscriber_seen_s, partition.outage_ended_s)
-        is_abandoned = job.cancel_on_disconnect and not partition.has_outage and unseen_s > self._disconnect_s
-        if (reply.code == "cancel" or is_abandoned) and job.ask_cancel():
-            self._engine.cancel(job.lease.job_id)
-        if not reply.refusal:
-            self._record_flush(job, sent, reply.stored, now_s)
-
-    def _record_flush(self, job: JobProgress, sent: JobFlush, n_stored: int, now_s: float) -> None:
-        """Record what Redis has stored of a job. Tokens that a failover lost are written by the next flush."""
-        if not job.record_flush(sent, n_stored, now_s):
-            log.warning("job.tokens_resent id=%s offset=%d stored=%d", sent.job_id, sent.offset, n_stored)
-            self._request_flush()
 
     async def close(self, *, crashed: bool = False) -> None:
         """Write all tokens and ends, then requeue the jobs that have not ended.

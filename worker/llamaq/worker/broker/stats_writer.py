@@ -11,7 +11,7 @@ from itertools import islice
 from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
-from llamaq.common.protocol.attempt_script_calls import MAX_STATS, AttemptScripts
+from llamaq.common.protocol.attempt_scripts import MAX_STATS, AttemptScripts
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL
 from llamaq.common.redis.outage_log import OutageLog

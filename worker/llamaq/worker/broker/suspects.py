@@ -41,7 +41,7 @@ class Suspects:
         suspect begins to wait, and reset to None when other jobs are claimed."""
 
     def forget_deadline(self) -> None:
-        """Give the next suspect the whole time to wait, because other jobs were claimed."""
+        """Start the waiting time of the next suspect from the beginning, because other jobs were claimed."""
         self._deadline_s = None
 
     async def select_startable(self, reclaimed: list[JobEntry]) -> list[JobEntry]:

@@ -38,7 +38,8 @@ class TextCommandHandler:
                 return TextReply(text=vocab.decode(tokens), pieces=self._pieces(command, tokens))
             case TextAction.APPLY_TEMPLATE:
                 text = vocab.render_chat(messages, command.template_options)
-                return TextReply(text=text.encode(errors="replace").decode())  # as the tokenizer reads it
+                # The tokenizer replaces half surrogate pairs too, so the text of the reply has the same tokens.
+                return TextReply(text=text.encode(errors="replace").decode())
             case TextAction.TOKENIZE:
                 if command.text is None:
                     tokens = vocab.encode_chat(messages, command.template_options)

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.worker.core.draft import NO_DRAFT, Draft
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN, NO_DRAFT_WORK, DraftPlan, DraftWork
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft
 
 
 class TickBatch(Protocol):

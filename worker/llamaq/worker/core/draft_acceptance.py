@@ -9,7 +9,7 @@ DECAY = 0.85
 says how much the drafter relies on a draft."""
 
 
-class Acceptance:
+class DraftAcceptance:
     """Estimates the probability that a draft token is accepted if all tokens of the draft before it were accepted.
 
     Args:
@@ -28,9 +28,9 @@ class Acceptance:
         return self._accepted / (self._accepted + self._rejected)
 
     def record(self, n_drafted: int, n_accepted: int) -> None:
-        """Record the outcome of a draft. After the first token that is not accepted, the others tell nothing."""
+        """Record the outcome of a draft. Tokens after the first rejected one do not count."""
         self._accepted = self._decay * self._accepted + n_accepted
         self._rejected = self._decay * self._rejected + (1 if n_accepted < n_drafted else 0)
 
     def __repr__(self) -> str:
-        return f"<Acceptance {self.probability:.2f}>"
+        return f"<DraftAcceptance {self.probability:.2f}>"

@@ -8,10 +8,10 @@ from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import priority_of
 from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.job_parts import N_LARGEST, Detokenizer, Sampler
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import pack
-from llamaq.worker.core.token_draft import Drafting
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
+from llamaq.worker.core.saved_cells import Allocate, SavedCells, no_buffer
 
 
 class SequenceOps(Protocol):
@@ -46,14 +46,14 @@ class StateOps(Protocol):
     def wait(self) -> None:
         """Wait until the device has computed all batches."""
 
-    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> SavedCells:
         """Return the sequence's cells from `start` up to but not including `end`, as bytes.
 
         Raises:
             EngineError: The engine cannot read the cells.
         """
 
-    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
+    def load(self, seq_id: int, start: int, end: int, data: SavedCells, first: int) -> bool:
         """Append the cells from `start` up to but not including `end` to a sequence that holds `start` cells.
 
         Args:

@@ -9,7 +9,7 @@ from enum import Enum
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot
-from llamaq.worker.core.admission_record import Admission
+from llamaq.worker.core.admission import Admission
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, pack

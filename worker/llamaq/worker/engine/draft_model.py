@@ -16,9 +16,9 @@ import numpy as np
 
 from llamaq.common.errors import EngineError
 from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.draft import NO_DRAFT, Draft
 from llamaq.worker.core.draft_plan import DraftPart, DraftPlan, DraftWork
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft
 from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import SUCCESS, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions

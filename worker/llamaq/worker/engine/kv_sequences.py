@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from llamaq.common.errors import EngineError
-from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
+from llamaq.worker.core.saved_cells import Allocate, SavedCells, no_buffer
 from llamaq.worker.engine.llama_bindings import Context, Model
 from llamaq.worker.engine.state_format import SequenceState, StatePart, allocate_state
-from llamaq.worker.engine.swa_guard_sequences import SwaGuards
+from llamaq.worker.engine.swa_guards import SwaGuards
 
 
 class KvSequences:
@@ -129,7 +129,7 @@ class KvSequences:
         """Wait until the device has computed all batches."""
         self._context.synchronize()
 
-    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> SavedCells:
         """Return the state of the cells [start, end) of a sequence.
 
         Args:
@@ -151,7 +151,7 @@ class KvSequences:
             raise EngineError(f"sequence {seq_id} can only be saved whole, and does not hold [{start}, {end}) exactly")
         return self._save_whole(seq_id, end, allocate)
 
-    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
+    def load(self, seq_id: int, start: int, end: int, data: SavedCells, first: int) -> bool:
         """Append the cells [start, end) of saved state to a sequence that holds `start` cells.
 
         Args:
@@ -196,7 +196,7 @@ class KvSequences:
         finally:
             self._context.remove(self._scratch, 0)
 
-    def _save_parts(self, seq_id: int, start: int, end: int, allocate: Allocate) -> Data:
+    def _save_parts(self, seq_id: int, start: int, end: int, allocate: Allocate) -> SavedCells:
         ranges, sizes = self._part_ranges(start, end), []
         for cells in ranges:
             with self._scratch_with(seq_id, *cells) as scratch:
@@ -207,7 +207,7 @@ class KvSequences:
                 self._write(scratch, address, size)
         return data
 
-    def _save_whole(self, seq_id: int, end: int, allocate: Allocate) -> Data:
+    def _save_whole(self, seq_id: int, end: int, allocate: Allocate) -> SavedCells:
         size = self._context.state_size(seq_id)
         data, [address] = allocate_state([(0, end)], [size], allocate)
         self._write(seq_id, address, size)

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
+from llamaq.worker.core.saved_cells import Allocate, SavedCells, no_buffer
 
 _HEADER = struct.Struct("<4sI")
 _PART = struct.Struct("<IIQ")
@@ -74,7 +74,7 @@ class StatePart:
 class SequenceState:
     """The state of the cells [start, end) of a sequence, in consecutive parts. It keeps the memory of `data` alive."""
 
-    data: Data
+    data: SavedCells
     parts: tuple[StatePart, ...]
 
     @property
@@ -86,7 +86,7 @@ class SequenceState:
         return self.parts[-1].end
 
     @classmethod
-    def parse(cls, data: Data, *, is_recurrent: bool) -> SequenceState | None:
+    def parse(cls, data: SavedCells, *, is_recurrent: bool) -> SequenceState | None:
         """Check the structure of saved state, and return its parts.
 
         Args:
@@ -111,7 +111,7 @@ class SequenceState:
 
 def allocate_state(
     ranges: Sequence[tuple[int, int]], sizes: Sequence[int], allocate: Allocate = no_buffer
-) -> tuple[Data, list[int]]:
+) -> tuple[SavedCells, list[int]]:
     """Allocate the memory for the state of some cells, and write the header.
 
     If `allocate` returns None, the memory is a new `bytes` object, which the caller fills through the addresses. This
@@ -128,7 +128,7 @@ def allocate_state(
     header = _HEADER.pack(_MAGIC, len(sizes))
     header += b"".join(_PART.pack(*cells, size) for cells, size in zip(ranges, sizes, strict=True))
     n_bytes = len(header) + sum(sizes)
-    data: Data | None = allocate(n_bytes)
+    data: SavedCells | None = allocate(n_bytes)
     if data is None:
         data = _new_bytes(None, n_bytes)
     address = _address(data)
@@ -137,11 +137,11 @@ def allocate_state(
     return data, addresses.tolist()
 
 
-def _address(data: Data) -> int:
+def _address(data: SavedCells) -> int:
     return np.frombuffer(data, np.uint8).ctypes.data
 
 
-def _parts(data: Data) -> Iterator[StatePart]:
+def _parts(data: SavedCells) -> Iterator[StatePart]:
     magic, n_parts = _HEADER.unpack_from(data)
     if magic != _MAGIC or not 1 <= n_parts <= _MAX_PARTS:
         raise ValueError("not a saved state")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
+from llamaq.worker.engine_loop.tick_time_predictor import TickTimePredictor
 
 
 class PublicationPace:

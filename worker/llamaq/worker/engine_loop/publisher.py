@@ -155,7 +155,7 @@ class Publisher:
         except BaseException as exc:
             log.exception("publisher.failed")
             self._error = exc
-            self._done.put(exc)  # the engine thread may wait
+            self._done.put(exc)  # the engine thread may wait for a result
 
     def __enter__(self) -> Self:
         self._publishing_thread.start()

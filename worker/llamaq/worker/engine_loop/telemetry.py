@@ -4,7 +4,7 @@ A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.do
 
 - `tick`: `worker` and the fields of `TickStats`.
 - `request.done`: the fields of `EndedJob`, with the fields of `JobStats` and `JobTimeline` in place of `stats` and
-  `timeline`. The worker that claimed a job last reports its end, also if a client or another worker ended the job while
+  `timeline`. The worker that claimed a job last reports its end, even if a client or another worker ended the job while
   it waited. The end of a damaged job, or of a job that crashed its workers, is reported by the worker that makes the
   dead letter.
 

@@ -24,7 +24,7 @@ from llamaq.worker.engine_loop.publication_pace import PublicationPace
 from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_parts_interface import BatchDrafter, JobScheduler, Runner
-from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
+from llamaq.worker.engine_loop.tick_time_predictor import TickTimePredictor
 
 log = logging.getLogger(__name__)
 

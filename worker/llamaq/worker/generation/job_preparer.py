@@ -11,9 +11,9 @@ from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.claimed_request import QUICK_BYTES, read_request
 from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
-from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.adapter_scales import AdapterScales
 from llamaq.worker.generation.detokenizer import StreamDetokenizer, TagDetokenizer
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox

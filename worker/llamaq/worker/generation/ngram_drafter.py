@@ -19,7 +19,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft
+from llamaq.worker.core.draft import NO_DRAFT, Draft
 
 N_GRAM = 3
 """Number of last tokens that must have occurred before."""
@@ -38,7 +38,7 @@ original is forgotten."""
 
 
 class NgramDrafter:
-    """Finds the longest earlier occurrence of the end of the history. Implements `core.token_draft.Drafter`.
+    """Finds the longest earlier occurrence of the end of the history. Implements `core.draft.Drafter`.
 
     Args:
         history: The prompt, and the tokens that earlier attempts generated.
@@ -65,7 +65,7 @@ class NgramDrafter:
         if several have equally many. Without an occurrence, it is the original after an edit, otherwise a rare token.
         """
         end = len(history) - 1
-        if end != self._found[0]:  # after a batch that was refused, the same draft is asked for again
+        if end != self._found[0]:  # equal: the last batch was refused, so the same draft is proposed again
             self._read(history)
             self._found = (end, *self._find(history, end))
         _, source, grade = self._found

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from llamaq.worker.core.admission_record import Evicted
+from llamaq.worker.core.admission import Evicted
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, PrefixCache
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
@@ -160,7 +160,7 @@ class Eviction:
         if not self._needs_trim:
             return
         self._needs_trim = False
-        while self._cache.coldest() is not None and (self._excess_cells() > 0 or self._lacks_sequences()):
+        while (staying := self._evictable()) and not self._are_within_limits(staying):
             self.evict_coldest()
 
     def save_ahead(self) -> bool:
@@ -186,28 +186,26 @@ class Eviction:
 
     def _next_to_evict(self) -> list[CachedSequence]:
         """Return the entries that `trim` would evict if a job ran, in this order."""
-        entries = [entry for entry in self._cache.entries() if not entry.in_transfer]
-        n_free = self._pool.n_free_sequences + len(self._in_transfer())
-        staying = {entry.seq_id for entry in entries}
-        for n_evicted, entry in enumerate(entries):
-            has_sequences = not self._pool.has_spare_sequences or n_free + n_evicted >= self._pool.n_idle
-            if has_sequences and self._pool.ledger.owned_together(staying) <= self._held_cells:
+        entries = self._evictable()
+        for n_evicted in range(len(entries)):
+            if self._are_within_limits(entries[n_evicted:]):
                 return entries[:n_evicted]
-            staying.remove(entry.seq_id)
         return entries
 
-    def _excess_cells(self) -> int:
-        staying = {entry.seq_id for entry in self._cache.entries() if not entry.in_transfer}
-        return self._pool.ledger.owned_together(staying) - self._held_cells
+    def _evictable(self) -> list[CachedSequence]:
+        """Return the entries that are not in transfer, the least recently used first."""
+        return [entry for entry in self._cache.entries() if not entry.in_transfer]
 
-    def _lacks_sequences(self) -> bool:
-        """Whether fewer sequences are free, or soon will be, than slots are idle.
+    def _are_within_limits(self, staying: list[CachedSequence]) -> bool:
+        """Whether no entry has to be evicted for the speed of running jobs, if only the entries in `staying` remain.
 
-        Always False when there are only as many sequences as slots, because jobs then take over the sequences of
-        entries.
+        Their cells are within `held_cells`, and as many sequences are free, or soon will be, as slots are idle. If
+        there are only as many sequences as slots, none has to be free: jobs then take over the sequences of entries.
         """
-        n_coming_free = len(self._in_transfer())
-        return self._pool.has_spare_sequences and self._pool.n_free_sequences + n_coming_free < self._pool.n_idle
+        n_free = self._pool.n_free_sequences + len(self._cache) - len(staying)
+        has_sequences = not self._pool.has_spare_sequences or n_free >= self._pool.n_idle
+        seq_ids = {entry.seq_id for entry in staying}
+        return has_sequences and self._pool.ledger.owned_together(seq_ids) <= self._held_cells
 
     # ---- one entry
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, StoredPrefix
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
@@ -76,7 +76,7 @@ class Offload(Protocol):
         A later `start_save` then has less to save, or nothing.
         """
 
-    def read_block(self, block: Block) -> Future[Data | None]:
+    def read_block(self, block: Block) -> Future[SavedCells | None]:
         """Read the data of a block that `match` has just returned. The future gives None if the file is invalid."""
 
     def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
@@ -129,7 +129,7 @@ class NoOffload:
     def save_ahead(self, entry: CachedSequence) -> bool:  # noqa: ARG002 - the interface's
         return False
 
-    def read_block(self, block: Block) -> Future[Data | None]:
+    def read_block(self, block: Block) -> Future[SavedCells | None]:
         raise LookupError(f"{block!r} is not stored")
 
     def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:

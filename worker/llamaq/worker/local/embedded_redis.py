@@ -25,6 +25,7 @@ from redis.retry import Retry
 
 from llamaq.common.errors import EmbeddedRedisError
 from llamaq.worker.process.restart_delay import RestartDelay
+from llamaq.worker.process.stop_process import stop_process
 
 log = logging.getLogger(__name__)
 
@@ -239,12 +240,7 @@ class EmbeddedRedis:
     def stop(self) -> None:
         """Stop the server. A second call does nothing."""
         if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            stop_process(self._process, STOP_TIMEOUT_S)
         self._process = None
         self._scratch.cleanup()
 

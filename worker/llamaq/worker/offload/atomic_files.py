@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 
 TEMPORARY = ".tmp"
 """Suffix of the names of unfinished files."""
@@ -81,7 +81,7 @@ def is_locked_folder(folder: Path, lock: int) -> bool:
         return False
 
 
-def write_file(path: Path, *parts: Data, is_synced: bool = False) -> None:
+def write_file(path: Path, *parts: SavedCells, is_synced: bool = False) -> None:
     """Write the parts into a file of mode 0600 that replaces `path` in one step.
 
     Args:

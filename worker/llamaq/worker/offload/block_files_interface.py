@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation
 
 
@@ -20,7 +20,7 @@ class BlockFiles(Protocol):
     def submit(self, operations: Iterable[DiskOperation]) -> None:
         """Start the operations, which are executed in this order."""
 
-    def read(self, block: Block) -> Future[Data | None]:
+    def read(self, block: Block) -> Future[SavedCells | None]:
         """Start reading the data of the block. The result is None when the file of the block is invalid."""
 
     def drain_failed_blocks(self) -> list[Block]:
@@ -38,7 +38,7 @@ class NoBlockFiles:
     def submit(self, operations: Iterable[DiskOperation]) -> None:
         """Do nothing: without a disk there are no operations."""
 
-    def read(self, block: Block) -> Future[Data | None]:
+    def read(self, block: Block) -> Future[SavedCells | None]:
         raise LookupError(f"{block!r} has no file")
 
     def drain_failed_blocks(self) -> list[Block]:

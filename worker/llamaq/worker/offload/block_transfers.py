@@ -17,11 +17,11 @@ from itertools import takewhile
 from llamaq.common.errors import EngineError
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.core.sequence_interface import StateOps
 from llamaq.worker.core.slot import Run
-from llamaq.worker.kv_cache.blocks.block import Block, StoredPrefix, TokenSpan
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block import Block, BlockSpan, StoredPrefix
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_files_interface import BlockFiles, NoBlockFiles
@@ -42,7 +42,7 @@ class SaveTransfer:
     """A transfer that saves the cells of an entry from the device."""
 
     entry: CachedSequence
-    spans: deque[TokenSpan]
+    spans: deque[BlockSpan]
     """The spans that are not saved yet."""
 
 
@@ -54,7 +54,7 @@ class LoadTransfer:
     stored: StoredPrefix
     blocks: deque[Block]
     """The blocks that are not loaded yet."""
-    disk_read: Future[Data | None] | None = None
+    disk_read: Future[SavedCells | None] | None = None
     """The disk read of the next block. None if the data of the next block is in host memory."""
 
     @property
@@ -152,10 +152,10 @@ class BlockTransfers:
         self._submit_disk_operations()
         return is_saved
 
-    def read_block(self, block: Block) -> Future[Data | None]:
+    def read_block(self, block: Block) -> Future[SavedCells | None]:
         if block.data is None:
             return self._files.read(block)
-        done: Future[Data | None] = Future()
+        done: Future[SavedCells | None] = Future()
         done.set_result(block.data)
         return done
 
@@ -215,12 +215,12 @@ class BlockTransfers:
 
     # ---- from the device
 
-    def _missing_spans(self, entry: CachedSequence, *, is_idle: bool = False) -> deque[TokenSpan]:
+    def _missing_spans(self, entry: CachedSequence, *, is_idle: bool = False) -> deque[BlockSpan]:
         """Return the spans of the entry that are worth saving and are not stored."""
         if entry.n_tokens < MIN_ENTRY_TOKENS:
             return deque()
 
-        def is_worth_saving(span: TokenSpan) -> bool:
+        def is_worth_saving(span: BlockSpan) -> bool:
             return self._costs.is_worth_saving(span.end - span.start, _n_scattered(entry, span), is_idle=is_idle)
 
         return deque(takewhile(is_worth_saving, self.store.missing_spans(entry.tokens, entry.scope)))
@@ -229,7 +229,7 @@ class BlockTransfers:
         if not self._save_span(save.entry, save.spans.popleft()):
             save.spans.clear()  # a block needs its parent, so the later spans cannot be stored either
 
-    def _save_span(self, entry: CachedSequence, span: TokenSpan) -> bool:
+    def _save_span(self, entry: CachedSequence, span: BlockSpan) -> bool:
         """Save these cells of the entry. Returns False if llama.cpp or the store refuses them."""
         if self._costs.are_measured:
             self._sequences.wait()  # only the copies are measured
@@ -244,7 +244,7 @@ class BlockTransfers:
         self._costs.record(span.end - span.start, _n_scattered(entry, span), time.perf_counter() - started_s)
         return self.store.insert(entry.tokens, entry.scope, span, data) is not None
 
-    def _allocate(self, n_bytes: int, span: TokenSpan) -> memoryview | None:
+    def _allocate(self, n_bytes: int, span: BlockSpan) -> memoryview | None:
         return self._arena.allocate(n_bytes, span.end - span.start) if self._arena else None
 
     # ---- to the device
@@ -288,6 +288,6 @@ class BlockTransfers:
         return f"<BlockTransfers {self.store!r} {len(self._saves)} saves, {len(self._loads)} loads>"
 
 
-def _n_scattered(entry: CachedSequence, span: TokenSpan) -> int:
+def _n_scattered(entry: CachedSequence, span: BlockSpan) -> int:
     """Return how many cells of the span are scattered."""
     return max(0, span.end - max(span.start, entry.n_adjacent))

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.kv_cache.blocks.block import Block, BlockHeader, DiskOperation, WriteBlock
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.atomic_files import (
     LOCK,
     TEMPORARY,
@@ -32,8 +32,8 @@ from llamaq.worker.offload.atomic_files import (
     open_file,
     write_file,
 )
+from llamaq.worker.offload.background_thread import BackgroundThread
 from llamaq.worker.offload.disk_format import Fault, checksum, encode_header, fingerprint_key, read_data, read_header
-from llamaq.worker.offload.single_thread_executor import BackgroundThread
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +118,14 @@ class DiskBlockFiles:
             failed.append(self._unreadable.popleft())
         return failed
 
-    def read(self, block: Block) -> Future[Data | None]:
+    def read(self, block: Block) -> Future[SavedCells | None]:
         """Start reading the data of a pinned block. Reads come before writes.
 
         Returns:
             The verified data. None when the file is missing or invalid; `drain_failed_blocks` then returns the block.
         """
         if write := self._pending.get(block.name):
-            done: Future[Data | None] = Future()
+            done: Future[SavedCells | None] = Future()
             done.set_result(write.data)
             return done
         return self.background.submit(partial(self._read, block), urgent=True)
@@ -200,7 +200,7 @@ class DiskBlockFiles:
         """Claim a folder for the blocks within the cache folder. Return it and its lock."""
         return claim_folder(folder, self._fingerprint.hex()[:32])
 
-    def _read(self, block: Block) -> Data | None:
+    def _read(self, block: Block) -> SavedCells | None:
         try:
             with open_file(self._path(block.name)) as file:
                 found = read_data(file, block, self._fingerprint)

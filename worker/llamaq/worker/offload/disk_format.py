@@ -25,7 +25,7 @@ from enum import StrEnum
 from typing import BinaryIO
 
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, BlockHeader, block_name
 from llamaq.worker.offload.atomic_files import file_size, read_up_to
 
@@ -64,7 +64,7 @@ def encode_header(block: Block, fingerprint: bytes) -> bytes:
     return fixed + block.tokens
 
 
-def checksum(*parts: Data) -> bytes:
+def checksum(*parts: SavedCells) -> bytes:
     """Return the checksum of the parts. It is written at the end of the file."""
     crc = 0
     for part in parts:

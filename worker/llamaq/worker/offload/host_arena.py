@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.worker.offload.single_thread_executor import BackgroundThread
+from llamaq.worker.offload.background_thread import BackgroundThread
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from redis.asyncio import Redis
 
-from llamaq.common.protocol.attempt_script_calls import AttemptScripts
+from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.worker.broker.command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
-from llamaq.worker.broker.exit_when_empty import EmptyQueueWatch
+from llamaq.worker.broker.empty_queue_watch import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
@@ -23,7 +23,7 @@ from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.preparations import Preparer
-from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
+from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop

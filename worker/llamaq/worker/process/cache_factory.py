@@ -6,10 +6,10 @@ from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache, PrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
@@ -18,7 +18,7 @@ from llamaq.worker.offload.save_costs import SaveCosts
 from llamaq.worker.process.cache_fingerprint import fingerprint
 from llamaq.worker.process.engine_options import computes_on_gpu
 from llamaq.worker.settings import WorkerSettings
-from llamaq.worker.slot_files.saved_slot_store import SavedSlotFiles
+from llamaq.worker.slot_files.saved_slot_files import SavedSlotFiles
 
 CACHED_SEQUENCES = 64
 """Default number of cached sequences in a unified KV cache. Each further sequence costs no time, only address space:

@@ -21,7 +21,7 @@ from llamaq.common.errors import EngineError
 from llamaq.common.logging_setup import configure_logging
 from llamaq.worker.engine.library_check import check_library
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED
-from llamaq.worker.process.hang_detection_pipe import LivenessWriter
+from llamaq.worker.process.liveness_pipe import LivenessWriter
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

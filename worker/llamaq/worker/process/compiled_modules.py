@@ -1,4 +1,4 @@
-"""Tells whether this process runs the modules of a tick as C code: the wheel of `make compiled` has it."""
+"""Tells whether the modules of a tick are compiled to C in this process, as in the wheel of `make compiled`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
 from llamaq.worker.generation.sampling.row_draws import NATIVE_DRAWS, NativeRowDrawer
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.process.cache_factory import (
     choose_held_cells,
@@ -30,7 +30,7 @@ from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
-from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
+from llamaq.worker.slot_files.slot_operations import SlotOperations
 
 MAX_DRAW_THREADS = 8
 """The largest number that was measured: the tokens of 32 streams take 0.34 ms with 8 threads, and 0.50 with 4."""

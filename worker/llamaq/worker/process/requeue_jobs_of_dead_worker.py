@@ -22,7 +22,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import Worker
 from llamaq.common.redis.connect import connect
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 from llamaq.worker.process.process_identity import is_dead_here
 from llamaq.worker.settings import WorkerSettings
 

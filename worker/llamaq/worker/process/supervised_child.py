@@ -13,7 +13,7 @@ import time
 from typing import IO
 
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_FORCED, EXIT_OK
-from llamaq.worker.process.hang_detection_pipe import LivenessReader
+from llamaq.worker.process.liveness_pipe import LivenessReader
 from llamaq.worker.process.process_identity import make_worker_id
 from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S, release_in_background
 from llamaq.worker.process.restart_delay import RestartDelay

@@ -44,7 +44,7 @@ class Supervisor:
         Args:
             children: The settings of each child.
             log_file: Receives the standard error of all children; None: the standard error of this process.
-            also_check: Called with each check of the children, also while they drain. It restarts processes that the
+            also_check: Called with each check of the children, even while they drain. It restarts processes that the
                 children need, such as an embedded Redis. It raises a `LlamaqError` when it cannot restart them.
         """
         self._also_check = also_check

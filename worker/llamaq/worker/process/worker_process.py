@@ -213,7 +213,7 @@ class WorkerProcess:
         self._parts.close()
         if self._io_thread.await_preparations():
             self._parts.free_model()
-        else:  # its thread would read freed memory; the process ends with the preparation
+        else:  # a thread still reads the model; the process exits when this thread has ended
             log.warning("worker.model_not_freed: a job or a text command is still being prepared")
         log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._shared.telemetry.n_jobs_done)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from llamaq.worker.core.job import Job
 from llamaq.worker.kv_cache.eviction import Room
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.bulk_share import BulkShare, count_bulk
 from llamaq.worker.scheduling.preemption import Preemption

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 

@@ -32,7 +32,7 @@ from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
 from llamaq.worker.core.outputs import NewToken, TickOutcome
 from llamaq.worker.core.slot import Run, Slot
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.preemption import CELLS_AHEAD, Preemption
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.token_outputs import new_token
@@ -71,7 +71,7 @@ class RepeatedTicks:
     order, before `apply`. With stop strings, call `late_outputs` before each `next_batch`. If `has_stopped` is then
     true, call `apply`.
 
-    Threads: another thread may call `late_outputs`, and what `preparation` returns, also while the engine thread calls
+    Threads: another thread may call `late_outputs`, and what `preparation` returns, even while the engine thread calls
     `next_batch` for later ticks. The engine thread calls all other methods.
 
     Args:

@@ -28,22 +28,22 @@ from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
+from llamaq.worker.core.draft import NO_DRAFT
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost, TickOutcome
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
-from llamaq.worker.core.token_draft import NO_DRAFT
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.adapter_turns import AdapterTurns
-from llamaq.worker.scheduling.bulk_share import BulkShare, count_bulk
+from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
 from llamaq.worker.scheduling.job_admission import JobAdmission
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
-from llamaq.worker.scheduling.strategies.tick_times import TickTimer
 from llamaq.worker.scheduling.surplus_jobs import surplus_jobs
+from llamaq.worker.scheduling.tick_measurements import TickMeasurements
 from llamaq.worker.scheduling.token_outputs import new_token
 from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
 from llamaq.worker.scheduling.tokens_ahead.tokens_ahead import TokensAhead
@@ -88,10 +88,12 @@ class Scheduler:
         self._worker = worker
         self._tokens_ahead = TokensAhead(memory, strategy, speculation)
         self._clock = clock
-        self._tick_timer = TickTimer(clock)
         self._adapter_turns = AdapterTurns(clock)
         self._waiting = WaitingQueue()
         self._bulk_share = BulkShare(bulk_share, n_slots)
+        self._measurements = TickMeasurements(
+            memory, self._waiting, strategy, self._bulk_share, self._tokens_ahead, clock
+        )
         self._preemption = Preemption(memory, self._waiting, self._bulk_share, self._report_preemption)
         self._admission = JobAdmission(memory, self._waiting, self._bulk_share, self._preemption, self._give_slot)
         self._outputs: list[Output] = []
@@ -104,7 +106,7 @@ class Scheduler:
             self._preemption,
             self._tokens_ahead,
             end_tokens=end_tokens,
-            on_tick=self._record_repeated_tick,
+            on_tick=self._measurements.record_repeated,
             clock=clock,
         )
         """Lets ticks be repeated without a plan."""
@@ -230,7 +232,7 @@ class Scheduler:
         self.repeater.forbid()
         if not any(slot.state in COMPUTING for slot in self._memory.slots):  # cheap: usually the first slot computes
             return Batch()
-        self._tick_timer.begin()
+        self._measurements.begin()
         slots = self._adapter_turns.slots_of_turn(self._memory.slots)
         batch = self._strategy.plan(slots, max(queue_depth, self.n_waiting))
         now_s = self._clock()
@@ -251,7 +253,7 @@ class Scheduler:
             LookupError: A result belongs to a slot that is not in the batch.
         """
         if batch:
-            self._record_slots()
+            self._measurements.record_slots()
         n_accepted = 0
         now_s = self._clock()
         stopped = self.repeater.take_stopped()  # a stop string of an earlier repeated tick has ended their jobs
@@ -271,7 +273,7 @@ class Scheduler:
         if without_room:
             self._make_room_for(without_room)
         self._preemption.keep_room()
-        self._time_tick(batch, self._clock())
+        self._measurements.record_time(batch, self._clock())
         outputs, self._outputs = self._outputs, []
         return TickOutcome(outputs, n_accepted)
 
@@ -326,27 +328,6 @@ class Scheduler:
     def _report_preemption(self, job: Job) -> None:
         job.times.lose_slot(self._clock())
         self._outputs.append(SlotLost(job))
-
-    # ---- measurements of a tick
-
-    def _record_repeated_tick(self, batch: Batch, ended_s: float) -> None:
-        self._record_slots()
-        self._time_tick(batch, ended_s)
-
-    def _time_tick(self, batch: Batch, ended_s: float) -> None:
-        """Report the time of the tick to the strategy and to the search for tokens ahead.
-
-        The time of the next tick begins now, unless no slot is active: the worker may then pause.
-        """
-        seconds = self._tick_timer.end(ended_s, begins_next=bool(batch and self._memory.active_slots))
-        if batch:
-            self._strategy.record_tick(batch, seconds)
-            self._tokens_ahead.record_tick(batch, seconds)
-
-    def _record_slots(self) -> None:
-        """Record how many slots the tick used, for the share of bulk jobs."""
-        running = self._memory.active_slots
-        self._bulk_share.record_tick(len(running), count_bulk(running), len(self._waiting.bulk))
 
     # ---- results of a tick
 

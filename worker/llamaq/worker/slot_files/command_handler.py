@@ -17,10 +17,10 @@ from llamaq.common.errors import InvalidRequest, SlotCommandRefused
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFile, SlotReply
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.engine_loop.command_queue import CommandQueue
-from llamaq.worker.offload.single_thread_executor import BackgroundThread
-from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
-from llamaq.worker.slot_files.restore_slot import SlotRestore
-from llamaq.worker.slot_files.saved_slot_store import SavedSlot, SavedSlotFiles, SavedSlotInfo
+from llamaq.worker.offload.background_thread import BackgroundThread
+from llamaq.worker.slot_files.saved_slot_files import SavedSlot, SavedSlotFiles, SavedSlotInfo
+from llamaq.worker.slot_files.slot_operations import SlotOperations
+from llamaq.worker.slot_files.slot_restorer import SlotRestore
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart, join_parts, split_parts
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 
 _PART = struct.Struct("<QQQ")
 
@@ -24,12 +24,12 @@ class SlotStatePart:
     first: int
     """The first cell of the data. It is at or before the end of the previous part."""
     end: int
-    data: Data = field(repr=False)
+    data: SavedCells = field(repr=False)
 
 
 def join_parts(parts: Iterable[SlotStatePart]) -> bytes:
     """Encode the parts as one byte string."""
-    pieces: list[Data] = []
+    pieces: list[SavedCells] = []
     for part in parts:
         pieces += [_PART.pack(part.first, part.end, len(part.data)), part.data]
     return b"".join(pieces)

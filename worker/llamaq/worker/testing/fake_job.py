@@ -12,10 +12,10 @@ import numpy.typing as npt
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.job_parts import RowDraw
 from llamaq.worker.core.job_times import JobTimes
-from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 
 

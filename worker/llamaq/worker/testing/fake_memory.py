@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamaq.common.errors import EngineError
-from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
+from llamaq.worker.core.saved_cells import Allocate, SavedCells, no_buffer
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"fake"
@@ -112,7 +112,7 @@ class FakeMemory:
     def wait(self) -> None:
         """Do nothing: a batch is computed at once."""
 
-    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> SavedCells:
         """Return the positions and tokens of the cells, see `StateOps.save`."""
         n_held = self.n_held(seq_id)
         if not 0 <= start < end <= n_held:
@@ -130,7 +130,7 @@ class FakeMemory:
         ready[:] = data
         return ready
 
-    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
+    def load(self, seq_id: int, start: int, end: int, data: SavedCells, first: int) -> bool:
         """Append saved cells, see `StateOps.load`. Raises `AssertionError` for a wrong range."""
         if self.n_held(seq_id) != start or not 0 <= first <= start < end:
             raise AssertionError(
@@ -182,7 +182,7 @@ class FakeMemory:
         return f"<{type(self).__name__} {len(self.memory)} sequences, {self.used_cells}/{self.n_ctx} cells>"
 
 
-def _parse(data: Data, first: int) -> tuple[int, ...] | None:
+def _parse(data: SavedCells, first: int) -> tuple[int, ...] | None:
     if len(data) < _HEADER.size:
         return None
     magic, start, end = _HEADER.unpack_from(data)

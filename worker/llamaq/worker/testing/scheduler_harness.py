@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.outputs import Output
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool

@@ -342,7 +342,7 @@ local function leave_later(job)
 end
 
 -- Ends a job: sets its status, emits its terminal event, starts the time to live of its keys, and drops its entry.
--- Every job ends in this function, exactly once, also when Redis is full. `fields` is a flat list of further fields for
+-- Every job ends in this function, exactly once, even when Redis is full. `fields` is a flat list of further fields for
 -- the hash. `unsent` is an array with the msgpack of events before the terminal one; nil: there are none. The metrics of the
 -- job are added to `counts`, and the caller stores them; nil: they are stored here.
 --

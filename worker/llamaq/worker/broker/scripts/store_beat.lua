@@ -1,4 +1,4 @@
--- Stores when a worker, or a worker of a queue, has sent its last heartbeat, also when Redis has reached `maxmemory`.
+-- Stores when a worker, or a worker of a queue, has sent its last heartbeat, even when Redis has reached `maxmemory`.
 --
 -- KEYS[1]  beats   sorted set of the workers or of the queues, by the time of the last heartbeat
 -- ARGV[1]  member  id of the worker, or name of the queue

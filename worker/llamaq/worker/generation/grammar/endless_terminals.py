@@ -3,10 +3,10 @@
 llguidance matches each terminal with the longest possible text. In `T "a"` with `T: /a+/`, each text forces one more a,
 and llguidance never returns, because it looks for the end of the forced text.
 
-A forced text without an end repeats one part of a regular expression, and each of its characters is the only one that
-is possible. So there is none if everything that is repeated without an upper bound is a set of two or more characters,
-such as `[0-9]+`. This is found out without an automaton of the expressions, so too many grammars are found. They only
-lose their forced texts.
+A forced text without an end repeats one part of a regular expression, and this part allows a single character at each
+place. So a grammar has no such text if every part that it repeats without an upper bound is a set of two or more
+characters, such as `[0-9]+`. This test reads only the text of the expressions, so it also finds grammars without an
+endless forced text. Such a grammar is used without forced texts, and its outputs are the same.
 """
 
 from __future__ import annotations

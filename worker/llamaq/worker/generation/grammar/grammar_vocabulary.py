@@ -17,7 +17,7 @@ class GrammarVocabulary(Protocol):
 
     @property
     def pieces(self) -> TokenPieces:
-        """The bytes of all tokens, also of control tokens."""
+        """The bytes of all tokens, control tokens included."""
 
     @property
     def end_tokens(self) -> frozenset[int]:

@@ -19,7 +19,7 @@ NUMPY_COUNTS_BITS = hasattr(np, "bitwise_count")
 
 
 def _bounds_of_bytes() -> npt.NDArray[np.float32]:
-    """Return for each value of a byte, shape (256, 8), plus infinity for the bits that are 1, minus infinity for 0."""
+    """Return the largest logit for each bit of a byte, shape (256, 8): infinity for 1, minus infinity for 0."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little")
     return np.where(bits == 1, np.float32(np.inf), np.float32(-np.inf))
 

@@ -73,7 +73,7 @@ class AllowedTokens:
             return
         with self._lock:
             if self._error is not None or n_generated < max(grammar.n_accepted, self._n_drawn):
-                return  # the draw was faster
+                return  # a draw has passed this position meanwhile
             if not draft and self._look_ahead.has_forced_after(history, n_prompt, n_history):
                 return
             try:

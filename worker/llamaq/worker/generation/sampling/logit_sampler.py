@@ -66,36 +66,47 @@ class LogitSampler:
     ) -> None:
         self.logprobs: TokenLogprobs | None = None
         self.draw_probability: float | None = None
+        self.can_prepare = grammar is not None
         self._n_model_logprobs = None if has_drawn_logprobs else n_logprobs
         """Number of alternatives in `logprobs`, if these are the probabilities of the model."""
         self._n_drawn_logprobs = n_logprobs if has_drawn_logprobs else None
         """Number of alternatives in `logprobs`, if these are the probabilities of the draw."""
         self._is_greedy = is_greedy(params)
         self._uniform = UniformNumbers(seed)
-        self._adjustment = adjustment = LogitAdjustment(logit_bias or {}, masked_tokens)
+        self._adjustment = LogitAdjustment(logit_bias or {}, masked_tokens)
+        self._row_masked = tuple(sorted(self._adjustment.masked))
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         accepts_masked = self._feedback is None or self._feedback.accepts_masked
-        self._chain = chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
+        self._chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
+        self._find_shortcuts(
+            is_restricted=grammar is not None or reasoning is not None, has_logprobs=n_logprobs is not None
+        )
+        never = self._adjustment.masked
+        self._allowed = AllowedTokens(grammar, reasoning, n_best=self._n_best(), can_force=self._can_force, never=never)
+
+    def _find_shortcuts(self, *, is_restricted: bool, has_logprobs: bool) -> None:
+        """Find the faster ways to draw the same tokens.
+
+        Args:
+            is_restricted: Whether a grammar or a bound of the reasoning restricts the tokens.
+            has_logprobs: Whether each token has `logprobs`.
+        """
+        adjustment, chain = self._adjustment, self._chain
         is_plain = self._feedback is None and self._n_drawn_logprobs is None
         self._top_k_draw = chain.top_k_draw if is_plain else None
-        is_restricted = grammar is not None or reasoning is not None
-        needs_all_logits = self._feedback is not None or n_logprobs is not None or adjustment.raises_logits
-        can_force = not needs_all_logits and not adjustment.has_bias
-        self._allowed = AllowedTokens(
-            grammar, reasoning, n_best=self._n_best(), can_force=can_force, never=adjustment.masked
-        )
-        self._takes_best = self._is_greedy and can_force and not chain.penalties
+        needs_all_logits = self._feedback is not None or has_logprobs or adjustment.raises_logits
+        self._can_force = not needs_all_logits and not adjustment.has_bias
+        """Whether a token that must follow is not drawn."""
+        self._takes_best = self._is_greedy and self._can_force and not chain.penalties
         """Whether the token with the largest logit of all is drawn if it is allowed."""
         self._takes_all = not is_restricted and not chain.penalties
         """Whether neither a grammar nor a penalty changes the logits."""
         n_largest = None if is_restricted or needs_all_logits else chain.n_largest
         self.n_largest = None if n_largest is None else n_largest + adjustment.n_changed
         self.checks_logits = self._top_k_draw is not None and not is_restricted
-        is_row_draw = self._takes_all and n_logprobs is None and not adjustment.has_bias
+        is_row_draw = self._takes_all and not has_logprobs and not adjustment.has_bias
         self._row_draw = self._top_k_draw if is_row_draw else None
         """The draw, if a token depends on the logits alone."""
-        self._row_masked = tuple(sorted(adjustment.masked))
-        self.can_prepare = grammar is not None
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
         """Compute the masks of the grammar; see `core.job_parts.Sampler`."""

@@ -49,9 +49,9 @@ class LookAhead:
             sets = grammar.allowed_along_forced(self._n_forced_max, self._never)
         for allowed in sets:
             if allowed.is_small:
-                allowed.ids()  # stores them
+                allowed.ids()  # the set keeps its ids, so the draw need not compute them
             self._sets.append(allowed)
-            if self.is_awaited:  # the draw may refuse the draft
+            if self.is_awaited:  # the draw may reject the draft, so the rest of the search may be useless
                 break
         if not draft:
             self._path = [int(allowed.ids()[0]) for allowed in self._sets[:-1]]

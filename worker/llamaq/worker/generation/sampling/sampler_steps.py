@@ -161,7 +161,7 @@ def _temperature(params: SamplingDefaults) -> Apply | None:
 
 
 def dynamic_temperature_step(params: SamplingDefaults, masked: MaskedCount) -> Apply:
-    """Return the dynamic temperature, which depends on the number of candidates, also of the masked ones."""
+    """Return the dynamic temperature, which depends on the number of candidates, masked ones included."""
     fixed, spread, exponent = params.temperature, params.dynatemp_range, params.dynatemp_exponent
 
     def apply(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:

@@ -29,7 +29,7 @@ class Vocabulary(Protocol):
 
     @property
     def pieces(self) -> TokenPieces:
-        """The bytes of all tokens, also of control tokens."""
+        """The bytes of all tokens, control tokens included."""
 
     def encode_part(self, text: str) -> list[int]:
         """Return the tokens of a text that is a part of a longer text."""

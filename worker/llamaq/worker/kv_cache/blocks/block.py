@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
-from llamaq.worker.core.saved_cells import Data, footprint
+from llamaq.worker.core.saved_cells import SavedCells, footprint
 
 ROOT_NAME = bytes(32)
 """Name of the root of the tree. The root is the parent of every first block."""
@@ -32,7 +32,7 @@ def block_name(parent_name: bytes, namespace: bytes, tokens: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSpan:
+class BlockSpan:
     """The tokens of a prompt from position `start` up to but not including position `end`."""
 
     start: int
@@ -57,7 +57,7 @@ class Block:
     name: bytes
     n_bytes: int
     """Length of the data in bytes."""
-    data: Data | None = None
+    data: SavedCells | None = None
     on_disk: bool = False
     """Whether the block has a file. The write of the file may still be pending."""
     pin_count: int = 0
@@ -148,7 +148,7 @@ class WriteBlock:
     """
 
     block: Block
-    data: Data
+    data: SavedCells
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from llamaq.worker.kv_cache.blocks.block import (
     ROOT_NAME,
     Block,
     BlockHeader,
+    BlockSpan,
     ChildBlocks,
     StoredPrefix,
-    TokenSpan,
     block_name,
 )
 
@@ -92,16 +92,16 @@ class BlockTree:
             node = block
         return node
 
-    def missing_spans(self, tokens: bytes, scope: Scope) -> list[TokenSpan]:
+    def missing_spans(self, tokens: bytes, scope: Scope) -> list[BlockSpan]:
         """Return the spans of `tokens` that are not stored, in ascending order."""
         n_tokens = len(tokens) // TOKEN_BYTES
         node = self.last_stored(tokens, scope, n_tokens)
-        spans: list[TokenSpan] = []
+        spans: list[BlockSpan] = []
         start = node.end
         while start < n_tokens:
             namespace, end = self.block_bounds(start, n_tokens, scope)
             if spans or self.find_child(node, namespace, tokens, end) is None:
-                spans.append(TokenSpan(start, end))
+                spans.append(BlockSpan(start, end))
             start = end
         return spans
 

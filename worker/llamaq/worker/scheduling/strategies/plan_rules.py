@@ -7,9 +7,9 @@ from enum import StrEnum
 from typing import Any
 
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.draft import NO_DRAFT
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
 from llamaq.worker.core.slot import COMPUTING, Slot, SlotState
-from llamaq.worker.core.token_draft import NO_DRAFT
 
 
 class PlanFault(StrEnum):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 N_DECODE_TICKS = 9
 """The time of the decode tokens is computed from this number of newest ticks without prompt tokens."""
 SIMILAR = 2
-"""A tick tells the time of decode tokens for numbers of streams that differ from its own by at most this factor."""
+"""The time of decode tokens is taken from ticks whose number of streams differs by at most this factor."""
 N_PREFILL_TICKS = 16
 """The time of one prompt token is computed from this number of newest ticks with prompt tokens."""
 DECAY = 0.7
@@ -111,7 +111,7 @@ class TickTimeModel:
         """Number of ticks since the last one that computed decode tokens only."""
 
     def record(self, tick: TickTime) -> None:
-        """Learn from a tick. Ticks with tokens ahead are ignored, because they show neither time alone."""
+        """Learn from a tick. Ticks with tokens ahead are ignored: the time of these tokens cannot be told apart."""
         if tick.n_ahead or tick.draft_model_s:
             return
         if not tick.n_prefill:

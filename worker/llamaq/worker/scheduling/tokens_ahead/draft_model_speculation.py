@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS
 from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftPlan, DraftWork
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import Drafting
 from llamaq.worker.scheduling.tokens_ahead.ahead_times import NO_TIMES, AheadTimes
 from llamaq.worker.scheduling.tokens_ahead.draft_lengths import LEAST_GAIN, DraftOption, can_gain, choose_lengths
 from llamaq.worker.scheduling.tokens_ahead.draft_model_times import DraftModelTimes

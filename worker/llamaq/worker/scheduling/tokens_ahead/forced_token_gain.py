@@ -15,7 +15,7 @@ LEAST_LOSS = 1.25
 """Forced tokens do not pay if they cost more than this many times the time that they save. With a smaller factor, noise
 would turn them off where they gain."""
 N_KEPT, N_LEAST = 7, 3
-"""Number of newest measurements of each time that are kept, and the least number that tells the time."""
+"""Number of newest measurements of each time that are kept, and the smallest number that suffices for an estimate."""
 TYPICAL, LOW = 0.5, 0.25
 """Ranks among the measurements. The costs of forced tokens are of rank `LOW`, because a disturbance only makes ticks
 longer. Forced tokens that seem too expensive would not be measured again for a long time."""
@@ -103,7 +103,7 @@ class ForcedTokenGain:
         """Number of last ticks with these decode tokens and nothing else."""
         self._is_after_forced = False
         self._n_unknown = 0
-        """Number of last ticks with numbers of decode tokens for which no time without forced tokens was known."""
+        """Number of last ticks for which the time without forced tokens was not known."""
 
     def pays_off(self, n_decode: int, n_forced: int) -> bool:
         """Return whether a tick with this number of decode tokens should have this number of forced tokens."""

@@ -42,7 +42,7 @@ class ForcedTokens:
         self._can_remove = can_remove
         self._is_limited = is_limited
         self._times = DecodeTimes()
-        """For the limit of the strategy. It learns also from ticks of jobs without a grammar."""
+        """The times of ticks, for the limit of the strategy. Ticks of jobs without a grammar are recorded too."""
         self._gain = ForcedTokenGain()
         self._is_recording = False
         """Whether the last tick was passed to `_gain`."""

@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from llamaq.worker.core.batch import Batch, DecodeToken
+from llamaq.worker.core.draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.token_draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.scheduling.tokens_ahead.ahead_times import NO_TIMES, AheadTimes
 from llamaq.worker.scheduling.tokens_ahead.draft_lengths import DraftOption, can_gain, choose_lengths
 from llamaq.worker.scheduling.tokens_ahead.speculation import TRIAL_AFTER, Speculation, n_within

@@ -7,9 +7,9 @@ from math import inf
 from typing import ClassVar
 
 from llamaq.worker.core.batch import Batch
-from llamaq.worker.core.draft_acceptance import Acceptance
+from llamaq.worker.core.draft import Draft, Drafting
+from llamaq.worker.core.draft_acceptance import DraftAcceptance
 from llamaq.worker.core.slot import Run
-from llamaq.worker.core.token_draft import Draft, Drafting
 from llamaq.worker.scheduling.tokens_ahead.decode_times import DecodeTimes
 
 FIRST_PROBABILITY = 0.6
@@ -19,9 +19,9 @@ WORKER_DECAY = 0.97
 TRIAL_AFTER = 128
 """Largest number of ticks between two trials, while drafts promise no gain."""
 SEARCHES_PER_TICK, MAX_UNSEARCHED = 4, 16
-"""With each `SEARCHES_PER_TICK` searches in a row that found no draft, one more tick without a search comes between two
-searches, at most `MAX_UNSEARCHED`. So texts that do not repeat themselves are searched less often, and a draft is found
-at most `MAX_UNSEARCHED` ticks late."""
+"""After `SEARCHES_PER_TICK` searches in a row that found no draft, a tick without a search follows each search. After
+twice as many, two such ticks follow, and so on up to `MAX_UNSEARCHED`. So texts that do not repeat themselves are
+searched less often, and a draft is found at most `MAX_UNSEARCHED` ticks late."""
 
 
 class Speculation(ABC):
@@ -49,7 +49,7 @@ class Speculation(ABC):
         self._end_tokens = end_tokens
         self._max_tokens = max_tokens
         self._times = DecodeTimes()
-        self._acceptance: dict[int, Acceptance] = {}
+        self._acceptance: dict[int, DraftAcceptance] = {}
         """Maps each grade to the acceptance of the drafts of all jobs."""
         self._n_without = 0
         """Number of searches in a row without a draft, since the last prompt."""
@@ -85,7 +85,7 @@ class Speculation(ABC):
         drafting.n_drafted += len(draft)
         drafting.n_accepted += n_accepted
         overall = self._overall(draft.grade)
-        own = drafting.acceptance.setdefault(draft.grade, Acceptance(overall.probability))
+        own = drafting.acceptance.setdefault(draft.grade, DraftAcceptance(overall.probability))
         for acceptance in (own, overall):
             acceptance.record(draft.n_places, n_accepted)
 
@@ -98,9 +98,9 @@ class Speculation(ABC):
         """Return the estimated acceptance of a job's next draft of a grade. Before the first: the worker's estimate."""
         return (drafting.acceptance.get(grade) or self._overall(grade)).probability
 
-    def _overall(self, grade: int) -> Acceptance:
+    def _overall(self, grade: int) -> DraftAcceptance:
         if grade not in self._acceptance:
-            self._acceptance[grade] = Acceptance(FIRST_PROBABILITY, WORKER_DECAY)
+            self._acceptance[grade] = DraftAcceptance(FIRST_PROBABILITY, WORKER_DECAY)
         return self._acceptance[grade]
 
 

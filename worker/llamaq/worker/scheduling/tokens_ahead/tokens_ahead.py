@@ -13,9 +13,9 @@ from dataclasses import replace
 from math import inf
 
 from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.draft import Draft
 from llamaq.worker.core.slot import Run
-from llamaq.worker.core.token_draft import Draft
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.tokens_ahead.forced_tokens import ForcedTokens
 from llamaq.worker.scheduling.tokens_ahead.speculation import Speculation
@@ -73,7 +73,7 @@ class TokensAhead:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether drafts are found only with a plan, or their tokens cannot be removed without one."""
+        """Whether a tick with drafts needs a plan: to find the drafts, or to remove their tokens afterwards."""
         search_needs_plan = self._speculation is not None and self._speculation.needs_plan
         return search_needs_plan or not self._memory.can_remove_draft
 

@@ -16,7 +16,7 @@ from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.kv_cache.eviction import Room
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llamaq.worker.core.draft_acceptance import Acceptance
+from llamaq.worker.core.draft_acceptance import DraftAcceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,5 +66,5 @@ class Drafting:
     longest: int = 1
     """Largest number of tokens of the next draft of `drafter`. It grows while drafts are accepted as a whole, because a
     few accepted tokens tell little about a long draft."""
-    acceptance: dict[int, Acceptance] = field(default_factory=dict)
+    acceptance: dict[int, DraftAcceptance] = field(default_factory=dict)
     """Maps the grades of the drafts so far to how many of their tokens are accepted."""

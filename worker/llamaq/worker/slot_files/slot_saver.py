@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from llamaq.common.errors import EngineError, SlotCommandRefused
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Run, Slot
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS
@@ -53,7 +53,7 @@ class SlotSave:
     def is_complete(self) -> bool:
         return self.n_read == self.n_tokens
 
-    def add_awaited_part(self, data: Data | None) -> None:
+    def add_awaited_part(self, data: SavedCells | None) -> None:
         """Add the part that was read from disk. Raises `SlotCommandRefused` when `data` is None (invalid file)."""
         if data is None:
             raise _evicted_error()
@@ -88,10 +88,10 @@ class SlotSaver:
                 f"slot {slot.index} has no state: no job has run there, or the cache has evicted its state"
             )
         if run is not None and not self._sequences.can_save_parts:
-            self._read_from_device(save)  # now: the next tick makes the sequence longer, and it cannot be cut back
+            self._read_from_device(save)  # before the next tick adds tokens, which cannot be removed again
         return save
 
-    def step(self, save: SlotSave) -> Future[Data | None] | None:
+    def step(self, save: SlotSave) -> Future[SavedCells | None] | None:
         """Read parts for about `STEP_S`.
 
         Returns:
@@ -152,7 +152,7 @@ class SlotSaver:
             raise SlotCommandRefused(f"the engine cannot read the state: {exc}") from exc
         return True
 
-    def _read_from_offload(self, save: SlotSave) -> Future[Data | None]:
+    def _read_from_offload(self, save: SlotSave) -> Future[SavedCells | None]:
         """Start reading the next part from host memory or disk. Raises `SlotCommandRefused` if neither has it."""
         stored = self._offload.match(save.tokens, save.scope)
         for block in stored.blocks if stored else ():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot
-from llamaq.worker.core.admission_record import Admission
+from llamaq.worker.core.admission import Admission
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.sequence_interface import SequenceOps
 from llamaq.worker.core.slot import Run, Slot, SlotState

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.worker.slot_files.saved_slot_store import HEADER, MAX_META_BYTES, SavedSlotFiles
+from llamaq.worker.slot_files.saved_slot_files import HEADER, MAX_META_BYTES, SavedSlotFiles
 
 TOKENS = bytes(range(12))
 ROOMY = 10**6

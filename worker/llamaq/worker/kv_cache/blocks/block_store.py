@@ -19,14 +19,14 @@ from operator import attrgetter
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.saved_cells import SavedCells
 from llamaq.worker.kv_cache.blocks.block import (
     Block,
     BlockHeader,
+    BlockSpan,
     DiskOperation,
     EraseBlock,
     StoredPrefix,
-    TokenSpan,
     WriteBlock,
 )
 from llamaq.worker.kv_cache.blocks.block_tree import BlockTree
@@ -77,11 +77,11 @@ class BlockStore:
         """
         return self._tree.match(tokens, scope)
 
-    def missing_spans(self, tokens: bytes, scope: Scope) -> list[TokenSpan]:
+    def missing_spans(self, tokens: bytes, scope: Scope) -> list[BlockSpan]:
         """Return the missing spans of `tokens`. The caller inserts them in this order. Changes nothing."""
         return self._tree.missing_spans(tokens, scope)
 
-    def insert(self, tokens: bytes, scope: Scope, span: TokenSpan, data: Data) -> Block | None:
+    def insert(self, tokens: bytes, scope: Scope, span: BlockSpan, data: SavedCells) -> Block | None:
         """Store the data of one of the missing spans of `tokens`. This may evict other blocks.
 
         Returns:
@@ -130,7 +130,7 @@ class BlockStore:
                 if block.on_disk:
                     self._disk.unpin(block)
 
-    def store_in_host(self, block: Block, data: Data) -> None:
+    def store_in_host(self, block: Block, data: SavedCells) -> None:
         """Store the data of a block that is only on disk also in host memory. This may evict other blocks.
 
         Nothing is stored or evicted if the length of the data is wrong or host memory has no room for the block.
@@ -205,7 +205,7 @@ class BlockStore:
             self._evict_from_disk(oldest)
         return orphans
 
-    def _add(self, parent: Block, namespace: bytes, tokens: bytes, data: Data) -> Block | None:
+    def _add(self, parent: Block, namespace: bytes, tokens: bytes, data: SavedCells) -> Block | None:
         """Add a new block in host memory, or on disk when host memory has no room. None when neither has room.
 
         Blocks that the new block supersedes are removed only if the new block is stored.
@@ -218,7 +218,7 @@ class BlockStore:
             self._tree.remove(block)
         return block if block in self else None
 
-    def _put_in_host(self, block: Block, data: Data) -> bool:
+    def _put_in_host(self, block: Block, data: SavedCells) -> bool:
         """Put the block into host memory if there is room without older blocks. The caller evicts these blocks.
 
         Returns:
@@ -232,7 +232,7 @@ class BlockStore:
         block.data = None
         return False
 
-    def _put_on_disk(self, block: Block, data: Data) -> bool:
+    def _put_on_disk(self, block: Block, data: SavedCells) -> bool:
         """Plan a file for a new block that is not in host memory, in place of the blocks that it supersedes.
 
         Returns:
@@ -352,9 +352,9 @@ class BlockStore:
         return f"<BlockStore {len(self)} blocks, host {self._host!r}, disk {self._disk!r}>"
 
 
-def _without_file(block: Block) -> list[tuple[Block, Data]]:
+def _without_file(block: Block) -> list[tuple[Block, SavedCells]]:
     """Return the block and its ancestors up to the first one with a file, with their data."""
-    found: list[tuple[Block, Data]] = []
+    found: list[tuple[Block, SavedCells]] = []
     each: Block | None = block
     while each is not None and each.data is not None and not each.on_disk:
         found.append((each, each.data))

@@ -6,7 +6,7 @@ import pytest
 
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.engine_loop.tick_time_prediction import IDLE_TICK_S, TickTimePredictor
+from llamaq.worker.engine_loop.tick_time_predictor import IDLE_TICK_S, TickTimePredictor
 
 
 def prefill(n_tokens: int) -> Batch:

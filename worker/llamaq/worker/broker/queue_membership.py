@@ -22,16 +22,14 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.server_state import server_time_ms
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker.live_workers import LiveWorkers
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 
 log = logging.getLogger(__name__)
 
 UPKEEP_EVERY_S = 2.0
 PARTITION_TIMEOUT_S = 3.0
 """How long one partition may take. A partition that does not answer is handled in the next round."""
-SILENT_WORKER_S = 10.0
-"""A worker that has sent no heartbeat for this time is checked: if its card has expired, it is removed."""
 
 
 class QueueMembership:
@@ -55,6 +53,7 @@ class QueueMembership:
         self._queue = queue
         self._worker_id = worker_id
         self._config = config
+        self._live_workers = LiveWorkers(redis, keys, queue, worker_id)
         self._scripts = UpkeepScripts(redis, keys, queue)
 
     async def join(self) -> None:
@@ -68,7 +67,7 @@ class QueueMembership:
         """
         stored = await self._in_each(range(self._config.partitions), self._read)
         found = [config for config in stored if config is not None]
-        if found and await self._may_have_live_workers():
+        if found and await self._live_workers.may_exist():
             self._compare(found[0])
         elif found and found[0].partitions != self._config.partitions:
             await self._change_partitions(found[0].partitions)
@@ -130,52 +129,12 @@ class QueueMembership:
         key = self._keys.config(self._queue, partition)
         await (self._redis.hdel(key, "mode") if mode is None else self._redis.hset(key, "mode", mode))
 
-    async def _may_have_live_workers(self) -> bool:
-        """Return whether the queue may have a live worker besides this one. If Redis does not answer, it may."""
-        live = await self._find_live_workers()
-        return live is None or len(live) > 0
-
-    async def _find_live_workers(self) -> list[str] | None:
-        """Return the ids of the live workers of the queue, without this one. None: Redis does not answer.
-
-        On a cluster, the node with the list of workers may not answer, while the partitions are on other nodes.
-        """
-        try:
-            async with asyncio.timeout(PARTITION_TIMEOUT_S):
-                return await self._live_workers()
-        except (RedisError, TimeoutError) as exc:
-            log.debug("queue.workers_unknown error=%s", exc)
-            return None
-
-    async def _live_workers(self) -> list[str]:
-        """Return the ids of the live workers of the queue, without this one. Workers that have ended are removed."""
-        key = self._keys.workers(self._queue)
-        members: Any = await self._redis.zrange(key, 0, -1, withscores=True)
-        if not members:
-            return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for worker, _ in members:
-                pipe.exists(self._keys.worker(worker.decode(errors="replace")))
-            exists = await pipe.execute()
-        now_ms = await server_time_ms(self._redis)
-        ended = [
-            worker
-            for (worker, beat_ms), is_alive in zip(members, exists, strict=True)
-            if not is_alive and now_ms - beat_ms > SILENT_WORKER_S * 1000
-        ]
-        if ended:
-            await self._redis.zrem(key, *ended)
-        alive = [
-            worker.decode(errors="replace") for (worker, _), is_alive in zip(members, exists, strict=True) if is_alive
-        ]
-        return [worker for worker in alive if worker != self._worker_id]
-
     async def run(self) -> None:
         """Keep the queue in order until cancelled."""
         outage = OutageLog(log, "queue")
         while True:
             await asyncio.sleep(UPKEEP_EVERY_S)
-            live = [*(await self._find_live_workers() or ()), self._worker_id]
+            live = [*(await self._live_workers.find() or ()), self._worker_id]
             try:
                 await self._in_each(range(self._config.partitions), partial(self._keep, live))
             except RedisError as exc:

@@ -11,11 +11,11 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
 from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
-from llamaq.worker.slot_files.restore_slot import SlotRestore, SlotRestorer
-from llamaq.worker.slot_files.save_slot import SlotSave, SlotSaver
+from llamaq.worker.slot_files.slot_restorer import SlotRestore, SlotRestorer
+from llamaq.worker.slot_files.slot_saver import SlotSave, SlotSaver
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
 
 

@@ -21,9 +21,9 @@ from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
-from llamaq.worker.broker import queue_join_and_upkeep
-from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
-from llamaq.worker.broker.upkeep_script_calls import UpkeepScripts
+from llamaq.worker.broker import queue_membership
+from llamaq.worker.broker.queue_membership import QueueMembership
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 
 CONFIG = QueueConfig(partitions=2, max_queue=7, lease_ms=10_000, model="aa", model_name="one.gguf")
 
@@ -105,7 +105,7 @@ async def test_a_worker_with_another_model_or_lease_starts_with_a_warning(
 
 
 async def test_deleted_settings_are_stored_again(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_join_and_upkeep, "UPKEEP_EVERY_S", 0.01)
+    monkeypatch.setattr(queue_membership, "UPKEEP_EVERY_S", 0.01)
     async with at(redis_url) as redis:
         membership = QueueMembership(redis, Keys(), queue, "one", CONFIG)
         await membership.join()
@@ -264,7 +264,7 @@ async def test_a_sweep_does_not_wait_until_a_clock_that_was_set_back_shows_the_o
 async def test_consumers_of_dead_workers_without_entries_are_removed(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamaq.worker.broker.upkeep_script_calls.IDLE_CONSUMER_S", 0)
+    monkeypatch.setattr("llamaq.worker.broker.upkeep_scripts.IDLE_CONSUMER_S", 0)
     async with at(redis_url) as redis:
         stream = Keys().jobs(queue, 0, Priority.BULK)
         await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)

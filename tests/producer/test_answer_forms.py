@@ -12,7 +12,7 @@ from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.text_commands import TextReply
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
-from llamaq.producer.answer_form_detection import PROBE, AnswerForms
+from llamaq.producer.answer_forms import PROBE, AnswerForms
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat
 
 TEMPLATE = "<tool_call> <think></think>"
@@ -51,7 +51,7 @@ async def test_a_worker_is_asked_once_how_a_template_begins_an_answer(
             raise NoWorker("q")
         return TextReply(text=f"<think> {PROBE} <think>\n" + ("" if chat_template_kwargs else "</think>"))
 
-    monkeypatch.setattr("llamaq.producer.answer_form_detection.text_commands.ask", ask)
+    monkeypatch.setattr("llamaq.producer.answer_forms.text_commands.ask", ask)
     forms = AnswerForms(directory.last_card)
     thinking = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
     found = [await forms.of(CONNECTION, thinking) for _ in range(3)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
-from llamaq.gateway.responses.split_text_at_tokens import TokenCuts
+from llamaq.gateway.responses.token_cuts import TokenCuts
 
 PIECES = {1: b"Hel", 2: b"lo ", 3: "é".encode()[:1], 4: "é".encode()[1:], 5: b"<|end|>", 6: b"wor"}
 

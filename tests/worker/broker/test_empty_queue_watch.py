@@ -10,7 +10,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
-from llamaq.worker.broker.exit_when_empty import EmptyQueueWatch
+from llamaq.worker.broker.empty_queue_watch import EmptyQueueWatch
 
 SOON_S = 30.0
 

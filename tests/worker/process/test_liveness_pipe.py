@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from llamaq.worker.process import hang_detection_pipe
-from llamaq.worker.process.hang_detection_pipe import MAX_STEP_S, SLACK_S, WRITE_EVERY_S, LivenessReader, LivenessWriter
+from llamaq.worker.process import liveness_pipe
+from llamaq.worker.process.liveness_pipe import MAX_STEP_S, SLACK_S, WRITE_EVERY_S, LivenessReader, LivenessWriter
 
 HANG_AFTER_S = 10.0
 
@@ -106,7 +106,7 @@ def test_time_in_which_the_supervisor_slept_is_not_silence_of_the_child(pipe: Pi
 
 def test_a_child_writes_one_line_for_each_new_tick_and_one_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert WRITE_EVERY_S < SLACK_S / 2
-    monkeypatch.setattr(hang_detection_pipe, "WRITE_EVERY_S", 0.001)
+    monkeypatch.setattr(liveness_pipe, "WRITE_EVERY_S", 0.001)
     read_fd, write_fd = os.pipe()
     ticks = FakeTicks()
     with os.fdopen(read_fd, "rb") as lines:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.protocol.script_types import ExpireCode
 from llamaq.common.redis.server_state import server_time_ms
-from llamaq.producer.streaming.job_listener_base import JobListener
+from llamaq.producer.streaming.job_listener import JobListener
 
 log = logging.getLogger(__name__)
 

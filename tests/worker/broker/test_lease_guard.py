@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamaq.worker.broker.lease_grace_period import LeaseGuard
+from llamaq.worker.broker.lease_guard import LeaseGuard
 from llamaq.worker.testing import ManualClock
 
 LEASE_S = 9.0

@@ -17,11 +17,11 @@ from llamaq.worker.kv_cache.blocks.block import (
     FILE_BYTES,
     Block,
     BlockHeader,
+    BlockSpan,
     EraseBlock,
-    TokenSpan,
     WriteBlock,
 )
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 
 ROOMY = 10**9
 A, B = Scope("a"), Scope("b")
@@ -54,8 +54,8 @@ def is_in_host(store: BlockStore, tokens: Sequence[int], scope: Scope = A) -> bo
     return all(block.data is not None for block in store.match(pack(tokens), scope).blocks)
 
 
-def spans(*borders: int) -> list[TokenSpan]:
-    return [TokenSpan(start, end) for start, end in itertools.pairwise(borders)]
+def spans(*borders: int) -> list[BlockSpan]:
+    return [BlockSpan(start, end) for start, end in itertools.pairwise(borders)]
 
 
 def room_for(n_blocks: int, n_bytes: int = 8) -> int:
@@ -361,7 +361,7 @@ def test_a_block_is_not_stored_below_one_whose_file_was_lost() -> None:
 def test_a_span_that_is_not_a_block_of_the_prompt_is_an_error() -> None:
     store = BlockStore(4, ROOMY, can_cut=True)
     with pytest.raises(ValueError, match="is not a block of these"):
-        store.insert(pack(range(10)), A, TokenSpan(0, 5), b"")
+        store.insert(pack(range(10)), A, BlockSpan(0, 5), b"")
     with pytest.raises(ValueError, match="at least one token"):
         BlockStore(0, ROOMY, can_cut=True)
 
@@ -370,7 +370,7 @@ def test_inserting_a_stored_block_again_counts_as_use() -> None:
     store = BlockStore(2, room_for(2), can_cut=True)
     first = insert_blocks(store, [1, 1])
     insert_blocks(store, [2, 2])
-    assert store.insert(pack([1, 1]), A, TokenSpan(0, 2), bytes(8)) is first
+    assert store.insert(pack([1, 1]), A, BlockSpan(0, 2), bytes(8)) is first
     insert_blocks(store, [3, 3])
     assert [n_matched(store, query) for query in ([1, 1], [2, 2], [3, 3])] == [2, 0, 2]
 

@@ -14,14 +14,14 @@ from llamaq.worker.core.cache_scope import Scope, namespace_key
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, pack
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
-from llamaq.worker.slot_files.restore_slot import SlotRestore
-from llamaq.worker.slot_files.save_slot import SlotSave
+from llamaq.worker.slot_files.slot_operations import SlotOperations
+from llamaq.worker.slot_files.slot_restorer import SlotRestore
+from llamaq.worker.slot_files.slot_saver import SlotSave
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart, join_parts, split_parts
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
 

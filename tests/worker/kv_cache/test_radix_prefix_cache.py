@@ -15,9 +15,9 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, Output
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.slot import Run
-from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
-from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, NullPrefixCache, PrefixCache
+from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.scheduling.scheduler import Scheduler

@@ -1,0 +1,72 @@
+"""Finds the other live workers of a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.server_state import server_time_ms
+
+log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 3.0
+"""How long Redis may take to return the list of workers."""
+SILENT_WORKER_S = 10.0
+"""A worker that has sent no heartbeat for this time is checked: if its card has expired, it is removed."""
+
+
+class LiveWorkers:
+    """The live workers of one queue, without this one. They are in a list that heartbeats keep up to date.
+
+    On a cluster, the node with the list may not answer, while the partitions are on other nodes.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, queue: str, worker_id: str) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._queue = queue
+        self._worker_id = worker_id
+
+    async def may_exist(self) -> bool:
+        """Return whether there may be a live worker. If Redis does not answer, there may be one."""
+        live = await self.find()
+        return live is None or len(live) > 0
+
+    async def find(self) -> list[str] | None:
+        """Return the ids of the live workers. None: Redis does not answer. Removes workers that have ended."""
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await self._read()
+        except (RedisError, TimeoutError) as exc:
+            log.debug("queue.workers_unknown error=%s", exc)
+            return None
+
+    async def _read(self) -> list[str]:
+        key = self._keys.workers(self._queue)
+        members: Any = await self._redis.zrange(key, 0, -1, withscores=True)
+        if not members:
+            return []
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker, _ in members:
+                pipe.exists(self._keys.worker(worker.decode(errors="replace")))
+            exists = await pipe.execute()
+        now_ms = await server_time_ms(self._redis)
+        ended = [
+            worker
+            for (worker, beat_ms), is_alive in zip(members, exists, strict=True)
+            if not is_alive and now_ms - beat_ms > SILENT_WORKER_S * 1000
+        ]
+        if ended:
+            await self._redis.zrem(key, *ended)
+        alive = [
+            worker.decode(errors="replace") for (worker, _), is_alive in zip(members, exists, strict=True) if is_alive
+        ]
+        return [worker for worker in alive if worker != self._worker_id]
+
+    def __repr__(self) -> str:
+        return f"<LiveWorkers of {self._queue!r} beside {self._worker_id}>"
