@@ -16,10 +16,11 @@ from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkRun, described_file, execute, input_file
 from llamaq.producer.bulk.described_file import READ_BYTES, InputChanged
-from llamaq.producer.bulk.input_file import FinishedRows, pyarrow_module, read_records, take_fingerprint
+from llamaq.producer.bulk.input_file import FinishedRows, read_records, take_fingerprint
 from llamaq.producer.bulk.input_row import read_row, row_key
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
 from llamaq.producer.bulk.output_files import prepare_description
+from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.bulk.table_writer import write_table
 
