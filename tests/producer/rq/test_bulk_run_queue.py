@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from redis.client import Pipeline
 from rq import Queue, Worker
 from rq.job import Job, JobStatus
 from rq.serializers import DefaultSerializer, JSONSerializer
@@ -298,6 +299,26 @@ def test_a_run_continues_in_the_minute_after_the_heartbeat_of_its_dead_rq_worker
         assert not rq_queue.started_job_registry.get_job_ids()
         work(rq_queue)
         assert texts(run) == expected(3)
+
+
+def test_a_retry_of_a_run_is_written_at_once(
+    runs: BulkQueue, rq_queue: Queue, rq_redis: Redis, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If Redis died in the middle, the run was scheduled, but at no time: it was never tried again."""
+    run = make_run("a")
+    runs.submit(run)
+    worker = BulkWorker(rq_queue.name, rq_redis)
+    job = worker.job_class.fetch(run.run_id, connection=rq_redis, serializer=JSONSerializer)
+    execution = worker.prepare_execution(job)
+    rq_queue.remove(job)
+    job.set_status(JobStatus.STARTED)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "execute", lambda *_, **__: None)  # Redis has died
+        worker.handle_job_failure(job, rq_queue)
+    assert runs.status(run.run_id).state is RunState.RUNNING
+    rq_redis.zadd(rq_queue.started_job_registry.key, {execution.composite_key: 1})  # the heartbeat has expired
+    runs.runs()  # as each RQ worker, it finds runs that were abandoned
+    assert runs.status(run.run_id).state is RunState.SCHEDULED
 
 
 def test_an_rq_worker_ignores_the_late_stop_of_a_run_that_was_submitted_again(

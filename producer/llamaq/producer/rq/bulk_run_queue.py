@@ -15,6 +15,7 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.settings import client_settings
 from llamaq.producer.bulk import BulkRun, BulkState
 from llamaq.producer.rq import bulk_jobs
+from llamaq.producer.rq.atomic_retry import AtomicRetryJob
 from llamaq.producer.rq.library import (
     PUBSUB_CHANNEL_TEMPLATE,
     Callback,
@@ -73,7 +74,9 @@ class BulkQueue:
     def __init__(self, rq_url: str | None = None, rq_queue: str | None = None, *, redis_url: str | None = None) -> None:
         self.settings = rq_settings(rq_url=rq_url, rq_queue=rq_queue)
         self.redis: Redis = connect_rq(self.settings, redis_url)
-        self._rq = Queue(self.settings.rq_queue, connection=self.redis, serializer=JSONSerializer)
+        self._rq = Queue(
+            self.settings.rq_queue, connection=self.redis, serializer=JSONSerializer, job_class=AtomicRetryJob
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
+from llamaq.producer.rq.atomic_retry import AtomicRetryJob
 from llamaq.producer.rq.bulk_jobs import ERROR_KEY
 from llamaq.producer.rq.library import (
     Job,
@@ -60,6 +61,7 @@ class BulkWorker(Worker):
             [queue],
             connection=connection,
             serializer=JSONSerializer,
+            job_class=AtomicRetryJob,
             job_monitoring_interval=HEARTBEAT_S,
             maintenance_interval=MAINTENANCE_S,
             worker_ttl=WORKER_TTL_S,
