@@ -12,13 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from redis import Redis
 from redis.client import Pipeline
+from redis.exceptions import ConnectionError as RedisConnectionError
 from rq import Queue, Worker
 from rq.job import Job, JobStatus
+from rq.registry import FinishedJobRegistry
 from rq.serializers import DefaultSerializer, JSONSerializer
 from tests.producer.rq.conftest import InProcessWorker, work
 
@@ -299,6 +301,22 @@ def test_a_run_continues_in_the_minute_after_the_heartbeat_of_its_dead_rq_worker
         assert not rq_queue.started_job_registry.get_job_ids()
         work(rq_queue)
         assert texts(run) == expected(3)
+
+
+def test_a_search_for_abandoned_runs_that_redis_has_interrupted_does_not_delay_the_next_one(
+    rq_queue: Queue, rq_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RQ locked the search for 15 minutes, and nobody released the lock."""
+
+    def lose_connection(*_: object) -> NoReturn:
+        raise RedisConnectionError
+
+    worker = BulkWorker(rq_queue.name, rq_redis)
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedJobRegistry, "cleanup", lose_connection)
+        with pytest.raises(RedisConnectionError):
+            worker.run_maintenance_tasks()
+    assert 0 < rq_redis.ttl(rq_queue.registry_cleaning_key) <= 60
 
 
 def test_a_retry_of_a_run_is_written_at_once(

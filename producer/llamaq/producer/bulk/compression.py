@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 
 GZIP, ZSTD = ".gz", ".zst"
-_NAMES = {GZIP: "gzip", ZSTD: "Zstandard"}
+_NAMES = {GZIP: ("gzip", "gzip"), ZSTD: ("Zstandard", "zstd")}
+"""For each suffix: the name of the format, and the program that checks a file."""
 _FIRST_BYTES = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
 
 
@@ -66,7 +67,7 @@ class _DecompressedBytes(io.RawIOBase):
     """The decompressed bytes of a file. Each error of its data is an `OSError`."""
 
     def __init__(self, file: io.BufferedReader[Any], compression: str) -> None:
-        self._name = _NAMES[compression]
+        self._name, self._program = _NAMES[compression]
         self._errors: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, zlib.error)
         self._source: Any
         if compression == GZIP:
@@ -85,7 +86,10 @@ class _DecompressedBytes(io.RawIOBase):
         try:
             count: int = self._source.readinto(buffer)
         except self._errors as exc:
-            raise OSError(f"its {self._name} data is damaged, incomplete, or followed by other data: {exc}") from exc
+            raise OSError(
+                f"its {self._name} data is damaged, incomplete, or followed by other data ({exc}); {self._program} -t "
+                "checks a file"
+            ) from exc
         return count
 
 

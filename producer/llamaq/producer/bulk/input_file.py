@@ -26,7 +26,8 @@ from llamaq.producer.option_synonyms import SYNONYMS
 
 READ_ERRORS = (OSError, ValueError, csv.Error)
 """Errors of a file that cannot be read. Those of pyarrow are among them."""
-PARQUET_ROWS_AT_ONCE = 256
+PARQUET_ROWS_AT_ONCE = 16
+"""Rows that are decoded at once. Each may be as large as the largest request, also in a file of a few bytes."""
 JSON_COLUMNS = frozenset(
     {"chat_template_kwargs", "json_schema", "logit_bias", "messages", "metadata", "tokens", "tools"}
 )

@@ -217,7 +217,7 @@ def open_output(run: BulkRun, check: Callable[[], object] = do_nothing) -> Itera
     if not run.input.is_file():
         reason = "there is no such file"
         if run.input.exists():
-            reason = "it is not a file, which a run can read again to continue: store its rows in a file"
+            reason = "it is not a file, which a run can read again to continue: store its rows in a file, or name `-`"
         raise BulkRunRefused(f"{run.input}: {reason}")
     if "parquet" in (file_format(run.input), file_format(run.output)):
         pyarrow_module("pyarrow.parquet")  # raises before anything is computed

@@ -27,6 +27,7 @@ from llamaq.producer.rq.library import (
     Worker,
     parse_payload,
 )
+from llamaq.producer.rq.maintenance_lock import ShortLockQueue
 from llamaq.producer.rq.withdrawn_run import SUBMITTED_KEY, is_withdrawn, submit_time
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class BulkWorker(Worker):
             connection=connection,
             serializer=JSONSerializer,
             job_class=AtomicRetryJob,
+            queue_class=ShortLockQueue,
             job_monitoring_interval=HEARTBEAT_S,
             maintenance_interval=MAINTENANCE_S,
             worker_ttl=WORKER_TTL_S,
