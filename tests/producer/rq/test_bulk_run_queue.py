@@ -266,7 +266,7 @@ def test_a_worker_with_the_default_serializer_fails_with_the_way_out(
 
 
 def test_a_cancelled_run_leaves_no_row_in_the_queue(
-    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run("a", 30)
     runs.submit(run)
@@ -279,7 +279,11 @@ def test_a_cancelled_run_leaves_no_row_in_the_queue(
             client.submit("x", idempotency_key=f"{run.run_id}:{key}").cancel()
         client.submit_many([{"prompt": "x", "idempotency_key": f"{run.run_id}:{key}"} for key in ("11:2", "12:1")])
         other = client.submit("x", idempotency_key="other:11")
-        assert runs.cancel(run.run_id).state is RunState.CANCELLED
+        monkeypatch.setenv(
+            "LLAMAQ_REDIS_URL", "redis://127.0.0.1:1"
+        )  # `llamaq bulk cancel --redis-url` ignored its URL
+        with BulkQueue(rq_queue=rq_queue.name, redis_url=redis_url) as named:
+            assert named.cancel(run.run_id).state is RunState.CANCELLED
         assert [left.job_id for left in client.jobs()] == [other.id]
 
 

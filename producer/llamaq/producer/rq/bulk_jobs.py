@@ -154,15 +154,21 @@ def cancel_rows(job: Job, connection: Redis) -> None:  # noqa: ARG001 - RQ calls
         cancel_rows_of(job)
 
 
-def cancel_rows_of(job: Job) -> None:
-    """Cancel the rows in flight of the run of an RQ job, which no process executes now."""
+def cancel_rows_of(job: Job, redis_url: str | None = None) -> None:
+    """Cancel the rows in flight of the run of an RQ job, which no process executes now.
+
+    Args:
+        job: The RQ job.
+        redis_url: URL of llamaq's Redis. None: the setting of this process.
+    """
     progress = job.get_meta(refresh=True).get(PROGRESS_KEY) or {}
     run = BulkRun.model_validate(job.args[0])
-    asyncio.run(_cancel_rows(job.kwargs.get("queue"), run.run_id, progress.get("rows_total")))
+    client = AsyncClient(redis_url, job.kwargs.get("queue"))
+    asyncio.run(_cancel_rows(client, run.run_id, progress.get("rows_total")))
 
 
-async def _cancel_rows(queue: str | None, run_id: str, n_rows: int | None) -> None:
-    async with AsyncClient(queue=queue) as client:
+async def _cancel_rows(client: AsyncClient, run_id: str, n_rows: int | None) -> None:
+    async with client:
         n_cancelled = await cancel_rows_in_flight(client, run_id, n_rows)
         log.info("bulk.run_stopped run=%s cancelled=%d", run_id, n_cancelled)
 

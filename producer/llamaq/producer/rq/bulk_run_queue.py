@@ -65,7 +65,8 @@ class BulkQueue:
     Args:
         rq_url: URL of RQ's Redis. None: the setting `rq_url`, or else the Redis of llamaq.
         rq_queue: Name of the RQ queue. None: the setting `rq_queue`.
-        redis_url: URL of llamaq's Redis, if `rq_url` is not set. None: the setting.
+        redis_url: URL of llamaq's Redis. `cancel` finds the rows of a run there. None: the setting. If `rq_url` is not
+            set, RQ uses it too.
 
     Raises:
         InvalidSettings: RQ cannot use the server, because the URL names a cluster or Sentinels, or is not valid.
@@ -74,6 +75,7 @@ class BulkQueue:
     def __init__(self, rq_url: str | None = None, rq_queue: str | None = None, *, redis_url: str | None = None) -> None:
         self.settings = rq_settings(rq_url=rq_url, rq_queue=rq_queue)
         self.redis: Redis = connect_rq(self.settings, redis_url)
+        self._redis_url = redis_url
         self._rq = Queue(
             self.settings.rq_queue, connection=self.redis, serializer=JSONSerializer, job_class=AtomicRetryJob
         )
@@ -206,7 +208,7 @@ class BulkQueue:
             if was_running:
                 self._await_work_horse(run_id)
             if was_running or status.progress is not None:  # its process was killed, so its rows may still run
-                bulk_jobs.cancel_rows_of(job)
+                bulk_jobs.cancel_rows_of(job, self._redis_url)
         return self.status(run_id)
 
     def retry_errors(self, run_id: str) -> RunStatus:
