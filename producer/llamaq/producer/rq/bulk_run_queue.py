@@ -294,17 +294,14 @@ class BulkQueue:
 
     def _await_work_horse(self, run_id: str) -> None:
         """Wait until the process of a run, if there is one, has noticed that the run was cancelled, and has ended."""
-        last, end_s = None, 0.0
-        while True:
-            progress = self.status(run_id).progress
-            if progress is not None and progress.state is BulkState.STOPPED:
-                return
-            now_s = time.monotonic()
-            if progress != last or not end_s:
-                last, end_s = progress, now_s + WORK_HORSE_S
-            if now_s >= end_s:
-                return
+        last, end_s = self.status(run_id).progress, time.monotonic() + WORK_HORSE_S
+        while time.monotonic() < end_s:
             time.sleep(POLL_S / 5)
+            progress = self.status(run_id).progress
+            if progress != last:
+                if progress is not None and progress.state is BulkState.STOPPED:
+                    return
+                last, end_s = progress, time.monotonic() + WORK_HORSE_S
 
 
 def _options(
