@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from llamaq.cli.bulk_progress import details, show_progress
 from llamaq.cli.bulk_run_options import read_time
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from llamaq.cli.main import build_app
-from llamaq.common.errors import InvalidRequest
+from llamaq.common.errors import InvalidRequest, LlamaqError
 from llamaq.producer import Client
 from llamaq.producer.bulk import BulkProgress, BulkState
 from llamaq.producer.streaming import pubsub_connection
@@ -41,8 +45,9 @@ def write_rows(path: Path, *rows: object) -> Path:
     return path
 
 
-def run(*args: object) -> Result:
-    return CliRunner().invoke(build_app("bulk"), ["bulk", "run", *map(str, args)], catch_exceptions=False)
+def run(*args: object, stdin: bytes | None = None) -> Result:
+    command = ["bulk", "run", *map(str, args)]
+    return CliRunner().invoke(build_app("bulk"), command, input=stdin, catch_exceptions=False)
 
 
 def answers(path: Path) -> list[Any]:
@@ -60,6 +65,48 @@ def test_the_rows_of_a_file_are_answered(served: str, source: Path, tmp_path: Pa
     again = run(source, "-o", target, "--ordered", "--max-tokens", 5, "--json")
     assert json.loads(again.stdout)["run_id"] == progress["run_id"]
     assert json.loads(again.stdout)["rows_before"] == 3
+
+
+def test_rows_of_standard_input_are_stored_so_that_the_run_can_continue(
+    served: str, source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.jsonl"
+    stored = tmp_path / "out.jsonl.input.jsonl"
+
+    def pipe(content: bytes) -> Result:
+        return run("-", "-o", target, stdin=content)
+
+    for content, problem in ((b"", "is empty"), (gzip.compress(source.read_bytes()), "is compressed")):
+        assert f"standard input {problem}" in str(failure_of(partial(pipe, content)))
+        assert sorted(tmp_path.iterdir()) == [source]
+    (tmp_path / "out.jsonl.input.jsonl.new").write_text("a part that a killed process left")
+    assert pipe(source.read_bytes()).exit_code == 0
+    assert [answer["id"] for answer in answers(target)] == [1, 2, 3]
+    assert stored.read_bytes() == source.read_bytes()
+    again = json.loads(run("-", "-o", target, "--json", stdin=source.read_bytes()).stdout)
+    assert again["rows_before"] == 3
+    other = failure_of(partial(pipe, b'{"prompt": "x"}\n'))
+    assert "was begun with other rows of standard input" in str(other)
+    assert stored.read_bytes() == source.read_bytes()
+    for path in re.findall(r"[^ ,]+out[^ ,]+", str(other).partition("delete ")[2]):
+        Path(path).unlink()
+    assert pipe(b'{"prompt": "x"}\n').exit_code == 0
+    assert len(answers(target)) == 1
+    assert not list(tmp_path.glob("*.new"))
+
+
+def failure_of(call: Callable[[], object]) -> LlamaqError:
+    with pytest.raises(LlamaqError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.starts_processes
+def test_without_a_pipe_standard_input_is_refused(served: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llamaq", "bulk", "run", "-", "-o", str(tmp_path / "out.jsonl")]
+    closed = subprocess.run(["bash", "-c", '"$@" <&-', "-", *command], capture_output=True, check=False)
+    assert closed.returncode == EXIT_USAGE
+    assert b"standard input has no rows: name a file, or use a pipe" in closed.stderr
 
 
 def test_an_outage_of_redis_is_not_logged_a_second_time_by_the_subscriber(
@@ -87,6 +134,7 @@ def test_a_wrong_option_or_file_is_told_in_one_line(
     target = str(tmp_path / "out.jsonl")
     for problem, args in {
         "must end with .jsonl": (str(source), "-o", "out.txt"),
+        "so name a file, such as -o answers.jsonl": (str(source), "-o", "-"),
         "is not a time": (str(source), "-o", target, "--deadline", "soon"),
         "it is not a file": (str(tmp_path), "-o", target),
         "three different files": (str(source), "-o", str(source)),

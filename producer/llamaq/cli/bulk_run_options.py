@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import Priority
 from llamaq.producer.bulk import BulkRun, run_id_of
 from llamaq.producer.bulk.run_description import RESERVED_OPTIONS
+from llamaq.producer.bulk.spooled_input import spool, spooled_file
 
 _TYPES: dict[str, Any] = {
     "deadline": str,
@@ -37,6 +39,7 @@ _FORMS = {
     "run_id": "(default: that of the output file if it is of a run, otherwise a random id)",
     "priority": "(default bulk)",
 }
+STANDARD_STREAM = Path("-")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -68,7 +71,8 @@ def _help(name: str) -> str:
 
 
 def _input_argument() -> inspect.Parameter:
-    argument = typer.Argument(metavar="INPUT", help=BulkRun.model_fields["input"].description, show_default=False)
+    text = f"{_help('input')} `-`: JSONL rows of standard input."
+    argument = typer.Argument(metavar="INPUT", help=text, show_default=False)
     return inspect.Parameter("input_file", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Path, argument])
 
 
@@ -78,12 +82,18 @@ def _output_option() -> inspect.Parameter:
 
 
 def _read(values: dict[str, Any]) -> Any:
-    """Return the run of the given options.
+    """Return the run of the given options. If its input is standard input, the rows are stored in a file first.
 
     Raises:
         InvalidRequest: An option is not valid.
-        BulkRunRefused: The output belongs to a run whose description is damaged.
+        BulkRunRefused: The output belongs to a run whose description is damaged. Or the rows of standard input cannot
+            be stored.
     """
+    if values["output"] == STANDARD_STREAM:
+        raise InvalidRequest("output: a run is continued from its output, so name a file, such as -o answers.jsonl")
+    is_spooled = values["input_file"] == STANDARD_STREAM
+    if is_spooled:
+        values["input_file"] = spooled_file(values["output"])
     fields = {name: values.pop(name) for name in list(values) if name in _TYPES and values[name] is not None}
     fields |= {"input": values.pop("input_file").absolute(), "output": values.pop("output").absolute()}
     if "deadline" in fields:
@@ -93,4 +103,9 @@ def _read(values: dict[str, Any]) -> Any:
     if "run_id" not in fields and (known := run_id_of(fields["output"])) is not None:
         fields["run_id"] = known
     fields["options"] = read_job_options({name: value for name, value in values.items() if name not in _TYPES})
-    return codec.build_model(BulkRun, fields)
+    run = codec.build_model(BulkRun, fields)
+    if is_spooled:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InvalidRequest("input: standard input has no rows: name a file, or use a pipe")
+        spool(sys.stdin.buffer, run)
+    return run

@@ -199,7 +199,7 @@ async def test_a_run_whose_output_is_changed_does_not_complete_and_can_be_starte
 async def test_a_table_that_cannot_be_written_leaves_no_part_of_it(
     redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_on_full_disk(_: object, path: Path) -> None:
+    def write_on_full_disk(_: object, path: Path, *__: object) -> None:
         path.write_text("a part")
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import tracemalloc
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkRun, described_file, execute, input_file
 from llamaq.producer.bulk.described_file import READ_BYTES, InputChanged
-from llamaq.producer.bulk.input_file import FinishedRows, pyarrow_module, read_records, take_fingerprint
+from llamaq.producer.bulk.input_file import FinishedRows, read_records, take_fingerprint
 from llamaq.producer.bulk.input_row import read_row, row_key
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
 from llamaq.producer.bulk.output_files import prepare_description
+from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.bulk.table_writer import write_table
 
@@ -240,6 +242,20 @@ def test_a_parquet_file_with_one_large_row_group_is_read_in_parts(tmp_path: Path
         read = [record["prompt"] for _, record in input_file._read_parquet(file, FinishedRows())]  # type: ignore[index]
     assert read == texts
     assert max(sizes) <= 2 * READ_BYTES
+
+
+def test_long_rows_of_a_small_parquet_file_do_not_fill_the_memory(tmp_path: Path) -> None:
+    """A file of 569 bytes took 2.5 GB."""
+    arrow, parquet = pyarrow_module("pyarrow"), pyarrow_module("pyarrow.parquet")
+    path, n_rows, n_chars = tmp_path / "in.parquet", 100, 2_000_000
+    parquet.write_table(arrow.table({"prompt": ["x" * n_chars] * n_rows}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    tracemalloc.start()
+    try:
+        assert len(list(map(type, read_records(path, take_fingerprint(path), FinishedRows(), 1000)))) == n_rows
+        assert tracemalloc.get_traced_memory()[1] < 40 * n_chars
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_column_of_maps_has_objects(tmp_path: Path) -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pickle
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from redis import Redis
-from rq import Queue
-from rq.job import Job
+from redis.client import Pipeline
+from redis.exceptions import ConnectionError as RedisConnectionError
+from rq import Queue, Worker
+from rq.job import Job, JobStatus
+from rq.registry import FinishedJobRegistry
 from rq.serializers import DefaultSerializer, JSONSerializer
 from tests.producer.rq.conftest import InProcessWorker, work
 
@@ -24,6 +30,7 @@ from llamaq.producer import Client
 from llamaq.producer.bulk import BulkRun
 from llamaq.producer.rq import BulkQueue, RunState, library
 from llamaq.producer.rq.bulk_run_worker import BulkWorker
+from llamaq.producer.rq.withdrawn_run import submit_time
 from llamaq.producer.testing import FakeWorker, serving
 
 pytestmark = pytest.mark.usefixtures("llamaq_settings")
@@ -259,7 +266,7 @@ def test_a_worker_with_the_default_serializer_fails_with_the_way_out(
 
 
 def test_a_cancelled_run_leaves_no_row_in_the_queue(
-    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run("a", 30)
     runs.submit(run)
@@ -272,8 +279,111 @@ def test_a_cancelled_run_leaves_no_row_in_the_queue(
             client.submit("x", idempotency_key=f"{run.run_id}:{key}").cancel()
         client.submit_many([{"prompt": "x", "idempotency_key": f"{run.run_id}:{key}"} for key in ("11:2", "12:1")])
         other = client.submit("x", idempotency_key="other:11")
-        assert runs.cancel(run.run_id).state is RunState.CANCELLED
+        monkeypatch.setenv(
+            "LLAMAQ_REDIS_URL", "redis://127.0.0.1:1"
+        )  # `llamaq bulk cancel --redis-url` ignored its URL
+        with BulkQueue(rq_queue=rq_queue.name, redis_url=redis_url) as named:
+            assert named.cancel(run.run_id).state is RunState.CANCELLED
         assert [left.job_id for left in client.jobs()] == [other.id]
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_run_continues_in_the_minute_after_the_heartbeat_of_its_dead_rq_worker_has_expired(
+    runs: BulkQueue, rq_queue: Queue, rq_redis: Redis, make_run: MakeRun
+) -> None:
+    """RQ raised `ValueError: Execution … not found in Redis`."""
+    run = make_run("a")
+    for call in (runs.cancel, lambda _: None):
+        runs.submit(run)
+        job = Job.fetch(run.run_id, connection=rq_redis, serializer=JSONSerializer)
+        execution = BulkWorker(rq_queue.name, rq_redis).prepare_execution(job)
+        rq_queue.remove(job)
+        job.set_status(JobStatus.STARTED if call == runs.cancel else JobStatus.FAILED)
+        rq_redis.delete(execution.key)
+        call(run.run_id)
+        assert runs.submit(run).state is RunState.QUEUED
+        assert not rq_queue.started_job_registry.get_job_ids()
+        work(rq_queue)
+        assert texts(run) == expected(3)
+
+
+def test_a_search_for_abandoned_runs_that_redis_has_interrupted_does_not_delay_the_next_one(
+    rq_queue: Queue, rq_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RQ locked the search for 15 minutes, and nobody released the lock."""
+
+    def lose_connection(*_: object) -> NoReturn:
+        raise RedisConnectionError
+
+    worker = BulkWorker(rq_queue.name, rq_redis)
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedJobRegistry, "cleanup", lose_connection)
+        with pytest.raises(RedisConnectionError):
+            worker.run_maintenance_tasks()
+    assert 0 < rq_redis.ttl(rq_queue.registry_cleaning_key) <= 60
+
+
+def test_a_retry_of_a_run_is_written_at_once(
+    runs: BulkQueue, rq_queue: Queue, rq_redis: Redis, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If Redis died in the middle, the run was scheduled, but at no time: it was never tried again."""
+    run = make_run("a")
+    runs.submit(run)
+    worker = BulkWorker(rq_queue.name, rq_redis)
+    job = worker.job_class.fetch(run.run_id, connection=rq_redis, serializer=JSONSerializer)
+    execution = worker.prepare_execution(job)
+    rq_queue.remove(job)
+    job.set_status(JobStatus.STARTED)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "execute", lambda *_, **__: None)  # Redis has died
+        worker.handle_job_failure(job, rq_queue)
+    assert runs.status(run.run_id).state is RunState.RUNNING
+    rq_redis.zadd(rq_queue.started_job_registry.key, {execution.composite_key: 1})  # the heartbeat has expired
+    runs.runs()  # as each RQ worker, it finds runs that were abandoned
+    assert runs.status(run.run_id).state is RunState.SCHEDULED
+
+
+def test_an_rq_worker_ignores_the_late_stop_of_a_run_that_was_submitted_again(
+    runs: BulkQueue, rq_queue: Queue, rq_redis: Redis, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = BulkWorker(rq_queue.name, rq_redis)
+    monkeypatch.setattr(Worker, "execute_job", lambda *_: None)
+    monkeypatch.setattr(worker, "get_current_job_id", lambda: make_run("a").run_id)
+    killed: list[str] = []
+    monkeypatch.setattr(worker, "kill_horse", lambda *_: killed.append("horse"))
+    run = make_run("a")
+    stops = []
+    for _ in range(2):
+        runs.submit(run)
+        job = Job.fetch(run.run_id, connection=rq_redis, serializer=JSONSerializer)
+        stop = {"command": "stop-job", "job_id": job.id, "submitted": submit_time(job)}
+        stops.append({"data": json.dumps(stop).encode()})
+        runs.cancel(run.run_id)
+    worker.execute_job(job, rq_queue)
+    worker.handle_payload(stops[0])
+    assert not killed
+    worker.handle_payload(stops[1])
+    assert killed == ["horse"]
+
+
+@pytest.mark.starts_processes
+def test_only_the_work_horse_is_killed(rq_queue: Queue, rq_redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RQ killed its own process group: that of the shell script that had started the RQ worker."""
+    worker = BulkWorker(rq_queue.name, rq_redis)
+    groups: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: groups.append(group))
+    worker.kill_horse()
+    with subprocess.Popen(["sleep", "60"]) as just_forked:
+        worker._horse_pid = just_forked.pid
+        worker.kill_horse()
+        assert just_forked.wait(60) == -signal.SIGKILL
+    worker.kill_horse()
+    assert not groups
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as horse:
+        worker._horse_pid = horse.pid
+        worker.kill_horse()
+        assert groups == [horse.pid]
+        horse.kill()
 
 
 def test_rq_needs_a_single_server(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,13 +20,13 @@ from tests.support.redis_servers import wait_until
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client
 from llamaq.producer.bulk import BulkRun
-from llamaq.producer.rq import BulkQueue, RunState
+from llamaq.producer.rq import BulkQueue, RunState, bulk_run_queue
 from llamaq.producer.testing import serving
 
 pytestmark = [pytest.mark.starts_processes, pytest.mark.usefixtures("llamaq_settings")]
 __all__ = ["make_run", "runs"]  # fixtures
 
-StartWorker = Callable[[], subprocess.Popen[bytes]]
+StartWorker = Callable[..., subprocess.Popen[bytes]]
 N_ROWS = 200
 ROW_S = 0.02
 
@@ -48,9 +49,9 @@ def start_worker(rq_queue: Queue, redis_url: str, tmp_path: Path) -> Iterator[St
     started: list[subprocess.Popen[bytes]] = []
     code = "import sys; from llamaq.cli.rq_bulk_commands import run_worker; run_worker(*sys.argv[1:3])"
 
-    def start() -> subprocess.Popen[bytes]:
+    def start(change: str = "") -> subprocess.Popen[bytes]:
         with (tmp_path / "worker.log").open("ab") as log:
-            command = [sys.executable, "-c", code, redis_url, rq_queue.name]
+            command = [sys.executable, "-c", change + code, redis_url, rq_queue.name]
             started.append(subprocess.Popen(command, stdout=log, stderr=log))
         return started[-1]
 
@@ -123,5 +124,83 @@ def test_cancel_stops_a_run_and_sigterm_returns_it_to_the_queue(
     assert 20 <= len(texts(run)) < N_ROWS
     hurry.set()
     work(rq_queue)
+    assert runs.status(run.run_id).state is RunState.COMPLETED
+    assert texts(run) == expected(N_ROWS)
+
+
+def test_a_run_whose_rq_worker_and_work_horse_are_dead_is_cancelled_soon_and_continues(
+    runs: BulkQueue, make_run: MakeRun, start_worker: StartWorker, rq_queue: Queue, hurry: threading.Event
+) -> None:
+    """The cancel waited 15 s for the dead RQ worker."""
+    run = make_run("a", N_ROWS, window=4)
+    runs.submit(run)
+    worker = start_worker()
+    await_rows(runs, run, 10)
+    horse = horse_of(worker)
+    worker.kill()
+    os.kill(horse, signal.SIGKILL)
+    start_s = time.monotonic()
+    assert runs.cancel(run.run_id).state is RunState.CANCELLED
+    assert time.monotonic() - start_s < 8
+    runs.submit(run)
+    hurry.set()
+    work(rq_queue)
+    assert runs.status(run.run_id).state is RunState.COMPLETED
+    assert texts(run) == expected(N_ROWS)
+
+
+def test_a_work_horse_ends_when_its_run_is_cancelled_and_its_rq_worker_does_not_react(
+    runs: BulkQueue,
+    make_run: MakeRun,
+    start_worker: StartWorker,
+    rq_queue: Queue,
+    hurry: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The work-horse went on with the cancelled run, and wrote that its rows had failed because they were cancelled."""
+    monkeypatch.setattr(bulk_run_queue, "STOP_S", 0.5)
+    run = make_run("a", N_ROWS, window=4)
+    runs.submit(run)
+    worker = start_worker()
+    await_rows(runs, run, 10)
+    worker.send_signal(signal.SIGSTOP)
+    assert runs.cancel(run.run_id).state is RunState.CANCELLED
+    assert not run.error_file.read_text()
+    runs.submit(run)
+    worker.send_signal(signal.SIGCONT)  # its end of the earlier execution must not become that of the new one
+    await_rows(runs, run, 30)
+    os.kill(horse_of(worker), signal.SIGKILL)  # RQ must not take this for the stop of the earlier execution
+    wait_until(lambda: runs.status(run.run_id).state is RunState.SCHEDULED, "a retry", timeout_s=60)
+    hurry.set()
+    wait_until(lambda: runs.status(run.run_id).state is RunState.COMPLETED, "the end", timeout_s=60)
+    assert texts(run) == expected(N_ROWS)
+
+
+def test_the_late_end_of_a_cancelled_run_is_not_that_of_the_run_that_continues_it(
+    runs: BulkQueue,
+    make_run: MakeRun,
+    start_worker: StartWorker,
+    hurry: threading.Event,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """RQ wrote the end of the stopped execution when the run was submitted again: it was never continued."""
+    monkeypatch.setattr(bulk_run_queue, "STOP_S", 0.5)
+    run = make_run("a", N_ROWS, window=4)
+    runs.submit(run)
+    slow = tmp_path / "slow"
+    os.mkfifo(slow)
+    start_worker(
+        "from llamaq.producer.rq import bulk_jobs\n"
+        "cancel_rows = bulk_jobs.cancel_rows\n"
+        f"bulk_jobs.cancel_rows = lambda *args: (open({str(slow)!r}).read(), cancel_rows(*args))\n"
+    )
+    await_rows(runs, run, 10)
+    assert runs.cancel(run.run_id).state is RunState.CANCELLED
+    assert runs.submit(run).state is RunState.QUEUED
+    slow.write_bytes(b"")  # the RQ worker has waited for this before it writes the end
+    hurry.set()
+    wait_until(lambda: runs.status(run.run_id).state is not RunState.QUEUED, "the start", timeout_s=60)
+    wait_until(lambda: runs.status(run.run_id).state is not RunState.RUNNING, "the end", timeout_s=60)
     assert runs.status(run.run_id).state is RunState.COMPLETED
     assert texts(run) == expected(N_ROWS)

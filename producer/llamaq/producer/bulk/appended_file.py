@@ -60,6 +60,13 @@ class AppendedFile:
         os.ftruncate(self._descriptor, end)
         self._n_bytes = end
 
+    def clear(self) -> None:
+        """Remove the content of the file. Raises `BulkRunRefused` like `flush`."""
+        self.check_unchanged()
+        with refusing_to_write(self.path):
+            os.ftruncate(self._descriptor, 0)
+        self._n_bytes = 0
+
     def append(self, line: bytes) -> None:
         """Append a line. `flush` writes it."""
         self._lines.append(line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,22 +11,31 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
-from llamaq.common.errors import BulkRunRefused, InvalidRequest, MissingExtra
+from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.bulk.described_file import READ_BYTES, Fingerprint, InputChanged, open_described
+from llamaq.producer.bulk.compression import compression_in, compression_of, decompressed, uncompressed_path
+from llamaq.producer.bulk.described_file import (
+    READ_BYTES,
+    DigestedBytes,
+    Fingerprint,
+    InputChanged,
+    open_described,
+)
+from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 from llamaq.producer.option_synonyms import SYNONYMS
 
 READ_ERRORS = (OSError, ValueError, csv.Error)
 """Errors of a file that cannot be read. Those of pyarrow are among them."""
-PARQUET_ROWS_AT_ONCE = 256
+PARQUET_ROWS_AT_ONCE = 16
+"""Rows that are decoded at once. Each may be as large as the largest request, also in a file of a few bytes."""
 JSON_COLUMNS = frozenset(
     {"chat_template_kwargs", "json_schema", "logit_bias", "messages", "metadata", "tokens", "tools"}
 )
 """Columns of a CSV file whose cells are JSON."""
 LIST_COLUMNS = frozenset({"choice", "dry_sequence_breakers", "samplers", "stop"})
 """Columns of a CSV file whose cells are JSON if they begin with `[`, and otherwise one text."""
-MAX_CELL_CHARS = 2**30
-"""Longest cell of a CSV file. Too large requests are refused one by one, and not with the whole file."""
+MAX_ROW_CHARS = 2**26
+"""Longest row of a CSV file. It bounds the memory. Requests that are too large, but shorter, are refused one by one."""
 TABLE_COLUMNS = frozenset({"id", *JobRequest.model_fields, *SYNONYMS})
 """The columns of a table that are read. Other columns are ignored."""
 PROMPT_COLUMNS = ("prompt", "tokens", "messages", "embed")
@@ -80,12 +88,19 @@ class FinishedRows:
 
 
 def file_format(path: Path) -> str:
-    """Return the format of a file: `jsonl`, `csv` or `parquet`. Raises `BulkRunRefused` for another suffix."""
+    """Return the format of the content of a file: `jsonl`, `csv` or `parquet`.
+
+    Raises:
+        BulkRunRefused: The file has another suffix, or is a compressed Parquet file.
+    """
     formats = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
-    try:
-        return formats[path.suffix.lower()]
-    except KeyError:
-        raise BulkRunRefused(f"{path}: the name of the file must end with .jsonl, .csv or .parquet") from None
+    found = formats.get(uncompressed_path(path).suffix.lower())
+    if found is None or (found == "parquet" and compression_of(path)):
+        raise BulkRunRefused(
+            f"{path}: the name of the file must end with .jsonl, .csv or .parquet; .gz or .zst may follow .jsonl and "
+            ".csv"
+        )
+    return found
 
 
 def do_nothing() -> None:
@@ -102,20 +117,46 @@ def take_fingerprint(path: Path, check: Callable[[], object] = do_nothing) -> Fi
     Raises:
         OSError: The file cannot be read.
     """
-    mtime_ns = path.stat().st_mtime_ns
-    digest, n_rows, is_blank = hashlib.sha256(), 0, True
-    with path.open("rb") as file:
-        while part := file.readline(READ_BYTES):  # a long line has several parts
-            check()
-            digest.update(part)
-            is_blank = is_blank and not part.strip()
-            if part.endswith(b"\n"):
-                n_rows, is_blank = n_rows + (not is_blank), True
-        n_bytes = file.tell()
-    n_rows += not is_blank
+    compression, mtime_ns = compression_of(path), path.stat().st_mtime_ns
+    with path.open("rb", buffering=0) as file:
+        digested = DigestedBytes(file)
+        with decompressed(digested, compression, READ_BYTES) as content:
+            if file_format(path) != "parquet":
+                _check_is_text(content.peek(), path)
+            n_rows, n_content_bytes = _count_lines(content, check)
     if file_format(path) != "jsonl":
         n_rows = _count_records(path, check)
-    return Fingerprint(n_bytes=n_bytes, mtime_ns=mtime_ns, sha256=digest.hexdigest(), n_rows=n_rows)
+    return Fingerprint(
+        n_bytes=digested.n_bytes,
+        mtime_ns=mtime_ns,
+        sha256=digested.sha256,
+        n_rows=n_rows,
+        n_content_bytes=None if compression is None else n_content_bytes,
+    )
+
+
+def _check_is_text(start: bytes, path: Path) -> None:
+    """Check that the content of a file is not compressed, judged by its first bytes.
+
+    Raises:
+        InvalidRequest: It is compressed, or the name of the file says so and the file is empty.
+    """
+    if compression_of(path) is not None and not path.stat().st_size:
+        raise InvalidRequest("it is empty, which no compressed file is")
+    if found := compression_in(start):
+        raise InvalidRequest(f"its content is compressed, so its name must end with {found}")
+
+
+def _count_lines(content: BinaryIO, check: Callable[[], object]) -> tuple[int, int]:
+    """Return the number of lines that are not blank, and the number of bytes."""
+    n_rows, n_bytes, is_blank = 0, 0, True
+    while part := content.readline(READ_BYTES):  # a long line has several parts
+        check()
+        n_bytes += len(part)
+        is_blank = is_blank and not part.strip()
+        if part.endswith(b"\n"):
+            n_rows, is_blank = n_rows + (not is_blank), True
+    return n_rows + (not is_blank), n_bytes
 
 
 def _count_records(path: Path, check: Callable[[], object]) -> int:
@@ -123,9 +164,12 @@ def _count_records(path: Path, check: Callable[[], object]) -> int:
         file = _parquet_file(path)
         _check_columns(file.schema_arrow.names)
         return int(file.metadata.num_rows)
-    with path.open("rb") as opened:
+    with (
+        path.open("rb", buffering=0) as opened,
+        decompressed(opened, compression_of(path), READ_BYTES) as content,
+    ):
         n_rows = 0
-        for _ in _read_csv(opened, FinishedRows()):
+        for _ in _read_csv(content, FinishedRows()):
             check()
             n_rows += 1
         return n_rows
@@ -185,7 +229,7 @@ def decode_line(line: bytes) -> object:
 
 def _read_csv(file: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
     """Yield the records of a CSV file that are not finished, and close it."""
-    csv.field_size_limit(MAX_CELL_CHARS)
+    csv.field_size_limit(MAX_ROW_CHARS)
     with TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         rows = _csv_rows(text)
         header = next(rows, None)
@@ -215,11 +259,13 @@ def _csv_rows(file: TextIO) -> Iterator[list[str]]:
     """Yield the rows of a CSV file that are not blank, the header too.
 
     Raises:
-        csv.Error: A quote is not closed, or is not doubled within a cell. The rows behind it cannot be told apart.
+        csv.Error: A quote is not closed, or is not doubled within a cell. The rows behind it cannot be told apart. Or
+            a row is longer than `MAX_ROW_CHARS`.
     """
-    reader = csv.reader(file, strict=True)
+    lines = _BoundedLines(file)
+    reader = csv.reader(lines, strict=True)
     while True:
-        first_line = reader.line_num + 1
+        first_line, lines.n_chars = reader.line_num + 1, 0
         try:
             cells = next(reader)
         except StopIteration:
@@ -228,6 +274,27 @@ def _csv_rows(file: TextIO) -> Iterator[list[str]]:
             raise csv.Error(f"the row that begins at line {first_line}: {exc}: close or double its quotes") from exc
         if cells:
             yield cells
+
+
+class _BoundedLines:
+    """The lines of a CSV file. A row may have several lines, because a quoted cell may contain line breaks."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.n_chars = 0
+        """Number of characters of the current row."""
+
+    def __iter__(self) -> _BoundedLines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(MAX_ROW_CHARS + 1 - self.n_chars)
+        self.n_chars += len(line)
+        if self.n_chars > MAX_ROW_CHARS:
+            raise csv.Error(f"it is longer than {MAX_ROW_CHARS} characters")
+        if not line:
+            raise StopIteration
+        return line
 
 
 def _decode_row(header: Sequence[str], cells: Sequence[str]) -> object:
@@ -274,11 +341,3 @@ def _read_parquet(opened: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
 def _parquet_file(source: Path | BinaryIO) -> Any:
     # Otherwise pyarrow reads whole row groups into memory, and most files have one for each million rows.
     return pyarrow_module("pyarrow.parquet").ParquetFile(source, buffer_size=READ_BYTES, pre_buffer=False)
-
-
-def pyarrow_module(name: str) -> Any:
-    """Import a module of pyarrow. Raises `MissingExtra` if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as exc:
-        raise MissingExtra("a Parquet file", "parquet") from exc

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import BulkRunRefused
 from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
+from llamaq.producer.bulk.compression import check_can_open
 from llamaq.producer.bulk.described_file import Fingerprint, InputChanged
 from llamaq.producer.bulk.input_file import (
     READ_ERRORS,
@@ -18,14 +19,14 @@ from llamaq.producer.bulk.input_file import (
     Record,
     do_nothing,
     file_format,
-    pyarrow_module,
     read_records,
     take_fingerprint,
 )
 from llamaq.producer.bulk.output_lines import row_number_of
+from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 from llamaq.producer.bulk.replaced_file import replacing
 from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
-from llamaq.producer.bulk.table_writer import write_table
+from llamaq.producer.bulk.table_writer import write_compressed, write_table
 
 
 class StoredRun(BaseModel):
@@ -47,11 +48,11 @@ def read_stored_run(output: Path) -> StoredRun | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as exc:
-        files = _list_files(output, default_error_file(output))
+        files = list_files(output, default_error_file(output))
         raise BulkRunRefused(f"{path} cannot be read: delete {files} to start the run again: {exc}") from exc
 
 
-def _list_files(output: Path, error_file: Path) -> str:
+def list_files(output: Path, error_file: Path) -> str:
     """Return the files that another run into the same output finds in its way, as a part of a sentence."""
     files = [path for path in dict.fromkeys((output, rows_file(output), error_file)) if _has_content(path)]
     return " and ".join(filter(None, [", ".join(map(str, files)), str(description_file(output))]))
@@ -113,7 +114,7 @@ def prepare_description(run: BulkRun, check: Callable[[], object] = do_nothing) 
 
 def _check_same(run: BulkRun, stored: StoredRun, fingerprint: Fingerprint) -> None:
     """Check that the stored run is the run to continue."""
-    way_out = f"name another output file, or delete {_list_files(run.output, run.error_file)}"
+    way_out = f"name another output file, or delete {list_files(run.output, run.error_file)}"
     if (fingerprint.sha256, fingerprint.n_rows) != (stored.input.sha256, stored.input.n_rows):
         raise BulkRunRefused(f"{run.output} was begun with another input than {run.input} is now: {way_out}")
     before, now = stored.run.row_parameters(), run.row_parameters()
@@ -147,7 +148,7 @@ class OutputFiles:
 
     def _read_rows(self, file: AppendedFile) -> None:
         """Add the rows of a file."""
-        highest = max(self._stored.input.n_bytes, self._stored.input.n_rows)
+        highest = self._stored.input.max_rows
         for line in file.read_lines():
             self.finished.add(row_number_of(line, file.path, highest))
 
@@ -164,7 +165,7 @@ class OutputFiles:
         except InputChanged as exc:
             raise BulkRunRefused(
                 f"{run.input} was changed while the run read it, so rows may be missing or mixed: delete "
-                f"{_list_files(run.output, run.error_file)} to start again with the file as it is now"
+                f"{list_files(run.output, run.error_file)} to start again with the file as it is now"
             ) from exc
         except READ_ERRORS as exc:
             raise BulkRunRefused(f"{run.input} cannot be read: {exc}") from exc
@@ -186,7 +187,9 @@ class OutputFiles:
         self._errors.flush()
 
     def complete(self) -> None:
-        """End the run: write everything to the disk, sort the answers if the run is ordered, and write the table."""
+        """End the run: write everything to the disk, sort the answers if the run is ordered, and write the table or the
+        compressed file.
+        """
         self._answers.sync()
         self._errors.sync()
         with refusing_to_write(self._run.output):
@@ -194,6 +197,8 @@ class OutputFiles:
                 bring_into_order(rows_file(self._run.output))
             if self._run.writes_table:
                 write_table(rows_file(self._run.output), self._run.output)
+            elif rows_file(self._run.output) != self._run.output:
+                write_compressed(rows_file(self._run.output), self._run.output)
             if not self.n_failed:
                 self._run.error_file.unlink(missing_ok=True)
 
@@ -210,10 +215,14 @@ def open_output(run: BulkRun, check: Callable[[], object] = do_nothing) -> Itera
         BulkRunRefused: A file is not of this run, cannot be opened, or another process executes the run.
     """
     if not run.input.is_file():
-        reason = "it is not a file" if run.input.exists() else "there is no such file"
+        reason = "there is no such file"
+        if run.input.exists():
+            reason = "it is not a file, which a run can read again to continue: store its rows in a file, or name `-`"
         raise BulkRunRefused(f"{run.input}: {reason}")
     if "parquet" in (file_format(run.input), file_format(run.output)):
         pyarrow_module("pyarrow.parquet")  # raises before anything is computed
+    for path in (run.input, run.output):
+        check_can_open(path)
     stored = prepare_description(run, check)  # before the files are opened: a run that is refused creates none
     with ExitStack() as exits:
         paths = (rows_file(run.output), run.error_file)

@@ -12,6 +12,7 @@ from pydantic import AwareDatetime, Field, JsonValue, model_validator
 
 from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.common.protocol.wire_model import StrictModel, WireModel
+from llamaq.producer.bulk.compression import compression_of, uncompressed_path
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.option_synonyms import translate
 
@@ -93,7 +94,7 @@ class RunParameters(StrictModel):
 
 def default_error_file(output: Path) -> Path:
     """Return the file of the rows that failed, if a run names none."""
-    return output.with_suffix(".errors.jsonl")
+    return uncompressed_path(output).with_suffix(".errors.jsonl")
 
 
 def description_file(output: Path) -> Path:
@@ -102,8 +103,16 @@ def description_file(output: Path) -> Path:
 
 
 def rows_file(output: Path) -> Path:
-    """Return the JSONL file that answers are appended to. A table is written from it at the end of the run."""
-    return output.with_name(output.name + ".rows.jsonl") if output.suffix.lower() in TABLE_SUFFIXES else output
+    """Return the JSONL file that answers are appended to. A table or a compressed file is written from it at the end
+    of the run.
+    """
+    is_appended = not is_table(output) and compression_of(output) is None
+    return output if is_appended else output.with_name(output.name + ".rows.jsonl")
+
+
+def is_table(output: Path) -> bool:
+    """Return whether an output file is a table, judged by its name."""
+    return uncompressed_path(output).suffix.lower() in TABLE_SUFFIXES
 
 
 def _identity(path: Path) -> object:
@@ -121,8 +130,13 @@ class BulkRun(RunParameters):
     Executing the same description again continues the run.
     """
 
-    input: Path = Field(description="File with one request in each row: .jsonl, .csv or .parquet.")
-    output: Path = Field(description="File for the answers: .jsonl, .csv or .parquet.")
+    input: Path = Field(
+        description="File with one request in each row: .jsonl, .csv or .parquet; .gz or .zst may follow "
+        ".jsonl and .csv."
+    )
+    output: Path = Field(
+        description="File for the answers: .jsonl, .csv or .parquet; .gz or .zst may follow .jsonl and .csv."
+    )
     errors: Path | None = Field(
         None,
         description="JSONL file for the rows that failed. If not set: OUTPUT with `.errors.jsonl` in place of its "
@@ -140,6 +154,8 @@ class BulkRun(RunParameters):
         own = (description_file(self.output), rows_file(self.output))
         if taken := [path for path in own if _identity(path) in (named[0], named[2])]:
             raise ValueError(f"input, errors: the run itself writes {min(taken)}: name another file")
+        if compression_of(self.error_file):
+            raise ValueError("errors: this file cannot be compressed, because lines are appended to it")
         if self.form == "openai" and self.writes_table:
             raise ValueError("form: a table has plain answers: leave it out, or name a .jsonl file")
         return self
@@ -152,7 +168,7 @@ class BulkRun(RunParameters):
     @property
     def writes_table(self) -> bool:
         """Whether the output is a table, whose rows are plain answers."""
-        return self.output.suffix.lower() in TABLE_SUFFIXES
+        return is_table(self.output)
 
     def form_of(self, form_of_request: Form) -> Form:
         """Return the form of the answer to a request in this form."""

@@ -1,18 +1,23 @@
-"""Writes the answers of a run as a table: a CSV or Parquet file."""
+"""Writes the answers of a run as a table, which is a CSV or Parquet file, or as a compressed JSONL file."""
 
 from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Iterator
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from llamaq.producer.bulk.input_file import file_format, pyarrow_module
+from llamaq.producer.bulk.compression import compressing, compression_of
+from llamaq.producer.bulk.input_file import file_format
+from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 from llamaq.producer.bulk.replaced_file import replacing
 
 ROWS_AT_ONCE = 1000
+COPY_BYTES = 1024 * 1024
 COLUMNS = (
     "line", "id", "text", "tokens", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens", "seed",
     "metadata", "embeddings",
@@ -25,7 +30,7 @@ def write_table(answers: Path, table: Path) -> None:
 
     Args:
         answers: The JSONL file.
-        table: The file to write, .csv or .parquet.
+        table: The file to write: .csv, .csv.gz, .csv.zst or .parquet.
 
     Raises:
         MissingExtra: A Parquet file is wanted, and pyarrow is not installed.
@@ -35,7 +40,22 @@ def write_table(answers: Path, table: Path) -> None:
         if file_format(table) == "parquet":
             _write_parquet(records, new)
         else:
-            _write_csv(records, new)
+            _write_csv(records, new, compression_of(table))
+
+
+def write_compressed(answers: Path, target: Path) -> None:
+    """Compress a JSONL file. A crash leaves the earlier target or the new one.
+
+    Args:
+        answers: The JSONL file.
+        target: The file to write: .jsonl.gz or .jsonl.zst.
+    """
+    with (
+        answers.open("rb") as lines,
+        replacing(target) as new,
+        compressing(new, compression_of(target)) as compressed,
+    ):
+        shutil.copyfileobj(lines, compressed, COPY_BYTES)
 
 
 def _record(answer: dict[str, Any]) -> dict[str, Any]:
@@ -60,8 +80,11 @@ def _as_json(value: object) -> str | None:
     return None if value is None else json.dumps(value)
 
 
-def _write_csv(records: Iterator[dict[str, Any]], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+def _write_csv(records: Iterator[dict[str, Any]], path: Path, compression: str | None) -> None:
+    with (
+        compressing(path, compression) as target,
+        TextIOWrapper(target, encoding="utf-8", newline="") as file,
+    ):
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for record in records:

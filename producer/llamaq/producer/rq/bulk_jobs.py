@@ -19,7 +19,8 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
 from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
 from llamaq.producer.rq.library import DeserializationError, Job, Retry, get_current_job, import_attribute
-from llamaq.producer.rq.work_horse_stop import interruption
+from llamaq.producer.rq.withdrawn_run import is_replaced, is_withdrawn
+from llamaq.producer.rq.work_horse_stop import end_work_horse, interruption
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ OTHER_SERIALIZER = (
 def run_bulk(run: dict[str, Any], *, queue: str | None = None, retry_errors: bool = False) -> Any:
     """Execute or continue a bulk run. An RQ worker calls this function.
 
-    A work-horse that receives SIGTERM or whose RQ worker has died stops the run, and RQ enqueues the job again.
+    A work-horse that receives SIGTERM or whose RQ worker has died stops the run, and RQ enqueues the job again. If the
+    run was cancelled, the work-horse stops it and ends.
 
     Args:
         run: The fields of a `BulkRun`.
@@ -72,6 +74,8 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None, retry_errors: boo
         _save_progress(job, progress)
         log.info("bulk.run_ended run=%s state=%s rows=%d", described.run_id, progress.state, progress.rows_done)
         if progress.state is BulkState.STOPPED:
+            if is_withdrawn(job):
+                end_work_horse(job.id)  # otherwise RQ would put the cancelled run back into its queue
             return Retry(max=UNLIMITED)
         if progress.state is not BulkState.COMPLETED:
             raise _incomplete(progress)
@@ -144,21 +148,33 @@ def _import_callback(job: Job, option: str) -> Callable[..., Any] | None:
 
 def cancel_rows(job: Job, connection: Redis) -> None:  # noqa: ARG001 - RQ calls it with both
     """Cancel the rows in flight of a run that was stopped. The run cannot do this: RQ stops a job by SIGKILL of its
-    work-horse.
+    work-horse. The rows of a run that was submitted again since then are left alone.
+    """
+    if not is_replaced(job):
+        cancel_rows_of(job)
+
+
+def cancel_rows_of(job: Job, redis_url: str | None = None) -> None:
+    """Cancel the rows in flight of the run of an RQ job, which no process executes now.
+
+    Args:
+        job: The RQ job.
+        redis_url: URL of llamaq's Redis. None: the setting of this process.
     """
     progress = job.get_meta(refresh=True).get(PROGRESS_KEY) or {}
     run = BulkRun.model_validate(job.args[0])
-    asyncio.run(_cancel_rows(job.kwargs.get("queue"), run.run_id, progress.get("rows_total")))
+    client = AsyncClient(redis_url, job.kwargs.get("queue"))
+    asyncio.run(_cancel_rows(client, run.run_id, progress.get("rows_total")))
 
 
-async def _cancel_rows(queue: str | None, run_id: str, n_rows: int | None) -> None:
-    async with AsyncClient(queue=queue) as client:
+async def _cancel_rows(client: AsyncClient, run_id: str, n_rows: int | None) -> None:
+    async with client:
         n_cancelled = await cancel_rows_in_flight(client, run_id, n_rows)
         log.info("bulk.run_stopped run=%s cancelled=%d", run_id, n_cancelled)
 
 
 async def _execute(run: BulkRun, queue: str | None, job: Job) -> BulkProgress:
-    async with AsyncClient(queue=queue) as client, interruption(job.id) as stop:
+    async with AsyncClient(queue=queue) as client, interruption(job) as stop:
         reporter = _ProgressReporter(partial(_save_progress, job))
         try:
             return await execute(run, client, on_progress=reporter.report, stop=stop)
@@ -214,10 +230,13 @@ def _save_progress(job: Job, progress: BulkProgress) -> None:
 
 
 def _save_meta(job: Job, **values: Any) -> None:
-    """Store values in the `meta` of the RQ job. If RQ's Redis does not answer, the next values are stored."""
+    """Store values in the `meta` of the RQ job, if the run was not submitted again meanwhile. If RQ's Redis does not
+    answer, the next values are stored.
+    """
     job.meta.pop("unserialized", None)  # an RQ worker with another serializer wrote what JSON cannot contain
     job.meta.update(values)
     try:
-        job.save_meta()
+        if not is_replaced(job):
+            job.save_meta()
     except (RedisError, OSError) as exc:
         log.warning("bulk.meta_not_stored rq_job=%s error=%s", job.id, exc)

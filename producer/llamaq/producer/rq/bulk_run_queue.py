@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -12,9 +13,11 @@ from redis import Redis
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.settings import client_settings
-from llamaq.producer.bulk import BulkRun
+from llamaq.producer.bulk import BulkRun, BulkState
 from llamaq.producer.rq import bulk_jobs
+from llamaq.producer.rq.atomic_retry import AtomicRetryJob
 from llamaq.producer.rq.library import (
+    PUBSUB_CHANNEL_TEMPLATE,
     Callback,
     DeserializationError,
     InvalidJobOperation,
@@ -25,10 +28,11 @@ from llamaq.producer.rq.library import (
     Queue,
     Retry,
     Worker,
-    send_stop_job_command,
+    send_command,
 )
 from llamaq.producer.rq.run_status import ENDED, RunState, RunStatus, read_status
 from llamaq.producer.rq.settings import connect_rq, rq_settings
+from llamaq.producer.rq.withdrawn_run import SUBMITTED_KEY, forget_executions, submit_time
 
 RETRIES = 20
 """How often RQ tries a run again after an error."""
@@ -40,6 +44,11 @@ KEEP_S = 30 * 24 * 3600
 POLL_S = 0.5
 STOP_S = 15.0
 """Longest wait for the RQ worker of a cancelled run."""
+WORK_HORSE_S = 3.0
+"""Longest wait for a new progress of the process of a cancelled run. It reports twice a second, and looks every second
+whether its run was cancelled."""
+MAX_CANCELS = 3
+"""A cancelled run is cancelled again at most this often, because RQ has started or enqueued it at the same moment."""
 
 Called = Callable[..., Any] | str
 """A function that an RQ worker can import, or its path `module.function`."""
@@ -56,7 +65,8 @@ class BulkQueue:
     Args:
         rq_url: URL of RQ's Redis. None: the setting `rq_url`, or else the Redis of llamaq.
         rq_queue: Name of the RQ queue. None: the setting `rq_queue`.
-        redis_url: URL of llamaq's Redis, if `rq_url` is not set. None: the setting.
+        redis_url: URL of llamaq's Redis. `cancel` finds the rows of a run there. None: the setting. If `rq_url` is not
+            set, RQ uses it too.
 
     Raises:
         InvalidSettings: RQ cannot use the server, because the URL names a cluster or Sentinels, or is not valid.
@@ -65,7 +75,10 @@ class BulkQueue:
     def __init__(self, rq_url: str | None = None, rq_queue: str | None = None, *, redis_url: str | None = None) -> None:
         self.settings = rq_settings(rq_url=rq_url, rq_queue=rq_queue)
         self.redis: Redis = connect_rq(self.settings, redis_url)
-        self._rq = Queue(self.settings.rq_queue, connection=self.redis, serializer=JSONSerializer)
+        self._redis_url = redis_url
+        self._rq = Queue(
+            self.settings.rq_queue, connection=self.redis, serializer=JSONSerializer, job_class=AtomicRetryJob
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -182,14 +195,20 @@ class BulkQueue:
             InvalidRequest: There is no such run.
         """
         job = self._job(run_id)
-        if read_status(job).state is RunState.RUNNING:
-            self._stop(job)
-        status = self.status(run_id)
-        if status.state in ENDED:
-            return status
-        job.cancel()
-        if status.progress is not None:  # its process was killed, so its rows may still run
-            bulk_jobs.cancel_rows(job, self.redis)
+        for _ in range(MAX_CANCELS):
+            was_running = self.status(run_id).state is RunState.RUNNING
+            if was_running:
+                self._stop(job)
+            status = self.status(run_id)
+            if status.state in ENDED:
+                break
+            with suppress(InvalidJobOperation):  # another process has cancelled it just now
+                forget_executions(job)
+                job.cancel()
+            if was_running:
+                self._await_work_horse(run_id)
+            if was_running or status.progress is not None:  # its process was killed, so its rows may still run
+                bulk_jobs.cancel_rows_of(job, self._redis_url)
         return self.status(run_id)
 
     def retry_errors(self, run_id: str) -> RunStatus:
@@ -256,14 +275,33 @@ class BulkQueue:
                 raise InvalidRequest(f"after: run {run_id} is {state.value}, so no run can wait for it to complete")
 
     def _stop(self, job: Job) -> None:
-        """Tell the RQ worker of a run to stop the run, and wait until it has stopped."""
-        try:
-            send_stop_job_command(self.redis, job.id, serializer=JSONSerializer)
-        except InvalidJobOperation:  # it has ended just now
-            return
+        """Tell the RQ worker of a run to stop the run, and wait until it has stopped. If the RQ worker is dead, or has
+        no connection, the wait ends at once.
+        """
+        worker = self.status(job.id).worker
+        if worker:  # otherwise it has ended just now
+            send_command(self.redis, worker, "stop-job", job_id=job.id, **{SUBMITTED_KEY: submit_time(job)})
         end_s = time.monotonic() + STOP_S
-        while self.status(job.id).state is RunState.RUNNING and time.monotonic() < end_s:
+        while (status := self.status(job.id)).state is RunState.RUNNING and time.monotonic() < end_s:
+            if not status.worker or not self._is_connected(status.worker):
+                return
             time.sleep(POLL_S / 5)
+
+    def _is_connected(self, worker_name: str) -> bool:
+        """Return whether an RQ worker receives commands."""
+        ((_, n_subscribers),) = self.redis.pubsub_numsub(PUBSUB_CHANNEL_TEMPLATE % worker_name)
+        return bool(n_subscribers)
+
+    def _await_work_horse(self, run_id: str) -> None:
+        """Wait until the process of a run, if there is one, has noticed that the run was cancelled, and has ended."""
+        last, end_s = self.status(run_id).progress, time.monotonic() + WORK_HORSE_S
+        while time.monotonic() < end_s:
+            time.sleep(POLL_S / 5)
+            progress = self.status(run_id).progress
+            if progress != last:
+                if progress is not None and progress.state is BulkState.STOPPED:
+                    return
+                last, end_s = progress, time.monotonic() + WORK_HORSE_S
 
 
 def _options(
@@ -312,6 +350,7 @@ def _delete(job: Job) -> None:
     id.
     """
     dependents = Job.fetch_many(job.dependent_ids, connection=job.connection, serializer=job.serializer)
+    forget_executions(job)
     job.delete()
     for dependent in dependents:
         if dependent is not None and dependent.get_status(refresh=False) is JobStatus.DEFERRED:

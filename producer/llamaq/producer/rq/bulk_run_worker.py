@@ -16,8 +16,19 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
+from llamaq.producer.rq.atomic_retry import AtomicRetryJob
 from llamaq.producer.rq.bulk_jobs import ERROR_KEY
-from llamaq.producer.rq.library import Job, JSONSerializer, RQScheduler, StopRequested, Worker
+from llamaq.producer.rq.library import (
+    Job,
+    JSONSerializer,
+    Queue,
+    RQScheduler,
+    StopRequested,
+    Worker,
+    parse_payload,
+)
+from llamaq.producer.rq.maintenance_lock import ShortLockQueue
+from llamaq.producer.rq.withdrawn_run import SUBMITTED_KEY, is_withdrawn, submit_time
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +53,8 @@ class BulkWorker(Worker):
     - The run of a worker that was killed is continued by another worker about a minute later.
     - Runs for later (`--at`, retries with a delay) get into the queue without a scheduler process.
     - An outage of RQ's Redis does not end the worker while a run continues.
+    - It writes no end of a run that was cancelled meanwhile, and ignores a late stop of such a run. The run may have
+      been submitted again, and RQ would end the new run.
     """
 
     def __init__(self, queue: str, connection: Redis) -> None:
@@ -49,6 +62,8 @@ class BulkWorker(Worker):
             [queue],
             connection=connection,
             serializer=JSONSerializer,
+            job_class=AtomicRetryJob,
+            queue_class=ShortLockQueue,
             job_monitoring_interval=HEARTBEAT_S,
             maintenance_interval=MAINTENANCE_S,
             worker_ttl=WORKER_TTL_S,
@@ -62,6 +77,8 @@ class BulkWorker(Worker):
             [queue], connection=connection, serializer=JSONSerializer, logging_level="WARNING"
         )
         self._cleaned_at: datetime | None = None
+        self._job: Job | None = None
+        """The job that is executed now, or was executed last."""
 
     def get_heartbeat_ttl(self, *_: Any, **__: Any) -> int:
         """Return the seconds after which a run without a heartbeat counts as abandoned."""
@@ -73,6 +90,60 @@ class BulkWorker(Worker):
             super().maintain_heartbeats(*args, **kwargs)
         except (RedisError, OSError) as exc:
             log.warning("rq_worker.no_heartbeat error=%s", exc)
+
+    def execute_job(self, job: Job, queue: Queue) -> None:
+        """Execute a run."""
+        # RQ keeps this id if a run ends by itself just before its stop. It would not try the next run of this id again.
+        self._stopped_job_id = None
+        self._job = job
+        super().execute_job(job, queue)
+
+    def handle_payload(self, message: dict[str, Any]) -> None:
+        """Handle a command, such as the stop of a run."""
+        asked = parse_payload(message).get(SUBMITTED_KEY)
+        if asked is not None and (self._job is None or asked != submit_time(self._job)):
+            log.warning("rq_worker.stop_ignored name=%s: the run was submitted again", self.name)
+            return
+        super().handle_payload(message)
+
+    def kill_horse(self, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the work-horse and to its children.
+
+        RQ sends it to the RQ worker and its whole process group if there is no work-horse, or if the work-horse was
+        forked just now and has no group of its own yet.
+        """
+        horse = self.horse_pid
+        if not horse:
+            return
+        with suppress(ProcessLookupError):
+            if os.getpgid(horse) == os.getpgrp():
+                os.kill(horse, sig)
+            else:
+                os.killpg(horse, sig)
+
+    def handle_job_failure(self, job: Job, *args: Any, **kwargs: Any) -> None:
+        """Write that a run has failed or was stopped, or try it again."""
+        if not self._is_withdrawn(job):
+            super().handle_job_failure(job, *args, **kwargs)
+
+    def handle_job_retry(self, job: Job, *args: Any, **kwargs: Any) -> None:
+        """Put a run back into the queue."""
+        if not self._is_withdrawn(job):
+            super().handle_job_retry(job, *args, **kwargs)
+
+    def handle_job_success(self, job: Job, *args: Any, **kwargs: Any) -> None:
+        """Write that a run is complete."""
+        if not self._is_withdrawn(job):
+            super().handle_job_success(job, *args, **kwargs)
+
+    def _is_withdrawn(self, job: Job) -> bool:
+        try:
+            is_ignored = is_withdrawn(job)
+        except (RedisError, OSError):  # RQ finds out too that it cannot write
+            return False
+        if is_ignored:
+            log.warning("rq_worker.end_ignored rq_job=%s: the run was cancelled", job.id)
+        return is_ignored
 
     def run_maintenance_tasks(self) -> None:
         """Put runs that are due into the queue, and search for abandoned ones."""

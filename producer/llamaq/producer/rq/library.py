@@ -9,8 +9,9 @@ from llamaq.common.errors import MissingExtra
 
 try:
     from rq import Callback, Queue, Retry, Worker, get_current_job
-    from rq.command import send_stop_job_command
+    from rq.command import PUBSUB_CHANNEL_TEMPLATE, parse_payload, send_command
     from rq.exceptions import DeserializationError, InvalidJobOperation, NoSuchJobError, StopRequested
+    from rq.executions import Execution
     from rq.job import Job, JobStatus
     from rq.scheduler import RQScheduler
     from rq.serializers import JSONSerializer
@@ -21,8 +22,10 @@ except ModuleNotFoundError as exc:
     raise MissingExtra("llamaq.producer.rq", "rq") from exc
 
 __all__ = [
+    "PUBSUB_CHANNEL_TEMPLATE",
     "Callback",
     "DeserializationError",
+    "Execution",
     "InvalidJobOperation",
     "JSONSerializer",
     "Job",
@@ -35,5 +38,6 @@ __all__ = [
     "Worker",
     "get_current_job",
     "import_attribute",
-    "send_stop_job_command",
+    "parse_payload",
+    "send_command",
 ]

@@ -1,4 +1,4 @@
-"""Notices that the process of an RQ job, the work-horse, must end or has lost its RQ worker."""
+"""Notices that the process of an RQ job, the work-horse, must end: by a signal, without its RQ worker, or cancelled."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+
+from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import cancel_tasks
+from llamaq.producer.rq.library import Job
+from llamaq.producer.rq.withdrawn_run import is_withdrawn
 
 log = logging.getLogger(__name__)
 
-PARENT_CHECK_S = 1.0
+CHECK_S = 1.0
+"""Time between two checks of the RQ worker, and of the RQ job."""
 
 
 def is_work_horse(job_id: str) -> bool:
@@ -22,31 +27,51 @@ def is_work_horse(job_id: str) -> bool:
 
 
 @asynccontextmanager
-async def interruption(job_id: str) -> AsyncIterator[asyncio.Event]:
-    """Yield an event that is set when the work-horse receives SIGTERM, or when its RQ worker has died.
+async def interruption(job: Job) -> AsyncIterator[asyncio.Event]:
+    """Yield an event that is set when the work-horse receives SIGTERM, when its RQ worker has died, or when the RQ job
+    was cancelled or replaced.
 
     Without its RQ worker, a work-horse sends no heartbeat and receives no stop command, and RQ would soon let another
-    worker start the same job. In a process that is not a work-horse, the event is never set.
+    worker start the same job. A job that is cancelled while its RQ worker does not react is stopped by its work-horse.
+    In a process that is not a work-horse, the event is never set.
 
     Args:
-        job_id: The id of the RQ job.
+        job: The RQ job.
     """
     stop = asyncio.Event()
-    if not is_work_horse(job_id):
+    if not is_work_horse(job.id):
         yield stop
         return
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    watching = asyncio.create_task(_watch_parent(os.getppid(), stop))
+    watching = [
+        asyncio.create_task(_watch_parent(os.getppid(), stop)),
+        asyncio.create_task(_watch_job(job, stop)),
+    ]
     try:
         yield stop
     finally:
-        await cancel_tasks(watching)
+        await cancel_tasks(*watching)
         loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
     while os.getppid() == parent:  # noqa: ASYNC110 - the system has no event for it
-        await asyncio.sleep(PARENT_CHECK_S)
+        await asyncio.sleep(CHECK_S)
     log.warning("bulk.rq_worker_died pid=%d: the run returns to its RQ queue", parent)
     stop.set()
+
+
+async def _watch_job(job: Job, stop: asyncio.Event) -> None:
+    while not stop.is_set():
+        await asyncio.sleep(CHECK_S)
+        with suppress(RedisError, OSError):
+            if await asyncio.to_thread(is_withdrawn, job):
+                log.warning("bulk.run_withdrawn rq_job=%s: it was cancelled, so its process ends", job.id)
+                stop.set()
+
+
+def end_work_horse(job_id: str) -> None:
+    """End this process if it is the work-horse of an RQ job, so that RQ writes no end of the job."""
+    if is_work_horse(job_id):
+        os._exit(os.EX_OK)
