@@ -11,6 +11,7 @@ import logging
 import random
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,8 +100,8 @@ class Round:
             self._cache_dir = Path(cache_dir)
             try:
                 self._run_workers()
-            except AssertionError as exc:
-                return [f"{exc!r}"]
+            except Exception as exc:  # noqa: BLE001 - a defect of the worker is a fault of this round
+                return ["".join(traceback.format_exception(exc))]
         faults = [warning for warning in warnings if not any(usual in warning for usual in USUAL_WARNINGS)]
         return faults + list(self._faults_of_jobs())
 
