@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from tests.soak.report import Outcome
 from tests.soak.scenarios.cancels import cancels
+from tests.soak.scenarios.combinations import combinations
 from tests.soak.scenarios.kills import kills, recall
 from tests.soak.scenarios.outages import cuts, restarts
 from tests.soak.scenarios.poison import poison
@@ -37,6 +38,9 @@ def quiet(done: int, total: int, what: str) -> None:
         pytest.param(cuts, {"n_cuts": 8}, id="connections are cut"),
         pytest.param(poison, {"n_jobs": 12}, id="a job kills its workers"),
         pytest.param(cancels, {"n_each": 5}, id="jobs are cancelled in every state"),
+        pytest.param(
+            combinations, {"n_rounds": 3, "n_jobs": 12, "grammar_share": 0}, id="settings and options are combined"
+        ),
         pytest.param(subscribers, {"n_subscribers": 40, "n_jobs": 4, "n_tokens": 40}, id="subscribers come and go"),
     ],
 )

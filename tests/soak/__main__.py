@@ -22,6 +22,7 @@ from tests.soak.scenarios.attack import attack
 from tests.soak.scenarios.batches import batches
 from tests.soak.scenarios.cancels import cancels
 from tests.soak.scenarios.closings import closings
+from tests.soak.scenarios.combinations import combinations
 from tests.soak.scenarios.full import full
 from tests.soak.scenarios.kills import kills, recall
 from tests.soak.scenarios.leases import leases
@@ -78,6 +79,7 @@ SCENARIOS = {
     "closings": Scenario(closings, {"n_stops": 40}, 60),
     "serve": Scenario(serve, {"n_rounds": 50}, 200),
     "batches": Scenario(batches, {"n_lines": 50_000, "n_faults": 12}, 240),
+    "combinations": Scenario(combinations, {"n_rounds": 60}, 120),
     "attack": Scenario(attack, {"n_attacks": 10_000, "n_examples": 30}, 120),
 }
 

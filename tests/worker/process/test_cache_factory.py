@@ -35,10 +35,9 @@ def model(*, is_recurrent: bool = False, n_swa: int = 0) -> Any:
 def engine(n_ctx: int = 8192, *, kv_unified: bool = True) -> Any:
     """Return the parts of an engine that the factory reads."""
     sequences = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=8, kv_unified=kv_unified).sequences
-    context = SimpleNamespace(n_ctx=n_ctx, kv_unified=kv_unified, cells_per_sequence=n_ctx)
-    return SimpleNamespace(
-        sequences=sequences, context=context, model=SimpleNamespace(metadata=lambda _: None, lora=())
-    )
+    context = SimpleNamespace(n_ctx=n_ctx, n_seq_max=8, kv_unified=kv_unified, cells_per_sequence=n_ctx)
+    model = SimpleNamespace(metadata=lambda _: None, lora=(), is_purely_recurrent=False)
+    return SimpleNamespace(sequences=sequences, context=context, model=model)
 
 
 @pytest.fixture

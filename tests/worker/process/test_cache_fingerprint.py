@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from llamaq.worker.process.cache_fingerprint import _file_hash, _has_long_context
+from llamaq.worker.process.cache_fingerprint import _file_hash, _has_long_context, fingerprint
+from llamaq.worker.process.generation_parts import load_engine
+from llamaq.worker.settings import WorkerSettings
 
 
 @pytest.fixture
@@ -55,3 +57,19 @@ def test_a_context_longer_than_the_original_one_uses_other_rope_factors(original
         model=SimpleNamespace(metadata=values.get), context=SimpleNamespace(cells_per_sequence=4096)
     )
     assert _has_long_context(engine) is expected
+
+
+@pytest.mark.parametrize("kv_unified", [True, False])
+def test_a_worker_with_another_number_of_slots_loads_a_state_if_the_fingerprints_are_equal(
+    any_model: Path, kv_unified: bool
+) -> None:
+    settings = [WorkerSettings(n_ctx=64, n_parallel=n, kv_unified=kv_unified, n_threads=1) for n in (1, 2)]
+    saving, loading = engines = [load_engine(any_model, each) for each in settings]
+    one, other = map(fingerprint, [any_model] * 2, settings, engines)
+    saving.context.batch.clear()
+    saving.context.batch.add_chunk([1, 2, 3], 0, 0, has_row=False)
+    assert saving.context.decode() == 0
+    assert loading.sequences.load(0, 0, 3, saving.sequences.save(0, 0, 3), 0) is (one == other)
+    assert one == other or not kv_unified
+    for engine in engines:
+        engine.close()

@@ -39,9 +39,9 @@ PROMPT: list[int] = np.random.default_rng(1).integers(0, 500, 150).tolist()
 class Setup:
     """A scheduler with a real engine, without threads and Redis."""
 
-    def __init__(self, path: Path, *, unified: bool, host: bool = False) -> None:
+    def __init__(self, path: Path, *, unified: bool, host: bool = False, n_ctx: int = 2400) -> None:
         options = ContextOptions(
-            n_ctx=2400, n_batch=256, n_ubatch=64, n_seq_max=8, n_threads=1, n_threads_batch=1, kv_unified=unified
+            n_ctx=n_ctx, n_batch=256, n_ubatch=64, n_seq_max=8, n_threads=1, n_threads_batch=1, kv_unified=unified
         )
         self.engine = engine = Engine(Model(path, ModelOptions(n_gpu_layers=0)), options)
         store = BlockStore(
@@ -95,9 +95,9 @@ class Setup:
         return save.tokens, join_parts(save.parts)
 
     def restore(self, tokens: bytes, data: bytes, slot: int = 0) -> None:
-        job = make_job([1])
-        restore = self.operations.begin_restore(slot, tokens, job.scope, split_parts(data, len(tokens) // 4))
-        assert restore is not None
+        job, parts = make_job([1]), split_parts(data, len(tokens) // 4)
+        while (restore := self.operations.begin_restore(slot, tokens, job.scope, parts)) is None:
+            self.tick()  # entries are evicted
         while not restore.is_complete:
             self.tick()
             self.operations.restorer.step(restore)
@@ -183,3 +183,19 @@ def test_each_saved_state_of_which_another_sequence_holds_more_tokens_can_be_res
     tokens, data = setup.save(slot=0)
     other.restore(tokens, data)
     assert len(tokens) // 4 == len(history) - 1
+
+
+@pytest.mark.parametrize("path", ["plain"], indirect=True)
+def test_entries_are_evicted_to_load_a_part_that_the_device_holds_in_part(path: Path, setups: list[Setup]) -> None:
+    setups.append(setup := Setup(path, unified=True, n_ctx=256))
+    setup.run(PROMPT[:120])
+    tokens, data = setup.save()
+    first = split_parts(data, len(tokens) // 4)[-1].first
+    assert len(tokens) // 4 == 124, "n_ctx is chosen for this length"
+    setup.operations.erase(0)
+    setup.run([9] * 110, slot=1)
+    setup.run(PROMPT[:112], slot=0)
+    n_free = 256 - setup.scheduler.cache_snapshot().used_cells
+    assert 124 - 112 <= n_free < 124 - first, "there is room for the missing cells, but not for the part with them"
+    setup.restore(tokens, data)
+    assert setup.run(PROMPT)[0].prefix_cache_tokens >= 120

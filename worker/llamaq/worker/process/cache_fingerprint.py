@@ -45,6 +45,9 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         parts["lora"] = [[_file_hash(adapter.path, settings.cache_dir), adapter.scale] for adapter in lora]
     if settings.override_kv:
         parts["override_kv"] = settings.override_kv
+    if not engine.context.kv_unified and not engine.model.is_purely_recurrent:
+        # llama.cpp loads the state only into a context with the same number of streams.
+        parts["streams"] = engine.context.n_seq_max
     if _has_long_context(engine):
         parts["rope_factors"] = "long"
     return json.dumps(parts, sort_keys=True)

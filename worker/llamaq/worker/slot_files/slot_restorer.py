@@ -46,6 +46,14 @@ class SlotRestore:
     def is_complete(self) -> bool:
         return self.n_restored == self.n_tokens
 
+    def n_cells_to_load(self, n_held: int) -> int:
+        """Return how many free cells the restore needs if the device holds the first `n_held` tokens.
+
+        llama.cpp loads a part as a whole. The cells that the device already holds are removed after that.
+        """
+        n_loaded_again = max((n_held - part.first for part in self.parts if part.first < n_held < part.end), default=0)
+        return self.n_tokens - n_held + n_loaded_again
+
 
 class SlotRestorer:
     """Restores the states of slots. The message of a `SlotCommandRefused` is sent to the client."""
@@ -82,7 +90,7 @@ class SlotRestorer:
             self._finish(restore)
             return restore
         n_copyable = self._memory.entries.n_copyable(tokens, scope)
-        room = self._memory.make_room_for_entry(restore.n_tokens - n_copyable)
+        room = self._memory.make_room_for_entry(restore.n_cells_to_load(n_copyable))
         if room is Room.UNAVAILABLE:
             raise SlotCommandRefused(f"there is no room for {restore.n_tokens} tokens beside the running jobs")
         if room is Room.PENDING or self._memory.entries.n_copyable(tokens, scope) < n_copyable:

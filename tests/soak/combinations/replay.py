@@ -1,0 +1,202 @@
+"""Recomputes each token of a job: the history is computed alone, and the job's sampler draws from these logits.
+
+Logits differ a little with the shape of the batch. Therefore a token may differ from the replay if a small change of
+the logits leads to this token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tests.soak.combinations.setting_draws import Settings, reference_settings
+from tests.soak.combinations.tracked_job import TrackedJob, job_of
+
+from llamaq.common.protocol.job_outcome import FinishReason, TokenLogprobs
+from llamaq.worker.core.job import Job
+from llamaq.worker.plugins import load_strategy
+from llamaq.worker.process.generation_parts import GenerationParts
+
+Logits = npt.NDArray[np.float32]
+
+NOISE = {"q8_0": 0.05, "bf16": 0.04}
+NOISE_OF_FLOATS = 0.015
+"""How much logits may change with the shape of the batch, in standard deviations of the logits, by the type of the KV
+cells. A rounding error in a coarse type changes the logits of all later tokens."""
+LOGPROB_NOISE = 4.0
+"""How much more a logarithm of a probability may differ. The largest differences are in the most improbable tokens."""
+N_NOISY_DRAWS = 25
+N_HALVINGS = 12
+CHUNK = 256
+
+
+class Replay:
+    """A plain worker without jobs, whose engine computes one history after the other.
+
+    Args:
+        model: The model.
+        settings: Settings of the workers whose jobs are replayed.
+    """
+
+    def __init__(self, model: Path, settings: Settings) -> None:
+        plain = reference_settings(settings)
+        self._parts = GenerationParts(model, plain, load_strategy(plain.batch_strategy, None), "replay")
+        self._end_tokens = self._parts.engine.vocab.end_tokens
+        types = (plain.cache_type_k, plain.cache_type_v)
+        self._noise = max(NOISE.get(each, NOISE_OF_FLOATS) for each in types)
+        self.n_tokens = self.n_near_ties = 0
+
+    def close(self) -> None:
+        self._parts.close()
+        self._parts.free_model()
+
+    def faults_of(self, tracked: TrackedJob, context_limits: Sequence[int]) -> Iterator[str]:
+        """Yield how an ended job differs from its replay.
+
+        Args:
+            tracked: The job.
+            context_limits: The largest number of tokens of a job, for each worker that may have run it.
+        """
+        job, n_prompt = self._job_at(tracked, 0), len(tracked.prompt)
+        detokenizer, text = job.detokenizer, ""
+        for position, row in enumerate(self._rows([*tracked.prompt, *tracked.tokens], n_prompt)):
+            expected = self._expected(tracked, position)
+            if expected is None or detokenizer.stop_string is not None:
+                break
+            self.n_tokens += 1
+            drawn = _draw(job, row, [*tracked.prompt, *tracked.tokens[:position]])
+            if drawn not in expected:
+                if not self._is_near_tie(tracked, position, row, expected):
+                    yield f"token {position} is {expected} instead of {drawn}"
+                    return
+                self.n_near_ties += 1
+            if position == len(tracked.published):
+                break
+            yield from self._faults_of_logprobs(tracked, position, row)
+            text += detokenizer.feed(tracked.tokens[position])
+            if tracked.published[position].draw_probability is not None:
+                job.close()  # the next draw depends on this probability, which differs a little from that of the replay
+                job = self._job_at(tracked, position + 1)
+        job.close()
+        text += detokenizer.finish()
+        if text != tracked.text:
+            yield f"the text is {tracked.text!r} instead of {text!r}"
+        yield from _faults_of_end(tracked, context_limits)
+
+    def _job_at(self, tracked: TrackedJob, position: int) -> Job:
+        """Return the job with a sampler that has drawn the first `position` tokens."""
+        return job_of(tracked.prepare(self._parts.preparer, position))
+
+    def _expected(self, tracked: TrackedJob, position: int) -> Sequence[int] | None:
+        """Return the tokens that the replay may draw at a position. None: nothing is drawn there."""
+        if position < len(tracked.published):
+            return (tracked.tokens[position],)
+        return tuple(self._end_tokens) if tracked.reason is FinishReason.STOP else None
+
+    def _rows(self, history: Sequence[int], n_prompt: int) -> Iterator[Logits]:
+        """Yield the logits after the prompt, and after each generated token."""
+        context = self._parts.engine.context
+        context.clear()
+        starts = [*range(0, n_prompt, CHUNK), *range(n_prompt, len(history))]
+        for start, end in zip(starts, [*starts[1:], len(history)], strict=True):
+            context.batch.clear()
+            context.batch.add_chunk(history[start:end], start, 0, has_row=end >= n_prompt)
+            assert context.decode() == 0
+            if end >= n_prompt:
+                yield context.logits(1)[0].copy()
+
+    def _is_near_tie(self, tracked: TrackedJob, position: int, row: Logits, expected: Sequence[int]) -> bool:
+        """Return whether small changes of the logits lead to one of the expected tokens."""
+        history = [*tracked.prompt, *tracked.tokens[:position]]
+        noise = self._noise * float(row.std())
+
+        def draw(changed: Logits) -> int:
+            job = self._job_at(tracked, position)
+            token = _draw(job, changed.astype(np.float32, copy=False), history)
+            job.close()
+            return token
+
+        if any(draw(changed) in expected for changed in _with_noise(row, expected, noise)):
+            return True
+        return any(_is_reached(draw, row, token, noise) for token in expected)
+
+    def _faults_of_logprobs(self, tracked: TrackedJob, position: int, row: Logits) -> Iterator[str]:
+        logprobs = tracked.published[position].logprobs
+        if (logprobs is None) != (tracked.request.logprobs is None):
+            yield f"the probabilities of token {position} are {logprobs}"
+        if logprobs is None or tracked.request.post_sampling_probs:
+            return
+        computed = row.astype(np.float64)
+        computed -= computed.max() + np.log(np.exp(computed - computed.max()).sum())
+        for token, value in _all_of(logprobs, tracked.tokens[position]):
+            if abs(computed[token] - value) > LOGPROB_NOISE * self._noise * row.std():
+                yield f"the logprob of {token} at {position} is {value} instead of {computed[token]}"
+
+
+def _draw(job: Job, row: Logits, history: Sequence[int]) -> int:
+    drawn = None if job.sampler.checks_logits else int(row.argmax())
+    return job.sampler.sample(row.copy(), history, len(job.prompt), drawn)
+
+
+def _with_noise(row: Logits, expected: Sequence[int], noise: float) -> Iterator[Logits]:
+    """Yield the logits with more or less weight of the expected tokens, and with random changes of about `noise`."""
+    for change in (noise, -noise):
+        yield row + np.isin(np.arange(len(row)), expected) * change
+    rng = np.random.default_rng(0)
+    for factor in (0.1, 0.3, 1.0):
+        for _ in range(N_NOISY_DRAWS):
+            yield (row + rng.standard_normal(len(row)) * factor * noise).astype(np.float32)
+
+
+def _is_reached(draw: Callable[[Logits], int], row: Logits, token: int, noise: float) -> bool:
+    """Return whether a draw reaches a token if all logits of lower ids change by the same number, at most `noise`.
+
+    A draw adds the probabilities in the order of the token ids. More weight of the lower ids moves it to a lower id, so
+    a bisection finds the change.
+    """
+    is_lower = np.arange(len(row)) < token
+    low, high = -noise, noise
+    for _ in range(N_HALVINGS):
+        change = (low + high) / 2
+        drawn = draw(row + is_lower * change)
+        if drawn == token:
+            return True
+        low, high = (change, high) if drawn > token else (low, change)
+    return False
+
+
+def _all_of(logprobs: TokenLogprobs, token: int) -> list[tuple[int, float]]:
+    return [(token, logprobs.logprob), *logprobs.top]
+
+
+def _faults_of_end(tracked: TrackedJob, context_limits: Sequence[int]) -> Iterator[str]:
+    n_tokens, request, end = len(tracked.published), tracked.request, tracked.end
+    assert end is not None
+    if end.stats.generated_tokens != n_tokens:
+        yield f"the stats say {end.stats.generated_tokens} tokens instead of {n_tokens}"
+    if tracked.reason is FinishReason.LENGTH:
+        wanted = [min(limit - len(tracked.prompt), request.max_tokens or limit) for limit in context_limits]
+        if not min(wanted) <= n_tokens <= max(wanted):
+            yield f"it ended with `length` after {n_tokens} tokens instead of {wanted}"
+    if tracked.reason is FinishReason.CANCELLED and not tracked.is_cancelled:
+        yield "it was cancelled, although nobody has asked for it"
+    if tracked.reason is FinishReason.DEADLINE and request.timeout_s is None:
+        yield "it reached a deadline, although it has none"
+    yield from _faults_of_stats(tracked)
+
+
+def _faults_of_stats(tracked: TrackedJob) -> Iterator[str]:
+    request, end = tracked.request, tracked.end
+    assert end is not None
+    if request.draft_max == 0 and end.stats.drafted_tokens:
+        yield f"{end.stats.drafted_tokens} tokens were drafted, although it wants none"
+    if tracked.n_attempts > 1 or end.stats.preempted_ms is not None:
+        return  # it may reuse its own cells
+    n_reused = end.stats.prefix_cache_tokens
+    assert isinstance(request.cache_public, int)
+    if request.cache_salt.startswith("alone") and n_reused > request.cache_public:
+        yield f"{n_reused} tokens of jobs with another salt were reused"
+    if not request.cache_prompt and n_reused:
+        yield f"{n_reused} tokens were reused, although it shares no cells"
