@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import logging
 from typing import Any
 
 import httpx
@@ -192,6 +193,16 @@ async def test_data_after_the_last_request_of_a_connection_are_ignored(redis_url
         await asyncio.sleep(0.1)  # longer than the server takes to read it
         await attempt.finish(text="the answer", tokens=[1])
         assert b"the answer" in await reader.read()
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+async def test_the_offer_of_another_protocol_is_ignored(
+    redis_url: str, queue: str, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.get("/health", headers={"Connection": "Upgrade", "Upgrade": protocol})
+    assert answer.status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(redis_url: str, queue: str) -> None:

@@ -101,6 +101,12 @@ class ClientConnection(H11Protocol):
         if self._closes_when_idle and not self.transport.is_closing():
             self.loop.call_later(LAST_REQUESTS_S, self.shutdown)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Ignore `Upgrade`, as HTTP allows. Java's client offers HTTP/2 with each request by it.
+
+        uvicorn would log a warning for each request, and advise to install packages.
+        """
+
     def _has_unread_data(self) -> bool:
         if self.transport.is_closing():
             return False
