@@ -19,6 +19,15 @@ CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
+@pytest.mark.parametrize("path", ["/slots", "/props", "/lora-adapters"])
+async def test_what_only_a_worker_knows_is_503_without_a_worker(redis_url: str, queue: str, path: str) -> None:
+    """llama-server also answers so while it loads its model. An empty list would say that there is no adapter."""
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.get(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+    assert int(answer.headers["retry-after"]) > 0
+
+
 async def test_a_full_queue_is_429_and_tells_when_to_try_again(redis_url: str, queue: str) -> None:
     async with (
         AsyncClient(redis_url, queue) as client,
@@ -263,6 +272,31 @@ async def test_clients_are_told_not_to_repeat_a_request_that_conflicts_with_anot
     assert (first.status_code, other.status_code) == (200, 409)
     assert other.headers["x-should-retry"] == "false"
     assert "x-should-retry" not in first.headers
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("other", [{"n": 2}, {"prompt": ["a", "b"]}])
+async def test_a_repeated_request_for_another_number_of_answers_conflicts_and_computes_nothing(
+    redis_url: str, queue: str, other: dict[str, Any], is_streamed: bool
+) -> None:
+    body = {"prompt": ["a"], "stream": is_streamed}
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}) as http,
+    ):
+        await worker.announce()
+        first = asyncio.create_task(http.post("/v1/completions", json=body))
+        attempt = await worker.start_next()
+        await attempt.finish(text="the answer", tokens=[1])
+        repeated = await http.post("/v1/completions", json=body)
+        refused = await http.post("/v1/completions", json={**body, **other})
+        assert (await client.queue_depth()).waiting == 0
+    assert "the answer" in repeated.text
+    assert (await first).status_code == repeated.status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_conflict")
+    assert refused.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.slow
