@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields as fields_of
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -229,6 +230,7 @@ def commands_of_pages() -> list[str]:
     return sorted({*commands_in(line.strip().removeprefix("$ ") for line in whole.splitlines())})
 
 
+@cache
 def command_named(name: str) -> Any:
     group: Any = typer.main.get_command(build_app(name))
     return group.commands[name]
