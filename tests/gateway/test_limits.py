@@ -204,6 +204,26 @@ async def test_data_after_the_last_request_of_a_connection_are_ignored(redis_url
         assert b"the answer" in await reader.read()
 
 
+@pytest.mark.parametrize(("chunk", "n_chunks", "status"), [(b" ", 10_001, 400), (b" " * 33, 10_001, 200)])
+async def test_a_body_in_very_many_tiny_chunks_is_refused(
+    redis_url: str, queue: str, chunk: bytes, n_chunks: int, status: int
+) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    data = head + b"%x\r\n%b\r\n" % (len(chunk), chunk) * n_chunks
+    if status == 200:  # a refused client has sent nothing more, so that it reads the answer before a reset
+        data += b'10\r\n{"prompt": "hi"}\r\n0\r\n\r\n'
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        sending(url, data) as (reader, writer),
+    ):
+        await worker.announce()
+        if status == 200:
+            await (await worker.start_next()).finish(text="the answer", tokens=[1])
+        assert f" {status} ".encode() in await reader.readuntil(b"\r\n")
+        writer.transport.abort()
+
+
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 async def test_the_offer_of_another_protocol_is_ignored(
     redis_url: str, queue: str, protocol: str, caplog: pytest.LogCaptureFixture
