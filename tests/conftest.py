@@ -8,6 +8,7 @@ import inspect
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,13 @@ def pytest_configure() -> None:
     install_audit_hook()
     make_process_starts_cheap()
     hide_gpus()
+
+
+def pytest_unconfigure() -> None:
+    """Close the two files that `llama_cpp` opens when it is imported. Python would warn of them at its end."""
+    if opened := sys.modules.get("llama_cpp._utils"):
+        opened.outnull_file.close()
+        opened.errnull_file.close()
 
 
 def hide_gpus() -> None:

@@ -18,7 +18,7 @@ from tests.support.forget_modules import forget_modules
 from typer.testing import CliRunner
 
 from llamaq.cli import entry_point
-from llamaq.cli.main import WORKER_COMMANDS, build_app
+from llamaq.cli.main import WORKER_COMMANDS, build_app, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,6 +113,19 @@ def test_a_character_that_standard_output_cannot_encode_is_an_error_in_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
     assert "'latin-1' codec can't encode" in failing(monkeypatch, capsys, "generate", "\N{GRINNING FACE}")
+
+
+def test_a_terminal_shows_a_question_mark_for_a_character_that_it_cannot_encode(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.BytesIO()
+    terminal = io.TextIOWrapper(output, "latin-1")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "argv", ["llamaq", "generate", "caf\xe9 \N{GRINNING FACE}"])
+    with pytest.raises(SystemExit):
+        main()
+    assert b"caf\xe9 ?" in output.getvalue()
 
 
 @pytest.mark.starts_processes

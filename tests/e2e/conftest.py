@@ -24,7 +24,7 @@ from tests.support.forked_scripts import ForkedProcess, fork_server
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
-from llamaq.producer import Client, InvalidRequest, JobNotFound
+from llamaq.producer import Client, InvalidRequest, JobNotFound, Pooling
 from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process import child_main
@@ -257,6 +257,18 @@ def tagger(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) 
     tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
     spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=TOOL_TEMPLATE, control_tags=tags)
     return start_worker("tagger", write_model(tmp_path_factory.mktemp("models") / "tagger.gguf", spec, seed=1))
+
+
+@pytest.fixture(scope="session")
+def embedder(start_worker: StartWorker, demo_model: Path) -> ServedQueue:
+    """A worker with the demo model that computes embeddings."""
+    return start_worker("embedder", demo_model, embeddings=True, pooling=Pooling.MEAN, n_batch=256)
+
+
+@pytest.fixture(scope="session")
+def reranker(start_worker: StartWorker, rerank_model: Path) -> ServedQueue:
+    """A worker that scores documents."""
+    return start_worker("reranker", rerank_model, embeddings=True)
 
 
 @pytest.fixture(scope="session")

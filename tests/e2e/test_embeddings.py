@@ -52,18 +52,6 @@ EmbeddingEngine.run = run_slowly
 TEXTS = ["A cat sleeps on the sofa.", "The sun is hot.", "A kitten sleeps on the couch."]
 
 
-@pytest.fixture(scope="session")
-def embedder(start_worker: StartWorker, demo_model: Path) -> ServedQueue:
-    """A worker with the demo model that computes embeddings."""
-    return start_worker("embedder", demo_model, embeddings=True, pooling=Pooling.MEAN, n_batch=256)
-
-
-@pytest.fixture(scope="session")
-def reranker(start_worker: StartWorker, rerank_model: Path) -> ServedQueue:
-    """A worker that scores documents."""
-    return start_worker("reranker", rerank_model, embeddings=True)
-
-
 def test_the_client_gets_one_scaled_embedding_for_each_text(embedder: ServedQueue) -> None:
     with embedder.client() as client:
         many = client.embed([*TEXTS, *[f"text {number}" for number in range(40)]])  # of two jobs

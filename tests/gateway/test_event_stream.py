@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from tests.gateway.test_disconnects import CHAT, STREAMED, gateway
 from tests.support.http_server import post_of, sending
 
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.gateway.choice_stream import ChoiceStream
 from llamaq.gateway.http import event_stream
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data, error_event, named
@@ -70,6 +72,33 @@ async def test_a_waiting_stream_sends_comments_that_tell_what_it_waits_for(redis
         rest = (await reader.readuntil(b"[DONE]")).decode()
         assert '"content":"b"' in rest
         assert '"finish_reason":"stop"' in rest
+
+
+async def test_a_stream_with_many_waiting_events_lets_other_tasks_run_between_them() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        for number in range(1000):
+            yield data(number)
+
+    async def comment() -> str:
+        raise AssertionError
+
+    n_sent, seen = 0, []
+
+    async def send(_: object) -> None:
+        nonlocal n_sent
+        n_sent += 1
+
+    async def look() -> None:
+        while True:
+            seen.append(n_sent)
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    stream = await event_stream.EventStream.open(events(), comment=comment, ping_s=60)
+    await stream({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+    await cancel_tasks(looking)
+    assert n_sent == 1000 + 2  # the headers, and the end
+    assert max(later - earlier for earlier, later in pairwise(seen)) <= 5  # asyncio warns of more lost writes
 
 
 async def test_an_error_before_the_first_event_has_a_status(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import logging
 from typing import Any
 
 import httpx
@@ -16,6 +17,15 @@ from llamaq.producer.testing import FakeWorker
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize("path", ["/slots", "/props", "/lora-adapters"])
+async def test_what_only_a_worker_knows_is_503_without_a_worker(redis_url: str, queue: str, path: str) -> None:
+    """llama-server also answers so while it loads its model. An empty list would say that there is no adapter."""
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.get(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+    assert int(answer.headers["retry-after"]) > 0
 
 
 async def test_a_full_queue_is_429_and_tells_when_to_try_again(redis_url: str, queue: str) -> None:
@@ -194,6 +204,36 @@ async def test_data_after_the_last_request_of_a_connection_are_ignored(redis_url
         assert b"the answer" in await reader.read()
 
 
+@pytest.mark.parametrize(("chunk", "n_chunks", "status"), [(b" ", 10_001, 400), (b" " * 33, 10_001, 200)])
+async def test_a_body_in_very_many_tiny_chunks_is_refused(
+    redis_url: str, queue: str, chunk: bytes, n_chunks: int, status: int
+) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    data = head + b"%x\r\n%b\r\n" % (len(chunk), chunk) * n_chunks
+    if status == 200:  # a refused client has sent nothing more, so that it reads the answer before a reset
+        data += b'10\r\n{"prompt": "hi"}\r\n0\r\n\r\n'
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        sending(url, data) as (reader, writer),
+    ):
+        await worker.announce()
+        if status == 200:
+            await (await worker.start_next()).finish(text="the answer", tokens=[1])
+        assert f" {status} ".encode() in await reader.readuntil(b"\r\n")
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+async def test_the_offer_of_another_protocol_is_ignored(
+    redis_url: str, queue: str, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.get("/health", headers={"Connection": "Upgrade", "Upgrade": protocol})
+    assert answer.status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(redis_url: str, queue: str) -> None:
     origin = "https://chat.example.org"
     async with (
@@ -252,6 +292,31 @@ async def test_clients_are_told_not_to_repeat_a_request_that_conflicts_with_anot
     assert (first.status_code, other.status_code) == (200, 409)
     assert other.headers["x-should-retry"] == "false"
     assert "x-should-retry" not in first.headers
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("other", [{"n": 2}, {"prompt": ["a", "b"]}])
+async def test_a_repeated_request_for_another_number_of_answers_conflicts_and_computes_nothing(
+    redis_url: str, queue: str, other: dict[str, Any], is_streamed: bool
+) -> None:
+    body = {"prompt": ["a"], "stream": is_streamed}
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}) as http,
+    ):
+        await worker.announce()
+        first = asyncio.create_task(http.post("/v1/completions", json=body))
+        attempt = await worker.start_next()
+        await attempt.finish(text="the answer", tokens=[1])
+        repeated = await http.post("/v1/completions", json=body)
+        refused = await http.post("/v1/completions", json={**body, **other})
+        assert (await client.queue_depth()).waiting == 0
+    assert "the answer" in repeated.text
+    assert (await first).status_code == repeated.status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_conflict")
+    assert refused.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.slow

@@ -241,10 +241,13 @@ def test_the_demo_continues_when_its_redis_is_killed(environment: Environment) -
 class Terminal:
     """A command that runs in a pseudo-terminal, and all output that it writes there."""
 
-    def __init__(self, environment: Environment, arguments: list[str], columns: int, lines: int) -> None:
+    def __init__(
+        self, environment: Environment, arguments: list[str], columns: int, lines: int, **variables: str
+    ) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        variables = environment.process_variables({"TERM": "xterm-256color", **environment.pace_variables()})
+        chosen = {"TERM": "xterm-256color", **environment.pace_variables(), **variables}
+        variables = environment.process_variables(chosen)
         del variables["COLUMNS"]
         self.process = subprocess.Popen(
             arguments,
@@ -285,7 +288,11 @@ class Terminal:
 @pytest.fixture
 def demo_in_terminal(environment: Environment) -> Callable[..., Terminal]:
     llamaq = str(Path(sys.executable).with_name("llamaq"))
-    return lambda *options: Terminal(environment, [llamaq, "demo", *options], columns=80, lines=24)
+
+    def start(*options: str, **variables: str) -> Terminal:
+        return Terminal(environment, [llamaq, "demo", *options], columns=80, lines=24, **variables)
+
+    return start
 
 
 def test_the_demo_draws_panels_that_fit_a_small_terminal(
@@ -306,11 +313,12 @@ def test_the_demo_draws_panels_that_fit_a_small_terminal(
     assert max(up.count("\x1b[1A") for up in ups) < 24, "a frame was higher than the terminal"
 
 
-def test_an_interrupted_demo_leaves_no_process_behind(
+def test_an_interrupted_demo_in_a_terminal_of_ascii_leaves_no_process_behind(
     environment: Environment, demo_in_terminal: Callable[..., Terminal]
 ) -> None:
-    terminal = demo_in_terminal("--jobs", "64")  # with about 100 ticks a second, they take some 10 s
-    terminal.await_drawn("tokens/s")
+    # With about 100 ticks a second, the jobs take some 10 s. The terminal has no characters for borders and spinners.
+    terminal = demo_in_terminal("--jobs", "64", PYTHONIOENCODING="ascii")
+    terminal.await_drawn("tokens/s ? ")
     os.killpg(terminal.process.pid, signal.SIGINT)
     assert terminal.end() == 130
     assert not environment.running_processes()

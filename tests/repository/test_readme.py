@@ -10,8 +10,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields as fields_of
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -210,19 +211,47 @@ def test_the_example_of_a_strategy_runs_in_a_worker(environment: str, tmp_path: 
 def commands_of(text: str) -> list[str]:
     """Return every `llamaq …` command of the console blocks, without comments."""
     lines = [line for found in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in found.splitlines()]
-    parts = [part for line in lines if line.startswith("$ ") for part in line[2:].partition("  #")[0].split(" ; ")]
-    return [part.strip() for part in parts if part.strip().startswith("llamaq ")]
+    return commands_in(line[2:] for line in lines if line.startswith("$ "))
 
 
+def commands_in(lines: Iterable[str]) -> list[str]:
+    """Return every `llamaq …` command of lines of a shell, without comments and variables."""
+    parts = [part for line in lines for part in re.split(" ; | && ", re.sub("  +# .*", "", line))]
+    commands = [re.sub("^([A-Z_]+=\\S+ )+", "", part.strip().removesuffix(" &")) for part in parts]
+    return [command for command in commands if command.startswith("llamaq ")]
+
+
+def commands_of_pages() -> list[str]:
+    """Return the `llamaq …` commands of all blocks of the documents, which begin at a line or are indented."""
+    texts = [path.read_text() for path in (*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md")]
+    blocks = [found for text in texts for found in re.findall(r"```(?:bash|console)\n(.*?)```", text, re.DOTALL)]
+    blocks += [found for text in texts for found in re.findall(r"(?<=\n\n)((?:    .*\n)+)", text)]
+    whole = "\n".join(blocks).replace("\\\n", " ")
+    return sorted({*commands_in(line.strip().removeprefix("$ ") for line in whole.splitlines())})
+
+
+@cache
 def command_named(name: str) -> Any:
     group: Any = typer.main.get_command(build_app(name))
     return group.commands[name]
 
 
-@pytest.mark.parametrize("line", commands_of(README))
-def test_every_command_of_the_readme_parses(line: str) -> None:
-    _, name, *options = shlex.split(line)
-    command_named(name).make_context(name, options)
+@pytest.mark.parametrize("line", [*commands_of(README), *commands_of_pages()])
+def test_every_command_of_the_documents_parses(line: str) -> None:
+    _, name, *options = shlex.split(line.partition(" | ")[0].partition(" > ")[0])
+    command = command_named(name)
+    if hasattr(command, "commands"):
+        name, *options = options
+        command = command.commands[name]
+    command.make_context(name, options)
+
+
+def test_the_commands_of_the_documents_are_found() -> None:
+    found = commands_of_pages()
+    assert "llamaq worker --speculation ngram" in found  # indented
+    assert "llamaq dead list" in found  # in a block of a console
+    assert any(line.startswith("llamaq bulk run") for line in found)  # in a block of bash
+    assert len(found) > 30
 
 
 def test_every_flag_that_the_documents_name_exists() -> None:

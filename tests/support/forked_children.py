@@ -25,7 +25,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 FORKED_MODULES = frozenset(
     {
@@ -170,8 +170,7 @@ def _take_over(process: NewProcess, files: Sequence[int]) -> None:
         os.close(source)
     if process.has_terminal:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        output: Any = sys.stdout
-        output.reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = _output_stream(1, errors="strict"), _output_stream(2, errors="backslashreplace")
     os.environ.clear()
     os.environ.update(process.variables)
     tempfile.tempdir = None  # depends on the variables
@@ -179,6 +178,12 @@ def _take_over(process: NewProcess, files: Sequence[int]) -> None:
     first = str(Path(process.command[1]).parent) if process.module is None else process.cwd
     sys.path[:] = [*([] if "-P" in process.command[1:2] else [first]), *paths, *LIBRARY_PATHS]
     _show_command(process.command)
+
+
+def _output_stream(number: int, *, errors: str) -> TextIO:
+    """Return a stream as a new interpreter opens it. Those of the parent know whether other files are seekable."""
+    is_line_buffered = number == 2 or os.isatty(number)
+    return open(number, "w", buffering=1 if is_line_buffered else -1, errors=errors, closefd=False)
 
 
 def _show_command(command: Sequence[str]) -> None:

@@ -35,6 +35,7 @@ from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 from llamaq.cli.foreign_option_hints import add_hint
 from llamaq.cli.top import command as top_command
+from llamaq.cli.unencodable_characters import replace_in_terminal
 from llamaq.common.errors import LlamaqError, MissingExtra
 
 COMMANDS_GROUP = "llamaq.commands"
@@ -169,6 +170,8 @@ def main() -> None:
     """Run the command."""
     # The commands print a notice themselves if no worker serves the queue.
     logging.getLogger("llamaq.producer.worker_watch").setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        replace_in_terminal(stream)
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
     except (LlamaqError, RedisError, OSError, UnicodeEncodeError) as exc:  # the last two: the output cannot be written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from http import HTTPStatus
@@ -49,6 +50,7 @@ class Generation:
         """
         self.client = client
         self._is_kept = is_kept
+        self._idempotency_key = idempotency_key
         self._jobs = [{**job, **self._ownership(idempotency_key, number)} for number, job in enumerate(jobs)]
         self._max_tokens = max_tokens
         self._renew_client = renew_client
@@ -81,6 +83,26 @@ class Generation:
     async def _build_requests(self, *, stream: bool) -> None:
         options = [cast("JobOptions", {**values, "stream": stream}) for values in self._jobs]
         self.requests = [limited(await build_request(each), self._max_tokens) for each in options]
+        if self._idempotency_key is not None:
+            await self._check_number_of_jobs(self._idempotency_key)
+
+    async def _check_number_of_jobs(self, idempotency_key: str) -> None:
+        """Refuse a request whose key belongs to a request with more or fewer jobs. Redis compares single jobs only.
+
+        The record expires before the first job does. Then only the jobs are compared.
+        """
+        redis, record = self.client.redis, self.client.keys.http_request(idempotency_key)
+        n_jobs, ttl_s = str(len(self._jobs)), math.ceil(self.client.settings.result_ttl_s)
+        if await redis.set(record, n_jobs, ex=ttl_s, nx=True):
+            return
+        earlier: Any = await redis.get(record)
+        if earlier is not None and earlier != n_jobs.encode():
+            raise RequestRefused(
+                HTTPStatus.CONFLICT,
+                "the Idempotency-Key belongs to a request with another number of answers or inputs: use another key "
+                "for another request",
+                code="idempotency_conflict",
+            )
 
     async def start(self, *, stream: bool = True) -> None:
         """Submit the jobs, all or none.

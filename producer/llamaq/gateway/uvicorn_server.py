@@ -25,6 +25,8 @@ from llamaq.gateway.http.open_requests import OpenRequests
 from llamaq.gateway.settings import ServeSettings
 
 MAX_HEADER_BYTES = 64 * 1024
+MAX_TINY_CHUNKS, TINY_CHUNK_BYTES = 10_000, 32
+"""A body with more chunks than the first number must have at least the second number of bytes for each chunk."""
 ANSWER_TIME_S = 2
 """Seconds that the server has to end the requests that are still open after `shutdown_s`. Then uvicorn cancels them."""
 DEAD_CLIENT = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
@@ -46,6 +48,33 @@ CLOSE = (b"connection", b"close")
 """The header that announces that the server closes the connection after the response."""
 
 
+class ChunkLimit(h11.Connection):
+    """A connection that refuses a body in very many tiny chunks.
+
+    h11 needs about 20 µs for a chunk, and uvicorn handles all data that it has received in one step. One client that
+    sends single bytes would delay all streams by a second again and again.
+    """
+
+    _n_chunks = 0
+    _n_bytes = 0
+
+    def next_event(self) -> Any:
+        """Return the next event.
+
+        Raises:
+            h11.RemoteProtocolError: The client has sent something else than HTTP, or too many tiny chunks.
+        """
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._n_chunks += event.chunk_end
+            self._n_bytes += len(event.data)
+            if self._n_chunks > MAX_TINY_CHUNKS and self._n_bytes < self._n_chunks * TINY_CHUNK_BYTES:
+                raise h11.RemoteProtocolError("too many tiny chunks")
+        elif isinstance(event, h11.Request):
+            self._n_chunks = self._n_bytes = 0
+        return event
+
+
 class ClientConnection(H11Protocol):
     """uvicorn's protocol, which also closes a connection if its headers do not arrive in time.
 
@@ -54,12 +83,14 @@ class ClientConnection(H11Protocol):
     """
 
     header_timeout_s = 20.0
+    conn: h11.Connection
     _header_timer: asyncio.TimerHandle | None = None
     _closes_when_idle = False
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the headers of the first request."""
         super().connection_made(transport)
+        self.conn = ChunkLimit(h11.SERVER, MAX_HEADER_BYTES)
         self._watch_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -100,6 +131,12 @@ class ClientConnection(H11Protocol):
         super().on_response_complete()
         if self._closes_when_idle and not self.transport.is_closing():
             self.loop.call_later(LAST_REQUESTS_S, self.shutdown)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Ignore `Upgrade`, as HTTP allows. Java's client offers HTTP/2 with each request by it.
+
+        uvicorn would log a warning for each request, and advise to install packages.
+        """
 
     def _has_unread_data(self) -> bool:
         if self.transport.is_closing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from rich.console import Console
 from rich.live import Live
 
+from llamaq.cli.unencodable_characters import replace_in
 from llamaq.producer import AsyncClient, JobFailed, LlamaqError
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.local.stop_signals import interrupt_on_sigterm, recorded_signals
@@ -56,6 +58,7 @@ def run(count: int, model: str | None) -> int:
     Returns:
         The exit code.
     """
+    replace_in(sys.stdout)  # nobody parses this output
     console = Console(highlight=False)
     # With the demo model, one thread is faster: two threads need longer to synchronize than a tick takes.
     n_threads = 1 if model is None else None

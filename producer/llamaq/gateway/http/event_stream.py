@@ -21,6 +21,10 @@ FIRST_PING_S = 1.0
 """If a stream has no event within this time, it begins with a comment. Before that, an error can still have a
 status."""
 
+EVENTS_IN_A_ROW = 4
+"""A stream with many waiting events lets other tasks run after this number. Otherwise a long text would delay all other
+streams, and asyncio would log a warning for each event that is written to a connection which the client has reset."""
+
 Events = AsyncGenerator[bytes, None]
 Comment = Callable[[], Awaitable[str]]
 
@@ -157,12 +161,15 @@ class EventStream(Response):
             await _close(self._events, self._first)
 
     async def _send_events(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
+        loop, n_events = asyncio.get_running_loop(), 1
         try:
             await send({"type": "http.response.body", "body": await self._first, "more_body": True})
             async for event in self._events:
                 self._sent_s = loop.time()
                 await send({"type": "http.response.body", "body": event, "more_body": True})
+                n_events += 1
+                if n_events % EVENTS_IN_A_ROW == 0:
+                    await asyncio.sleep(0)
         except (LlamaqError, RedisError, OSError) as exc:
             await send({"type": "http.response.body", "body": self._format_error(exc), "more_body": True})
         except StopAsyncIteration:  # there was no event at all
