@@ -16,7 +16,7 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.common.protocol.sampling import SamplingParams
 
-_JSON = ("json_schema", "logit_bias", "metadata", "tools", "chat_template_kwargs")
+_JSON = ("json_schema", "logit_bias", "lora", "metadata", "tools", "chat_template_kwargs")
 _FORMS = {
     "stop": "May be given several times.",
     "dry_sequence_breakers": "May be given several times.",
@@ -27,6 +27,7 @@ _FORMS = {
     "json_schema": "JSON, or @FILE.",
     "run_at": "Such as 2030-12-24T18:00+01:00.",
     "logit_bias": 'JSON, such as {"TOKEN": BIAS}, or @FILE.',
+    "lora": 'JSON, such as {"ADAPTER": SCALE}, or @FILE.',
     "metadata": "JSON, or @FILE.",
     "tools": "JSON, or @FILE.",
     "chat_template_kwargs": "JSON, or @FILE.",
