@@ -41,11 +41,14 @@ class JobDraws:
         rng: Makes the choices.
         n_ctx: Number of KV cells of the workers.
         n_vocab: Number of tokens of the vocabulary.
+        n_adapters: Number of LoRA adapters of the workers. Some jobs set their scales.
         has_grammars: Whether some jobs have a grammar. The first one starts the process that compiles grammars.
     """
 
-    def __init__(self, rng: random.Random, n_ctx: int, n_vocab: int, *, has_grammars: bool) -> None:
+    def __init__(self, rng: random.Random, n_ctx: int, n_vocab: int, *, n_adapters: int, has_grammars: bool) -> None:
         self._rng, self._n_ctx, self._n_vocab, self._has_grammars = rng, n_ctx, n_vocab, has_grammars
+        self._scales: list[dict[str, float]] = [{}, *({str(number): 1.0} for number in range(n_adapters))]
+        """Values of the option `lora`."""
         self._openings = [self._random_tokens(rng.choice([3, 10, 33, 64, n_ctx // 3])) for _ in range(4)]
         self.histories: list[list[int]] = []
         """The tokens of the jobs that have ended, prompt and output. Later prompts continue them."""
@@ -140,6 +143,7 @@ class JobDraws:
         return self._some({
             "cache_salt": (0.2, ["x", "y", f"alone {self._rng.random()}"]), "cache_public": (0.15, [5, 20]),
             "cache_prompt": (0.1, [False]), "draft_max": (0.2, [0, 1, 3, 64]), "slot": (0.05, [0, 1, 3]),
+            "lora": (0.4 if len(self._scales) > 1 else 0, self._scales),
         })  # fmt: skip
 
     def _queueing(self) -> Options:

@@ -59,9 +59,9 @@ class Replay:
             tracked: The job.
             context_limits: The largest number of tokens of a job, for each worker that may have run it.
         """
-        job, n_prompt = self._job_at(tracked, 0), len(tracked.prompt)
+        job = self._job_at(tracked, 0)
         detokenizer, text = job.detokenizer, ""
-        for position, row in enumerate(self._rows([*tracked.prompt, *tracked.tokens], n_prompt)):
+        for position, row in enumerate(self._rows(job, [*tracked.prompt, *tracked.tokens])):
             expected = self._expected(tracked, position)
             if expected is None or detokenizer.stop_string is not None:
                 break
@@ -95,10 +95,11 @@ class Replay:
             return (tracked.tokens[position],)
         return tuple(self._end_tokens) if tracked.reason is FinishReason.STOP else None
 
-    def _rows(self, history: Sequence[int], n_prompt: int) -> Iterator[Logits]:
+    def _rows(self, job: Job, history: Sequence[int]) -> Iterator[Logits]:
         """Yield the logits after the prompt, and after each generated token."""
-        context = self._parts.engine.context
+        context, n_prompt = self._parts.engine.context, len(job.prompt)
         context.clear()
+        context.use_adapters(job.adapter_scales)
         starts = [*range(0, n_prompt, CHUNK), *range(n_prompt, len(history))]
         for start, end in zip(starts, [*starts[1:], len(history)], strict=True):
             context.batch.clear()

@@ -11,7 +11,7 @@ from typing import Any
 from tests.support.lora_files import write_lora
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
+from llamaq.tools.random_gguf import CHATML, EXPERTS, Architecture, ModelSpec, write_model
 from llamaq.worker.settings import WorkerSettings, load_settings
 
 N_CTX_TRAIN = 1024
@@ -20,6 +20,7 @@ PLAIN = ModelSpec(Architecture.LLAMA, n_layers=3, n_silent_layers=1, n_ctx=N_CTX
 SPECS = {
     "llama": PLAIN,
     "qwen3": replace(PLAIN, architecture=Architecture.QWEN3, n_heads=4),
+    "experts": replace(EXPERTS, n_layers=3, n_ctx=N_CTX_TRAIN, chat_template=CHATML),
     "gemma3": replace(PLAIN, architecture=Architecture.GEMMA3, n_swa=32),
     "mamba": replace(PLAIN, architecture=Architecture.MAMBA, n_silent_layers=0),
     "jamba": replace(PLAIN, architecture=Architecture.JAMBA, n_silent_layers=0),
@@ -44,7 +45,8 @@ class ModelFiles:
     model: Path
     drafts: tuple[Path, ...]
     """Draft models: one that is always right, and one that is mostly wrong."""
-    lora: Path | None
+    lora: tuple[Path, ...]
+    """Adapters."""
 
 
 def write_model_files(folder: Path, kind: str) -> ModelFiles:
@@ -55,9 +57,10 @@ def write_model_files(folder: Path, kind: str) -> ModelFiles:
     if kind not in RECURRENT_KINDS:
         small = replace(spec, n_layers=spec.n_layers - spec.n_silent_layers, n_silent_layers=0)
         drafts = tuple(_write(folder / f"{kind}-draft-{seed}.gguf", small, seed) for seed in (1, 2))
-    lora = folder / f"{kind}-lora.gguf" if kind in LORA_KINDS else None
-    if lora is not None and not lora.exists():
-        write_lora(lora, model, seed=3, strength=LORA_STRENGTH)
+    lora = tuple(folder / f"{kind}-lora-{seed}.gguf" for seed in (3, 4) if kind in LORA_KINDS)
+    for seed, path in enumerate(lora):
+        if not path.exists():
+            write_lora(path, model, seed=seed, strength=LORA_STRENGTH)
     return ModelFiles(kind, model, drafts, lora)
 
 
@@ -130,7 +133,7 @@ class _Draw:
             "flash_attn": (0.5, ["on", "off"]),
             "swa_full": (0.3 if files.kind == "gemma3" else 0, [False]),
             "kv_unified": (0.25, [False]),
-            "lora": (0.15 if files.lora else 0, [(str(files.lora),), (f"{files.lora}:0.5",)]),
+            "lora": (0.4 if files.lora else 0, _adapters(files.lora)),
             "model_sampling": (0.2, [False]),
         })  # fmt: skip
 
@@ -154,3 +157,11 @@ class _Draw:
             "cache_disk_mb": (0.3, [0, 1, 2]),
             "slot_prompt_similarity": (0.2, [0, 0.5, 1]),
         })  # fmt: skip
+
+
+def _adapters(files: Sequence[Path]) -> list[tuple[str, ...]]:
+    """Return values of the setting `lora`: one adapter or several, with other scales."""
+    if not files:
+        return [()]
+    first, second = files
+    return [(str(first),), (f"{first}:0.5",), (str(first), f"{second}:0"), (f"{first}:0", f"{second}:0")]

@@ -109,7 +109,11 @@ class Round:
         self._worker = self._start_worker()
         vocab = self._worker.parts.engine.vocab
         has_grammars = self.rng.random() < self.grammar_share
-        self._draws = JobDraws(self.rng, self.settings[0]["n_ctx"], vocab.n_tokens, has_grammars=has_grammars)
+        first = self.settings[0]
+        n_adapters = len(first.get("lora", ()))
+        self._draws = JobDraws(
+            self.rng, first["n_ctx"], vocab.n_tokens, n_adapters=n_adapters, has_grammars=has_grammars
+        )
         try:
             for _ in range(self.rng.choice([0, 0, 1, 2])):
                 self._run_jobs(self.rng.choice(LIFETIMES_S), dies=True)

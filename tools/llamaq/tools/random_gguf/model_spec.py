@@ -139,7 +139,8 @@ GROUPED = ModelSpec(Architecture.QWEN3, n_heads=4, n_kv_heads=2)
 SLIDING = ModelSpec(Architecture.GEMMA3, n_swa=64)
 RECURRENT = ModelSpec(Architecture.MAMBA)
 HYBRID = ModelSpec(Architecture.JAMBA)
-EXPERTS = ModelSpec(Architecture.QWEN3MOE, n_ff=64, n_experts=4)
+# All experts compute each token. Otherwise rounding, which depends on the shape of a batch, could choose other experts.
+EXPERTS = ModelSpec(Architecture.QWEN3MOE, n_ff=64, n_experts=4, n_experts_used=4)
 MEMORY_KINDS: Mapping[str, ModelSpec] = MappingProxyType(
     {
         "plain": PLAIN,
