@@ -54,7 +54,7 @@ def run(worker: LocalWorker, request: JobRequest) -> TrackedJob:
     tracked.prompt = job.prompt
     worker.ticks.admit([job])
     while tracked.end is None:
-        for message in worker.mailbox.take():
+        for message in worker.take_messages():
             if isinstance(message, NewToken):
                 tracked.published.append(message)
             elif isinstance(message, JobEnded):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,23 +20,6 @@ HANG_S = 60.0
 POLL_S = 0.01
 
 
-class LocalMailbox(OutputMailbox):
-    """Keeps the messages until the test takes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: queue.SimpleQueue[Message] = queue.SimpleQueue()
-
-    def put(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._kept.put(message)
-
-    def take(self) -> Iterator[Message]:
-        with suppress(queue.Empty):
-            while True:
-                yield self._kept.get_nowait()
-
-
 class LocalWorker:
     """A worker that gets its jobs from the test. `close` ends it.
 
@@ -47,12 +30,12 @@ class LocalWorker:
     def __init__(self, model: Path, settings: WorkerSettings) -> None:
         strategy = load_strategy(settings.batch_strategy, settings.target_itl_ms)
         self.parts = GenerationParts(model, settings, strategy, "local")
-        self.mailbox = LocalMailbox()
+        self._mailbox = OutputMailbox()
         self.capacity = settings.n_parallel + settings.inbox_window
         self.ticks = TickLoop(
             self.parts.scheduler,
             self.parts.engine,
-            SharedState(outputs=self.mailbox),
+            SharedState(outputs=self._mailbox),
             drafter=self.parts.drafter,
             hang_s=HANG_S,
             stream_interval_s=settings.stream_interval_ms / 1000,
@@ -67,6 +50,12 @@ class LocalWorker:
             self.ticks.run()
         except BaseException as exc:  # noqa: BLE001 - the test shows it
             self.error = exc
+
+    def take_messages(self) -> Iterator[Message]:
+        """Yield the messages since the last call. No receiver is attached to the mailbox, so it keeps them."""
+        with suppress(queue.Empty):
+            while True:
+                yield from self._mailbox._messages.get_nowait()
 
     def between_ticks(self, call: Callable[[], None]) -> None:
         """Run `call` on the engine thread. Raises its error, or that of the engine thread."""

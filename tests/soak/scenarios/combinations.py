@@ -201,7 +201,7 @@ class Round:
             self._worker.check_integrity()
 
     def _take_messages(self) -> None:
-        for message in self._worker.mailbox.take():
+        for message in self._worker.take_messages():
             self._take(message)
 
     def _take(self, message: Message) -> None:
