@@ -310,7 +310,7 @@ def test_a_run_continues_in_the_minute_after_the_heartbeat_of_its_dead_rq_worker
 def test_a_search_for_abandoned_runs_that_redis_has_interrupted_does_not_delay_the_next_one(
     rq_queue: Queue, rq_redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RQ locked the search for 15 minutes, and nobody released the lock."""
+    """RQ locked the search for 15 minutes, and the interrupted RQ worker did not release the lock."""
 
     def lose_connection(*_: object) -> NoReturn:
         raise RedisConnectionError

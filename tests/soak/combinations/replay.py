@@ -182,7 +182,7 @@ def _faults_of_end(tracked: TrackedJob, context_limits: Sequence[int]) -> Iterat
         if not min(wanted) <= n_tokens <= max(wanted):
             yield f"it ended with `length` after {n_tokens} tokens instead of {wanted}"
     if tracked.reason is FinishReason.CANCELLED and not tracked.is_cancelled:
-        yield "it was cancelled, although nobody has asked for it"
+        yield "it was cancelled without a request"
     if tracked.reason is FinishReason.DEADLINE and request.timeout_s is None:
         yield "it reached a deadline, although it has none"
     yield from _faults_of_stats(tracked)

@@ -58,7 +58,7 @@ def run(count: int, model: str | None) -> int:
     Returns:
         The exit code.
     """
-    replace_in(sys.stdout)  # nobody parses this output
+    replace_in(sys.stdout)  # a person reads this output, also through a pipe
     console = Console(highlight=False)
     # With the demo model, one thread is faster: two threads need longer to synchronize than a tick takes.
     n_threads = 1 if model is None else None

@@ -40,7 +40,7 @@ async def create(request: Request) -> Response:
     try:
         return json_response(file_object(await _upload(request, body)))
     except ClientGone:
-        return Response(status_code=400)  # nobody receives this response, but Starlette requires one
+        return Response(status_code=400)  # the client has gone, but Starlette requires a response
     except BaseException:
         await body.discard()
         raise

@@ -20,8 +20,7 @@ def is_replaced(job: Job) -> bool:
     Raises:
         RedisError: RQ's Redis does not answer.
     """
-    stored = _stored(job)
-    return stored is None or submit_time(stored) != submit_time(job)
+    return _stored(job) is None
 
 
 def is_withdrawn(job: Job) -> bool:
@@ -31,9 +30,7 @@ def is_withdrawn(job: Job) -> bool:
         RedisError: RQ's Redis does not answer.
     """
     stored = _stored(job)
-    if stored is None or submit_time(stored) != submit_time(job):
-        return True
-    return stored.get_status(refresh=False) is JobStatus.CANCELED
+    return stored is None or stored.get_status(refresh=False) is JobStatus.CANCELED
 
 
 def forget_executions(job: Job) -> None:
@@ -53,8 +50,9 @@ def forget_executions(job: Job) -> None:
 
 
 def _stored(job: Job) -> Job | None:
-    """Return the job with this id that RQ stores now. None: there is none."""
+    """Return the job as RQ stores it now. None: it was deleted. A newer job may have its id."""
     try:
-        return Job.fetch(job.id, connection=job.connection, serializer=job.serializer)
+        stored = Job.fetch(job.id, connection=job.connection, serializer=job.serializer)
     except NoSuchJobError:
         return None
+    return stored if submit_time(stored) == submit_time(job) else None
