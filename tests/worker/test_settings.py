@@ -163,8 +163,25 @@ def test_contradicting_model_settings_are_refused() -> None:
         ("hf:owner/repo/b.gguf,c:nan", [("hf:owner/repo/b.gguf", 1.0), ("c:nan", 1.0)]),
     ],
 )
-def test_an_adapter_may_have_a_scale(text: str, expected: list[tuple[str, float]]) -> None:
+def test_an_adapter_or_a_control_vector_may_have_a_scale(text: str, expected: list[tuple[str, float]]) -> None:
     assert list(WorkerSettings.model_validate({"lora": text}).lora_scales) == expected
+    assert list(WorkerSettings.model_validate({"control_vector": text}).control_vector_scales) == expected
+
+
+def test_the_layers_of_control_vectors_are_a_range() -> None:
+    given = {"control_vector": "a.gguf", "control_vector_layer_range": "10, 24"}
+    assert WorkerSettings.model_validate(given).control_vector_layer_range == (10, 24)
+
+
+@pytest.mark.parametrize("layers", ["24,10", "10", "0,3", "1,2,3", "first,last", "1,513"])
+def test_another_range_of_layers_is_refused(layers: str) -> None:
+    with pytest.raises(ValueError, match=r"control.vector.layer.range"):
+        WorkerSettings.model_validate({"control_vector": "a.gguf", "control_vector_layer_range": layers})
+
+
+def test_a_range_of_layers_without_a_control_vector_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--control-vector-layer-range .*--control-vector"):
+        WorkerSettings.model_validate({"control_vector_layer_range": "1,2"})
 
 
 def test_a_chat_template_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ MAX_INT32 = 2**31 - 1
 """The largest number that llama.cpp can store. ctypes would pass on the lower 32 bits of a larger one."""
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS of llama.cpp."""
+Layer = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 MAX_THREADS = 512
 """GGML_MAX_N_THREADS. With far more threads than the system has, llama.cpp ends the process."""
 SCALE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
@@ -30,12 +31,12 @@ def split_commas(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-def _split_scale(lora: str) -> tuple[str, float]:
+def _split_scale(value: str) -> tuple[str, float]:
     """Return the name of the file in FILE or FILE:SCALE, and the scale."""
-    name, _, end = lora.rpartition(":")
+    name, _, end = value.rpartition(":")
     if name and SCALE.fullmatch(end):
         return name, float(end)
-    return lora, 1.0
+    return value, 1.0
 
 
 class ModelSettings(BaseModel):
@@ -48,6 +49,16 @@ class ModelSettings(BaseModel):
         (),
         description="LoRA adapters of the model: GGUF files, or `hf:` names as for `model`, separated by commas. "
         "`FILE:SCALE` sets the strength of an adapter, by default 1.",
+    )
+    control_vector: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Control vectors, which steer what the model writes: GGUF files, or `hf:` names as for `model`, "
+        "separated by commas. `FILE:SCALE` sets the strength of a vector, by default 1.",
+    )
+    control_vector_layer_range: Annotated[tuple[Layer, ...], NoDecode] = Field(
+        (),
+        description="The first and the last layer that the control vectors change, such as `10,24`. If not set: all "
+        "layers that their files name.",
     )
     override_kv: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
@@ -140,7 +151,9 @@ class ModelSettings(BaseModel):
         True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
     )
 
-    _split_lists = field_validator("lora", "override_kv", mode="before")(split_commas)
+    _split_lists = field_validator(
+        "lora", "control_vector", "control_vector_layer_range", "override_kv", mode="before"
+    )(split_commas)
 
     @field_validator("override_kv")
     @classmethod
@@ -151,9 +164,15 @@ class ModelSettings(BaseModel):
         return overrides
 
     @model_validator(mode="after")
-    def _check_batch_and_pooling(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.batch_budget > self.n_ctx:
             raise ValueError(f"--n-batch (LLAMAQ_N_BATCH): {self.batch_budget} is more than --n-ctx {self.n_ctx}")
+        layers = self.control_vector_layer_range
+        if layers and not (len(layers) == 2 and layers[0] <= layers[1] and self.control_vector):
+            raise ValueError(
+                "--control-vector-layer-range (LLAMAQ_CONTROL_VECTOR_LAYER_RANGE): FIRST,LAST is required, such as "
+                "10,24, and a --control-vector"
+            )
         if self.pooling is not None and not self.embeddings:
             raise ValueError("--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools")
         return self
@@ -162,6 +181,11 @@ class ModelSettings(BaseModel):
     def lora_scales(self) -> tuple[tuple[str, float], ...]:
         """The file or `hf:` name of each adapter, and its scale."""
         return tuple(_split_scale(each) for each in self.lora)
+
+    @property
+    def control_vector_scales(self) -> tuple[tuple[str, float], ...]:
+        """The file or `hf:` name of each control vector, and its scale."""
+        return tuple(_split_scale(each) for each in self.control_vector)
 
     @property
     def metadata_overrides(self) -> tuple[MetadataOverride, ...]:

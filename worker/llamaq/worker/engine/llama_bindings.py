@@ -20,6 +20,7 @@ from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.worker.engine import fast_calls
 from llamaq.worker.engine.abi_check import check_abi
+from llamaq.worker.engine.control_vectors import ControlVectors
 from llamaq.worker.engine.llama_log import has_gpu, route_log
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.engine.lora_adapters import LoadedAdapters
@@ -49,8 +50,9 @@ class Model:
 
     Attributes:
         pointer: The llama_model.
-        lora: The adapters that `options` names.
-        adapters: The same adapters, loaded. A `Context` applies them.
+        options: The options.
+        adapters: The adapters that the options name. A `Context` applies them.
+        control_vectors: The control vectors that the options name. A `Context` applies them too.
 
     Args:
         path: The GGUF file.
@@ -58,8 +60,8 @@ class Model:
 
     Raises:
         EngineError: The installed llama-cpp-python is not supported.
-        ModelError: The model or an adapter cannot be loaded, the model is not decoder-only, or an option does not fit
-            this machine.
+        ModelError: The model, an adapter or a control vector cannot be loaded, the model is not decoder-only, or an
+            option does not fit this machine.
     """
 
     def __init__(self, path: Path, options: ModelOptions) -> None:
@@ -85,13 +87,14 @@ class Model:
                 f"{path} is not a text generator: llamaq generates text with decoder-only models (for embeddings, see "
                 "--embeddings)"
             )
-        self.lora = options.lora
+        self.options = options
         self.adapters = LoadedAdapters(self.pointer, options.lora)
+        self.control_vectors = ControlVectors(self.pointer, options.control_vectors, options.control_vector_layers)
 
     @property
     def lora_scales(self) -> tuple[LoraScale, ...]:
         """The names of the adapters, and their scales."""
-        return tuple(LoraScale(name=each.path.name, scale=each.scale) for each in self.lora)
+        return tuple(LoraScale(name=each.path.name, scale=each.scale) for each in self.options.lora)
 
     @property
     def n_ctx_train(self) -> int:
@@ -157,7 +160,7 @@ class Context:
 
     Raises:
         EngineError: The options are not valid, or llama.cpp cannot create the context, usually for lack of memory, or
-            cannot use the adapters of the model.
+            cannot use the adapters or the control vectors of the model.
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
@@ -173,6 +176,7 @@ class Context:
             raise EngineError(f"llama.cpp cannot create a context with {options}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_free, self.pointer)
         model.adapters.apply(self.pointer)
+        model.control_vectors.apply(self.pointer)
         self._adapter_scales: tuple[float, ...] | None = None
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.n_ctx: int = llama_cpp.llama_n_ctx(self.pointer)

@@ -11,7 +11,7 @@ from llama_cpp import _ggml
 
 from llamaq.common.errors import ModelError
 from llamaq.common.protocol.embedding_task import Pooling
-from llamaq.worker.engine.lora_adapters import LoraAdapter
+from llamaq.worker.engine.scaled_file import ScaledFile
 from llamaq.worker.metadata_override import MetadataOverride
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -111,8 +111,12 @@ class ModelOptions:
     """Whether the model may not be swapped out."""
     numa: Numa = "off"
     """How threads and memory are spread over NUMA nodes."""
-    lora: tuple[LoraAdapter, ...] = ()
+    lora: tuple[ScaledFile, ...] = ()
     """Adapters with which the contexts of the model compute."""
+    control_vectors: tuple[ScaledFile, ...] = ()
+    """Control vectors with which they compute."""
+    control_vector_layers: tuple[int, ...] = ()
+    """The first and the last layer that the control vectors change. Empty: all that their files name."""
     for_embeddings: bool = False
     """Whether the model computes embeddings. Then it need not be able to generate text."""
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
 from llamaq.common.errors import EngineError, ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class LoraAdapter:
-    """An adapter and its strength."""
-
-    path: Path
-    """The GGUF file."""
-    scale: float = 1
-    """Factor of the changes. 0: the adapter changes nothing."""
+from llamaq.worker.engine.scaled_file import ScaledFile
 
 
 class LoadedAdapters:
@@ -34,7 +24,7 @@ class LoadedAdapters:
         ModelError: An adapter cannot be loaded or is not for this model.
     """
 
-    def __init__(self, model: Any, adapters: Sequence[LoraAdapter]) -> None:
+    def __init__(self, model: Any, adapters: Sequence[ScaledFile]) -> None:
         self._pointers = [_load(model, adapter.path) for adapter in adapters]
         self._scales = tuple(adapter.scale for adapter in adapters)
 

@@ -41,8 +41,12 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "rope": [getattr(settings, name) for name in RopeSettings.model_fields],
         "salt": settings.cache_salt,
     }
-    if lora := engine.model.lora:
-        parts["lora"] = [[_file_hash(adapter.path, settings.cache_dir), adapter.scale] for adapter in lora]
+    model = engine.model.options
+    for name, files in (("lora", model.lora), ("control_vectors", model.control_vectors)):
+        if files:
+            parts[name] = [[_file_hash(each.path, settings.cache_dir), each.scale] for each in files]
+    if model.control_vector_layers:
+        parts["control_vector_layers"] = model.control_vector_layers
     if settings.override_kv:
         parts["override_kv"] = settings.override_kv
     if not engine.context.kv_unified and not engine.model.is_purely_recurrent:

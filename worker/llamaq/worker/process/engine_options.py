@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
-from llamaq.worker.engine.lora_adapters import LoraAdapter
 from llamaq.worker.engine.model_files import resolve_model_file
+from llamaq.worker.engine.scaled_file import ScaledFile
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -23,13 +24,23 @@ def computes_on_gpu(settings: WorkerSettings) -> bool:
 
 
 def load_model(path: Path, settings: WorkerSettings) -> Model:
-    """Load the model and its adapters. Adapters of the hub are downloaded if necessary.
+    """Load the model, its adapters and its control vectors. Files of the hub are downloaded if necessary.
 
     Raises:
-        ModelError: The model or an adapter cannot be loaded.
+        ModelError: The model, an adapter or a control vector cannot be loaded.
     """
-    lora = tuple(LoraAdapter(resolve_model_file(name, "--lora"), scale) for name, scale in settings.lora_scales)
-    return Model(path, replace(model_options(settings), lora=lora, override_kv=settings.metadata_overrides))
+    options = replace(
+        model_options(settings),
+        lora=_scaled_files(settings.lora_scales, "--lora"),
+        control_vectors=_scaled_files(settings.control_vector_scales, "--control-vector"),
+        control_vector_layers=settings.control_vector_layer_range,
+        override_kv=settings.metadata_overrides,
+    )
+    return Model(path, options)
+
+
+def _scaled_files(scales: Iterable[tuple[str, float]], setting: str) -> tuple[ScaledFile, ...]:
+    return tuple(ScaledFile(resolve_model_file(name, setting), scale) for name, scale in scales)
 
 
 def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
@@ -72,8 +83,8 @@ def fit_to_sliding_window(settings: WorkerSettings, model: Model) -> WorkerSetti
 
 
 def model_options(settings: WorkerSettings) -> ModelOptions:
-    """Return the options of the model and of a draft model. Adapters and metadata are not among them: they are those of
-    the model alone.
+    """Return the options of the model and of a draft model. Adapters, control vectors and metadata are not among them:
+    they are those of the model alone.
     """
     return ModelOptions(
         n_gpu_layers=settings.n_gpu_layers,

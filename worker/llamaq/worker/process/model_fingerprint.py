@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
-from llamaq.worker.engine.lora_adapters import LoraAdapter
+from llamaq.worker.engine.load_options import ModelOptions
 from llamaq.worker.engine.model_files import files_of_model
-from llamaq.worker.metadata_override import MetadataOverride
 
 N_SAMPLES = 256
 SAMPLE_BYTES = 16 * 1024
 
 
-def fingerprint_model(
-    path: Path, lora: Sequence[LoraAdapter] = (), override_kv: Sequence[MetadataOverride] = ()
-) -> str:
+def fingerprint_model(path: Path, options: ModelOptions) -> str:
     """Return a hash of the sizes of a model's files and of samples of their contents, as 32 hexadecimal digits.
 
     Hashing a whole large model would take most of a minute at each start. The samples contain the beginning of each
@@ -25,15 +21,17 @@ def fingerprint_model(
 
     Args:
         path: The model's file. If the model is split into several files, the first of them.
-        lora: The adapters of the model. Their files and scales are part of the hash.
-        override_kv: The values that replace metadata of the file.
+        options: The options of the model. What changes its computation or its metadata is part of the hash: adapters,
+            control vectors and overrides.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for adapter in lora:
+    for adapter in options.lora:
         digest.update(f"lora {adapter.scale!r}".encode())
-    for override in override_kv:
+    for vector in options.control_vectors:
+        digest.update(f"control_vector {vector.scale!r} {options.control_vector_layers}".encode())
+    for override in options.override_kv:
         digest.update(f"override_kv {override}".encode())
-    for each in (*files_of_model(path), *(adapter.path for adapter in lora)):
+    for each in (*files_of_model(path), *(each.path for each in (*options.lora, *options.control_vectors))):
         size = each.stat().st_size
         digest.update(str(size).encode())
         with each.open("rb") as file:

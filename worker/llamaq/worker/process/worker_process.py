@@ -124,7 +124,7 @@ class WorkerProcess:
             worker=self._worker_id,
             queue=self._settings.queue,
             model=path.name,
-            model_hash=fingerprint_model(path, engine.model.lora, self._settings.metadata_overrides),
+            model_hash=fingerprint_model(path, engine.model.options),
             lora=engine.model.lora_scales,
             n_ctx_train=engine.model.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,
