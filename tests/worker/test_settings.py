@@ -153,6 +153,8 @@ def test_contradicting_model_settings_are_refused() -> None:
         WorkerSettings(cache_type_v="q8_0", flash_attn="off")
     with pytest.raises(ValueError, match="--rope-scale and --rope-freq-scale"):
         WorkerSettings(rope_scale=4, rope_freq_scale=0.25)
+    with pytest.raises(ValueError, match=r"--use-direct-io .* excludes --use-mmap and --use-mlock"):
+        WorkerSettings(use_direct_io=True, use_mlock=True)
 
 
 @pytest.mark.parametrize(

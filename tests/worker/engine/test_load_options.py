@@ -75,11 +75,14 @@ def test_quantized_values_without_flash_attention_are_refused(demo_model: Path) 
     [
         replace(CPU, use_mmap=False),
         replace(CPU, use_mmap=True),
+        replace(CPU, use_direct_io=True),
+        replace(CPU, lazy_mode="on"),
+        replace(CPU, lazy_mode="off"),
         replace(CPU, override_tensor=("ffn_.*=CPU", "attn=CPU")),
         pytest.param(replace(CPU, tensor_split=(3, 1), split_mode="row"), marks=pytest.mark.cpu),  # CUDA refuses it
         pytest.param(ModelOptions(split_mode="tensor"), marks=pytest.mark.gpu),
     ],
-    ids=["read", "mapped", "override", "row", "tensor"],
+    ids=["read", "mapped", "direct", "lazy", "not-lazy", "override", "row", "tensor"],
 )
 def test_how_a_model_is_loaded_does_not_change_what_it_computes(
     demo_model: Path, exact: npt.NDArray[np.float32], options: ModelOptions

@@ -281,6 +281,14 @@ class DeviceSettings(BaseModel):
         None, description="Map the model file into memory instead of reading it. If not set: llama.cpp chooses."
     )
     use_mlock: bool = Field(False, description="Keep the model in memory: the system may not swap it out.")
+    use_direct_io: bool = Field(
+        False, description="Read the model file without the page cache of the system, where llama.cpp can."
+    )
+    lazy_mode: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Read tensors of which each token needs few rows, such as embeddings by layer, from the file on "
+        "demand: `on`, `off`, or `auto`: those of more than 4 GiB.",
+    )
     numa: Literal["off", "distribute", "isolate", "numactl"] = Field(
         "off",
         description="On machines with several NUMA nodes: `distribute`: threads run on all nodes; `isolate`: on the "
@@ -293,6 +301,8 @@ class DeviceSettings(BaseModel):
     def _check_devices(self) -> Self:
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("--devices (LLAMAQ_DEVICES): a device is listed twice")
+        if self.use_direct_io and (self.use_mmap or self.use_mlock):
+            raise ValueError("--use-direct-io (LLAMAQ_USE_DIRECT_IO) excludes --use-mmap and --use-mlock")
         return self
 
 

@@ -16,6 +16,7 @@ from llamaq.worker.metadata_override import MetadataOverride
 
 FlashAttention = Literal["auto", "on", "off"]
 SplitMode = Literal["none", "layer", "row", "tensor"]
+LazyMode = Literal["auto", "on", "off"]
 Numa = Literal["off", "distribute", "isolate", "numactl"]
 ALL_LAYERS = 2**31 - 1
 
@@ -29,6 +30,11 @@ _SPLIT_MODES: dict[SplitMode, int] = {
     "layer": llama_cpp.LLAMA_SPLIT_MODE_LAYER,
     "row": llama_cpp.LLAMA_SPLIT_MODE_ROW,
     "tensor": llama_cpp.LLAMA_SPLIT_MODE_TENSOR,
+}
+_LAZY_MODES: dict[LazyMode, int] = {
+    "auto": llama_cpp.LLAMA_LAZY_MODE_AUTO,
+    "on": llama_cpp.LLAMA_LAZY_MODE_ON,
+    "off": llama_cpp.LLAMA_LAZY_MODE_OFF,
 }
 _NUMA: dict[Numa, int] = {
     "off": llama_cpp.GGML_NUMA_STRATEGY_DISABLED,
@@ -109,6 +115,10 @@ class ModelOptions:
     """Whether the file is mapped into memory. None: llama.cpp chooses."""
     use_mlock: bool = False
     """Whether the model may not be swapped out."""
+    use_direct_io: bool = False
+    """Whether the file is read without the page cache. Excludes `use_mmap` and `use_mlock`."""
+    lazy_mode: LazyMode = "auto"
+    """Whether large tensors of which a token needs few rows are read from the mapped file on demand."""
     numa: Numa = "off"
     """How threads and memory are spread over NUMA nodes."""
     lora: tuple[ScaledFile, ...] = ()
@@ -130,7 +140,7 @@ class ModelOptions:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = ALL_LAYERS if self.n_gpu_layers < 0 else self.n_gpu_layers
         params.split_mode, params.main_gpu = _SPLIT_MODES[self.split_mode], self.main_gpu
-        params.load_mode = self._load_mode
+        params.load_mode, params.lazy_mode = self._load_mode, _LAZY_MODES[self.lazy_mode]
         n_devices = llama_cpp.llama_max_devices()
         if len(self.tensor_split) > n_devices:
             raise ModelError(f"--tensor-split: {len(self.tensor_split)} shares, but at most {n_devices} devices")
@@ -154,6 +164,8 @@ class ModelOptions:
 
     @property
     def _load_mode(self) -> int:
+        if self.use_direct_io:
+            return int(llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO)
         if self.use_mmap is None and not self.use_mlock:
             return int(llama_cpp.LLAMA_LOAD_MODE_AUTO)
         if self.use_mmap is False:

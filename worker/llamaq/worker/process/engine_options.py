@@ -96,6 +96,8 @@ def model_options(settings: WorkerSettings) -> ModelOptions:
         check_tensors=settings.check_tensors,
         use_mmap=settings.use_mmap,
         use_mlock=settings.use_mlock,
+        use_direct_io=settings.use_direct_io,
+        lazy_mode=settings.lazy_mode,
         numa=settings.numa,
         for_embeddings=settings.embeddings,
     )
