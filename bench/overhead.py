@@ -2,23 +2,27 @@
 
 A job has a prompt of 64 random tokens and 128 output tokens. It is streamed through Redis and the client, and greedy,
 sampled, or constrained by a JSON schema that needs more tokens than that. The worker and llama-server always have 32
-slots, and the bare loop has 32 sequences. In every round each number of jobs runs on all systems, which take turns.
+slots, and the bare loop has 32 sequences. In every round each number and kind of jobs runs on all systems, directly
+after each other and in turn, because other load on the machine changes within seconds. One job takes little time, so it
+runs several times.
 
-- `vs_bare`: tokens per second, divided by those of the bare loop in the same round. The bare loop is greedy and has no
-  sampler, so it is compared with all three kinds of jobs.
-- `vs_peer`: tokens per second, divided by those of llama-server with the same kind of jobs in the same round.
+- `vs_bare`: tokens per second, divided by those of the bare loop directly before or after. The bare loop is greedy and
+  has no sampler, so it is compared with all three kinds of jobs.
+- `vs_peer`: tokens per second, divided by those of llama-server with the same jobs directly before or after.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import llama_cpp
 
 from bare_loop import BareLoop
 from cpu_clock import CpuClock
-from harness import Figures, Plan, Stack, note, run, show
+from harness import Figures, Plan, note, run, show
 from job_timings import median_of, summarize
 from llamaq.common.protocol.job_request import JobOptions
 from systems import LLAMA_SERVER, Systems, check_target, start_systems
@@ -29,7 +33,9 @@ NUMBERS, LARGE_NUMBERS, QUICK_NUMBERS = (1, 8, 32), (1, 8), (1, 4)
 N_IN, N_OUT, LARGE_N_OUT, QUICK_N_OUT = 64, 128, 64, 16
 LARGE_BYTES = 200 * 2**20
 """On a CPU, a model of this size gets fewer jobs and shorter outputs: a round takes minutes on two cores."""
-WORKER = "worker"
+TIMES = {1: 4}
+"""How often a number of jobs runs in each round, if more than once."""
+WORKER, BARE = "worker", "bare"
 WORDS = ("alpha", "bravo", "charlie", "delta")
 SCHEMA = {"type": "array", "items": {"enum": list(WORDS)}, "minItems": 200, "maxItems": 200}
 """The output is longer than a job's tokens, whatever the model prefers."""
@@ -54,49 +60,50 @@ PEER_OPTIONS: dict[str, dict[str, Any]] = {
 """What the requests to llama-server have besides the options of greedy decoding."""
 
 
-def time_worker(stack: Stack, prompts: list[list[int]], options: JobOptions) -> dict[str, Any]:
-    """Run these prompts as jobs at once and return the figures."""
-    clock = CpuClock(stack, WORKER)
-    before = clock.read()
-    figures = summarize(stack.run(partial(follow_all, prompts, options), WORKER))
-    return figures | {"cpu_us_per_token": clock.us_per_token(before, figures["tokens"])}
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """The systems of a run, and the prompts of their jobs."""
 
+    systems: Systems
+    bare: BareLoop
+    prompts: Prompts
+    n_out: int
 
-def time_peer(systems: Systems, kind: str, prompts: list[list[int]], n_out: int) -> dict[str, Any]:
-    """Send these prompts to llama-server at once and return the figures."""
-    if systems.llama_server is None:
-        raise RuntimeError("llama-server does not run")
-    answers = systems.llama_server.generate(prompts, n_out, cache_prompt=False, options=PEER_OPTIONS[kind])
-    return summarize([answer.timeline for answer in answers])
+    def time_all(self, kind: str, number: int, turn: int) -> Figures:
+        """Run `number` jobs of a kind on one system after the other. With each `turn`, another system is first."""
+        measures = {BARE: self._time_bare, WORKER: self._time_worker}
+        if self.systems.llama_server is not None:
+            measures[LLAMA_SERVER] = self._time_peer
+        names = list(measures)
+        first = turn % len(names)
+        figures = {name: measures[name](kind, number) for name in names[first:] + names[:first]}
+        for name in names[1:]:
+            figures[name]["vs_bare"] = figures[name]["tokens_per_s"] / figures[BARE]["tokens_per_s"]
+        if LLAMA_SERVER in figures:
+            figures[WORKER]["vs_peer"] = figures[WORKER]["tokens_per_s"] / figures[LLAMA_SERVER]["tokens_per_s"]
+        rates = ", ".join(f"{name} {figures[name]['tokens_per_s']}" for name in names)
+        note(f"{kind}, {number} at once, tokens/s: {rates}")
+        return {name: figures[name] for name in names}
 
+    def _time_bare(self, _: str, number: int) -> Figures:
+        return self.bare.run(self._draw(number), self.n_out).summary()
 
-def time_all(systems: Systems, bare: BareLoop, prompts: Prompts, number: int, n_out: int, turn: int) -> dict[str, Any]:
-    """Run one round with `number` jobs of each kind on all systems. With each `turn`, another system is first."""
-    figures: dict[str, Any] = {"bare": bare.run(prompts.several(number, N_IN), n_out).summary()}
-    for kind, options in KINDS.items():
-        names = [WORKER, *([LLAMA_SERVER] if systems.llama_server else [])]
-        one: dict[str, Any] = {}
-        for name in names if turn % 2 else names[::-1]:
-            drawn = prompts.several(number, N_IN)
-            if name == WORKER:
-                one[name] = time_worker(systems.stack, drawn, options(n_out))
-            else:
-                one[name] = time_peer(systems, kind, drawn, n_out)
-        for system in one.values():
-            system["vs_bare"] = system["tokens_per_s"] / figures["bare"]["tokens_per_s"]
-        if LLAMA_SERVER in one:
-            one[WORKER]["vs_peer"] = one[WORKER]["tokens_per_s"] / one[LLAMA_SERVER]["tokens_per_s"]
-        figures[kind] = {name: one[name] for name in names}
-    note(f"{number} at once, tokens/s: {_rates(figures)}")
-    return figures
+    def _time_worker(self, kind: str, number: int) -> Figures:
+        stack, options = self.systems.stack, KINDS[kind](self.n_out)
+        clock = CpuClock(stack, WORKER)
+        before = clock.read()
+        figures = summarize(stack.run(partial(follow_all, self._draw(number), options), WORKER))
+        return figures | {"cpu_us_per_token": clock.us_per_token(before, figures["tokens"])}
 
+    def _time_peer(self, kind: str, number: int) -> Figures:
+        if self.systems.llama_server is None:
+            raise RuntimeError("llama-server does not run")
+        send = self.systems.llama_server.generate
+        answers = send(self._draw(number), self.n_out, cache_prompt=False, options=PEER_OPTIONS[kind])
+        return summarize([answer.timeline for answer in answers])
 
-def _rates(figures: dict[str, Any]) -> str:
-    parts = [f"bare {figures['bare']['tokens_per_s']}"]
-    for kind in KINDS:
-        rates = [f"{name} {one['tokens_per_s']}" for name, one in figures[kind].items()]
-        parts.append(f"{kind} {', '.join(rates)}")
-    return "; ".join(parts)
+    def _draw(self, number: int) -> list[list[int]]:
+        return self.prompts.several(number, N_IN)
 
 
 def measure(plan: Plan) -> Figures:
@@ -108,13 +115,16 @@ def measure(plan: Plan) -> Figures:
         numbers, n_out = QUICK_NUMBERS, QUICK_N_OUT
     with BareLoop(settings) as bare, start_systems({WORKER: settings}) as systems:
         prompts = Prompts(plan.seed, bare.n_vocab)
-        time_all(systems, bare, prompts, max(numbers), 8, 0)  # warm up
-        rounds: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
+        for kind in KINDS:
+            Overhead(systems, bare, prompts, n_out=8).time_all(kind, max(numbers), 0)  # warm up
+        overhead = Overhead(systems, bare, prompts, n_out)
+        measured: dict[tuple[int, str], list[Figures]] = {}
         for turn in range(plan.rounds):
-            for number in numbers:
-                rounds[number].append(time_all(systems, bare, prompts, number, n_out, turn))
+            for number, kind in product(numbers, KINDS):
+                for time in range(1 if plan.quick else TIMES.get(number, 1)):
+                    measured.setdefault((number, kind), []).append(overhead.time_all(kind, number, turn + time))
         peer = systems.describe_llama_server()
-    jobs = {str(number): median_of(figures) for number, figures in rounds.items()}
+    jobs = {str(number): {kind: median_of(measured[number, kind]) for kind in KINDS} for number in numbers}
     _show(jobs)
     sizes = {"slots": N_PARALLEL, "tokens_in": N_IN, "tokens_out": n_out}
     return sizes | {"jobs": jobs, "targets": _check(jobs, plan.model.name)} | peer
@@ -146,7 +156,7 @@ def _show(jobs: dict[str, Any]) -> None:
             ttft, itl = one["ttft_ms"], one["itl_ms"]
             ratios = (f"{one['vs_bare']:.0%}", f"{one['vs_peer']:.2f}" if peer else "-")
             times = (ttft["p50"], ttft["p95"], itl["p50"], itl["p95"])
-            rates = (figures["bare"]["tokens_per_s"], peer.get("tokens_per_s", "-"))
+            rates = (figures[kind][BARE]["tokens_per_s"], peer.get("tokens_per_s", "-"))
             rows.append((number, one["tokens_per_s"], *ratios, *times, *rates))
         show(f"worker, {kind}", columns, rows)
 

@@ -27,7 +27,7 @@ def overhead_rows(figures: Result) -> Rows:
     """Return tokens per second as a share of the bare loop, for each number and kind of jobs."""
     kinds = ("greedy", "sampled", "schema")
     return [
-        (f"{kind}, {number}", {name: one["vs_bare"] for name, one in jobs[kind].items()})
+        (f"{kind}, {number}", {name: one["vs_bare"] for name, one in jobs[kind].items() if "vs_bare" in one})
         for kind in kinds
         for number, jobs in figures["jobs"].items()
     ]

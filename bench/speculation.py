@@ -1,7 +1,8 @@
 """What does `--speculation ngram` bring where a text repeats itself, and what does it cost where it does not?
 
-Two workers, one of them without speculation, run the same streamed jobs in turn: one job alone, and eight at once. The
-random model counts: after token t it writes token t + 1. So prompts are made for the texts that a trained model writes:
+Two workers, one of them without speculation, run the same streamed jobs in turn: one job alone, and eight at once. One
+job alone takes little time, so it runs several times in each round, with another text each time. The random model
+counts: after token t it writes token t + 1. So prompts are made for the texts that a trained model writes:
 
 - `edit`: the prompt again, in which every 24th token is replaced, as when code is edited.
 - `extraction`: passages of 8 to 32 tokens from the prompt, with three other tokens between two of them.
@@ -35,6 +36,8 @@ from systems import check_target, range_of
 from workload import follow, greedy, sampled
 
 OFF, ON = "off", "ngram"
+TIMES = {1: 4}
+"""How often a number of jobs runs in each round, if more than once."""
 EDIT_EVERY = 24
 PASSAGE, N_BETWEEN = (8, 32), 3
 N_MISLEADING = 4
@@ -212,7 +215,8 @@ def measure_round(
         time_both(stack, draw(kind, max(sizes.numbers)), turn)
     for kind in sizes.kinds:
         for number in sizes.numbers:
-            yield kind, number, time_both(stack, draw(kind, number), turn)
+            for time in range(TIMES.get(number, 1) if warms_up else 1):
+                yield kind, number, time_both(stack, draw(kind, number), turn + time)
 
 
 def _check(texts: dict[str, Any]) -> Figures:

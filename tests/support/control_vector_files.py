@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ def draw_directions(model: Path, *layers: int, seed: int = 0) -> Directions:
     return {layer: rng.standard_normal(n_embd, np.float32) for layer in layers}
 
 
-def write_control_vector(path: Path, directions: Mapping[str | int, npt.NDArray[np.generic]]) -> Path:
+def write_control_vector(path: Path, directions: Mapping[Any, npt.NDArray[Any]]) -> Path:
     """Write a control vector with a direction for each layer, and return `path`. A text is the name of a tensor."""
     with closing(GGUFWriter(path, "controlvector")) as writer:
         for layer, direction in directions.items():

@@ -42,7 +42,7 @@ class ControlVectors:
 
     def __init__(self, model: Any, vectors: Sequence[ScaledFile], layers: tuple[int, ...] = ()) -> None:
         n_layers, n_embd = llama_cpp.llama_model_n_layer(model), llama_cpp.llama_model_n_embd(model)
-        self._first, self._last = layers or (1, n_layers)
+        self._layers = layers or (1, n_layers)
         self._sum = np.zeros((n_layers, n_embd), np.float32)
         """The direction of layer N in row N. Row 0 remains zero."""
         self._is_empty = not vectors
@@ -68,7 +68,7 @@ class ControlVectors:
         from_layer_1 = self._sum[1:]
         data = from_layer_1.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         n_embd = from_layer_1.shape[1]
-        if llama_cpp.llama_set_adapter_cvec(context, data, from_layer_1.size, n_embd, self._first, self._last):
+        if llama_cpp.llama_set_adapter_cvec(context, data, from_layer_1.size, n_embd, *self._layers):
             raise EngineError("--control-vector: llama.cpp cannot use the vectors; see its log for the reason")
 
 
