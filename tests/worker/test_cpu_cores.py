@@ -35,6 +35,11 @@ def test_hardware_threads_of_one_core_count_once(machine: Path, monkeypatch: pyt
     assert usable_cores() == 2
 
 
+def test_only_the_cores_of_the_chosen_cpus_count(machine: Path) -> None:
+    assert usable_cores(frozenset({0, 1, 4, 90})) == WorkerSettings(cpu_mask="13").n_threads_alone == 2
+    assert usable_cores(frozenset({90})) == 1
+
+
 def test_a_core_without_a_description_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {90, 91, 92})
     assert usable_cores() == 3

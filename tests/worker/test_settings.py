@@ -148,6 +148,36 @@ def test_the_batch_is_the_context_but_at_most_2048_tokens() -> None:
     assert WorkerSettings(n_batch=4096).batch_budget == 4096
 
 
+@pytest.mark.parametrize(
+    ("cpus", "expected"),
+    [
+        ({}, set()),
+        ({"cpu_mask": "f0"}, {4, 5, 6, 7}),
+        ({"cpu_mask": "0x5"}, {0, 2}),
+        ({"cpu_range": "4-7"}, {4, 5, 6, 7}),
+        ({"cpu_mask": "1", "cpu_range": "511-511"}, {0, 511}),
+    ],
+)
+def test_cpus_are_a_mask_and_a_range(cpus: dict[str, str], expected: set[int]) -> None:
+    assert WorkerSettings.model_validate(cpus).cpus == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"cpu_mask": mask} for mask in ("", "0", "g", "-1", "f" * 200)),
+        *({"cpu_range": cpus} for cpus in ("", "4", "7-4", "-4", "4-", "0-512", "a-b")),
+        {"cpu_strict": True},
+        {"prio": 4},
+        {"poll": 101},
+    ],
+)
+def test_wrong_cpus_and_threads_are_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}|{name}"):
+        WorkerSettings.model_validate(wrong)
+
+
 def test_contradicting_model_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--cache-type-v .* needs flash attention"):
         WorkerSettings(cache_type_v="q8_0", flash_attn="off")

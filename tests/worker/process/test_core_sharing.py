@@ -215,14 +215,14 @@ def test_the_end_of_the_context_withdraws_the_announcement(prefix: str) -> None:
 
 
 def test_a_number_of_threads_in_the_settings_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaq.worker.model_settings.usable_cores", lambda: 4)
+    monkeypatch.setattr("llamaq.worker.thread_settings.usable_cores", lambda _: 4)
 
     def share(n_threads: int | None) -> object:
         return share_cores(WorkerSettings(n_threads=n_threads), EngineThread(), lambda _: None, lambda: 0)
 
     assert isinstance(share(4), nullcontext)
     assert isinstance(share(None), CoreSharing)
-    monkeypatch.setattr("llamaq.worker.model_settings.usable_cores", lambda: 1)
+    monkeypatch.setattr("llamaq.worker.thread_settings.usable_cores", lambda _: 1)
     assert isinstance(share(None), nullcontext)
 
 

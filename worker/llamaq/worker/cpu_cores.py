@@ -14,11 +14,21 @@ CGROUPS = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
 
 
-def usable_cores() -> int:
-    """Return the number of physical CPU cores that this process may use, at most its quota of CPU time, at least 1."""
+def usable_cpus(chosen: frozenset[int] = frozenset()) -> frozenset[int]:
+    """Return the chosen CPUs that this process may use; all that it may use if none is chosen. Only on Linux."""
+    allowed = frozenset(os.sched_getaffinity(0))
+    return allowed & chosen if chosen else allowed
+
+
+def usable_cores(chosen: frozenset[int] = frozenset()) -> int:
+    """Return the number of physical CPU cores that this process may use, at most its quota of CPU time, at least 1.
+
+    Args:
+        chosen: Only cores with these CPUs count. Empty: all cores.
+    """
     if not hasattr(os, "sched_getaffinity"):  # not on Linux
         return os.cpu_count() or 1
-    n_cores = len({_core_of(cpu) for cpu in os.sched_getaffinity(0)})
+    n_cores = len({_core_of(cpu) for cpu in usable_cpus(chosen)})
     quota = cpu_quota(CGROUPS, Path("/proc/self/cgroup"))
     return max(1, n_cores if quota is None else min(n_cores, int(quota)))
 

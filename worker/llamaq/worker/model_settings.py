@@ -11,7 +11,6 @@ from pydantic_settings import NoDecode
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.embedding_task import Pooling
-from llamaq.worker.cpu_cores import usable_cores
 from llamaq.worker.metadata_override import MetadataOverride
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
@@ -20,8 +19,6 @@ MAX_INT32 = 2**31 - 1
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS of llama.cpp."""
 Layer = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-MAX_THREADS = 512
-"""GGML_MAX_N_THREADS. With far more threads than the system has, llama.cpp ends the process."""
 SCALE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
 _CACHE_TYPES = ", ".join(f"`{name}`" for name in get_args(CacheType))
 
@@ -104,22 +101,6 @@ class ModelSettings(BaseModel):
         "its own), `mean`, `cls` (the first), `last` or `rank` (a score, for models that rerank). If not set: as the "
         "model's file says, otherwise `none`.",
     )
-    n_threads: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_THREADS,
-        description="Number of llama.cpp's threads. If not set: one for each physical CPU core that the process may "
-        "use, within the CPU quota of its container, and fewer while other programs keep cores busy, because each step "
-        "waits for the slowest thread; while several workers compute on this host without a GPU, each takes its share "
-        "of the cores. A number that is set does not change.",
-    )
-    n_threads_batch: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_THREADS,
-        description="Number of threads for batches of more than one token, even while other workers "
-        "compute. If not set: as many as for one token.",
-    )
     flash_attn: Literal["auto", "on", "off"] = Field(
         "auto", description="Flash attention: `auto`, `on` or `off`. On a CPU, measure which is faster for your load."
     )
@@ -191,11 +172,6 @@ class ModelSettings(BaseModel):
     def metadata_overrides(self) -> tuple[MetadataOverride, ...]:
         """The values that replace metadata of the model's file."""
         return tuple(map(MetadataOverride.parse, self.override_kv))
-
-    @property
-    def n_threads_alone(self) -> int:
-        """Number of llama.cpp's threads while no other worker of this host computes."""
-        return self.n_threads or usable_cores()
 
     @property
     def batch_budget(self) -> int:

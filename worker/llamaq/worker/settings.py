@@ -19,6 +19,7 @@ from llamaq.common.protocol.job_request import MAX_SALT_CHARS, JobDefaults
 from llamaq.common.settings import ENV_PREFIX, LogFormatSetting, LogLevelSetting, QueueSettings, explain_settings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings, split_commas
 from llamaq.worker.speculation_settings import SpeculationSettings
+from llamaq.worker.thread_settings import ThreadSettings
 
 # llama.cpp's LLAMA_MAX_SEQ.
 MAX_SEQUENCES = 256
@@ -235,6 +236,7 @@ class MonitoringSettings(BaseModel):
 class WorkerSettings(
     QueueSettings,
     ModelSettings,
+    ThreadSettings,
     DeviceSettings,
     RopeSettings,
     BatchSettings,

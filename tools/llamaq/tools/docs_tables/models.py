@@ -43,6 +43,7 @@ from llamaq.worker.settings import (
     WorkerSettings,
 )
 from llamaq.worker.speculation_settings import SpeculationSettings
+from llamaq.worker.thread_settings import ThreadSettings
 
 _CHAT = (Message, ToolCall, FunctionCall, TemplateParams)
 _JOB = (*_CHAT, SamplingParams, JobParams, JobRequest, JobStats, Result, MappedResult, JobStatus, EmbeddingTask)
@@ -65,7 +66,7 @@ _SNAPSHOTS = (
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
 _COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
 _CLIENT = (KeyRecord, ServeSettings, QueueSettings, ClientSettings, RqSettings, BulkRun)
-_MODEL = (ModelSettings, DeviceSettings, RopeSettings)
+_MODEL = (ModelSettings, ThreadSettings, DeviceSettings, RopeSettings)
 _WORKER = (
     *(*_MODEL, BatchSettings, SpeculationSettings, CacheSettings),
     *(LifeSettings, AttemptSettings, MonitoringSettings),

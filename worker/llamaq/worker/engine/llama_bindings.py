@@ -24,6 +24,7 @@ from llamaq.worker.engine.control_vectors import ControlVectors
 from llamaq.worker.engine.llama_log import has_gpu, route_log
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.engine.lora_adapters import LoadedAdapters
+from llamaq.worker.engine.thread_pool import make_thread_pool
 from llamaq.worker.engine.token_batch import TokenBatch
 from llamaq.worker.engine.unused_logit_rows import return_unused_rows
 
@@ -171,10 +172,13 @@ class Context:
                 f"and at most {MAX_SEQUENCES}"
             )
         self._model = model  # keeps the model in memory as long as its context
+        self._thread_pool = make_thread_pool(options.threads, max(options.n_threads, options.n_threads_batch))
         self.pointer = llama_cpp.llama_init_from_model(model.pointer, options.to_params())
         if not self.pointer:
             raise EngineError(f"llama.cpp cannot create a context with {options}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_free, self.pointer)
+        if self._thread_pool is not None:
+            self._thread_pool.attach(self.pointer)
         model.adapters.apply(self.pointer)
         model.control_vectors.apply(self.pointer)
         self._adapter_scales: tuple[float, ...] | None = None
@@ -224,10 +228,15 @@ class Context:
         """Change the number of threads from the next decode on.
 
         Args:
-            n_threads: Number of threads for batches of one token.
-            n_threads_batch: Number of threads for larger batches.
+            n_threads: Number of threads for batches of one token, at most as many as in the options.
+            n_threads_batch: Number of threads for larger batches, at most as many as in the options.
         """
         llama_cpp.llama_set_n_threads(self.pointer, n_threads, n_threads_batch)
+
+    def take_this_thread(self) -> None:
+        """Let the calling thread, which computes the batches, run on the CPUs and with the priority of the options."""
+        if self._thread_pool is not None:
+            self._thread_pool.take_this_thread()
 
     def synchronize(self) -> None:
         """Wait until the device has computed the last batch. `logits` waits too."""

@@ -12,6 +12,7 @@ from llama_cpp import _ggml
 from llamaq.common.errors import ModelError
 from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.worker.engine.scaled_file import ScaledFile
+from llamaq.worker.engine.thread_pool import ThreadOptions
 from llamaq.worker.metadata_override import MetadataOverride
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -189,6 +190,8 @@ class ContextOptions:
     """Threads for decodes of one token."""
     n_threads_batch: int
     """Threads for decodes of several tokens."""
+    threads: ThreadOptions = field(default_factory=ThreadOptions)
+    """On which CPUs these threads run, and how they wait."""
     kv_unified: bool = True
     """True: all sequences share one pool of cells. False: each sequence has a stream of `n_ctx / n_seq_max` cells,
     rounded up to a multiple of 256, and `n_ctx` is raised to the sum of the streams."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import secrets
 import socket
@@ -27,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from llamaq.worker.cpu_cores import usable_cpus
 from llamaq.worker.process.other_programs import OtherPrograms
 from llamaq.worker.settings import WorkerSettings
 
@@ -211,7 +211,7 @@ def share_cores(
     n_cores = settings.n_threads_alone
     if settings.n_threads is not None or n_cores == 1 or sys.platform != "linux":
         return nullcontext()
-    cpus = os.sched_getaffinity(0)
+    cpus = usable_cpus(settings.cpus)
     others = OtherPrograms(cpus)
     return CoreSharing(
         Announcement(cpus),

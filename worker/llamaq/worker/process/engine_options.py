@@ -13,6 +13,7 @@ from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
 from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.engine.scaled_file import ScaledFile
+from llamaq.worker.engine.thread_pool import ThreadOptions
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
     return ContextOptions(
         n_threads=settings.n_threads_alone,
         n_threads_batch=settings.n_threads_batch or settings.n_threads_alone,
+        threads=ThreadOptions(settings.cpus, settings.cpu_strict, settings.prio, settings.poll),
         flash_attn=settings.flash_attn,
         swa_full=settings.swa_full,
         cache_type_k=settings.cache_type_k,

@@ -22,6 +22,7 @@ from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.model_files import resolve_model_file
+from llamaq.worker.engine.thread_pool import keeping_placement
 from llamaq.worker.engine_loop.engine_liveness import EngineLiveness
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
@@ -82,10 +83,11 @@ class WorkerProcess:
         # Before the model is loaded, so that a port in use is reported at once.
         self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.liveness.is_alive)
         self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text, settings.metadata_overrides)
-        if settings.embeddings:
-            self._parts: ModelParts = EmbeddingParts(path, settings, self._worker_id)
-        else:
-            self._parts = GenerationParts(path, settings, strategy, self._worker_id)
+        with keeping_placement():
+            if settings.embeddings:
+                self._parts: ModelParts = EmbeddingParts(path, settings, self._worker_id)
+            else:
+                self._parts = GenerationParts(path, settings, strategy, self._worker_id)
         self.card = self._make_card(path)
         self._shared = SharedState(Telemetry(hooks, self.card.worker, job_hooks=span_hooks(self.card)))
         self._ticks = self._make_tick_loop()
@@ -170,6 +172,7 @@ class WorkerProcess:
             card = self.card
             ready = (card.worker, card.queue, card.n_parallel, has_compiled_ticks())
             log.info("worker.ready id=%s queue=%s slots=%d compiled=%s", *ready)
+            self._ticks.commands.call(self._parts.take_engine_thread)
             with self._watch(self._ticks.liveness), self._metrics, self._core_sharing():
                 self._ticks.run()
         except BaseException:
