@@ -39,7 +39,7 @@ with keeping_placement():
     engine = Engine(Model(Path(model), ModelOptions(n_gpu_layers=0)), ContextOptions(**sizes, threads=threads))
     engine.warm_up()
 assert placement() == before, "loading has moved the thread"
-engine.context.take_this_thread()
+engine.context.place_this_thread()
 engine.warm_up()
 new = sorted(set(os.listdir("/proc/self/task")) - others)
 print(json.dumps({"first": placement(), "others": [placement(int(thread)) for thread in new]}))

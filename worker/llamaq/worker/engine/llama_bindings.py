@@ -233,10 +233,10 @@ class Context:
         """
         llama_cpp.llama_set_n_threads(self.pointer, n_threads, n_threads_batch)
 
-    def take_this_thread(self) -> None:
+    def place_this_thread(self) -> None:
         """Let the calling thread, which computes the batches, run on the CPUs and with the priority of the options."""
         if self._thread_pool is not None:
-            self._thread_pool.take_this_thread()
+            self._thread_pool.place_this_thread()
 
     def synchronize(self) -> None:
         """Wait until the device has computed the last batch. `logits` waits too."""

@@ -1,7 +1,7 @@
 """llama.cpp's threads: on which CPUs they run, with which priority, and how they wait for the next step.
 
 The engine thread is one of them. It starts other threads of the worker too, and these must not inherit its CPUs and its
-priority. So it takes them when its ticks begin (`ThreadPool.take_this_thread`), and not while the model is loaded
+priority. So it takes them when its ticks begin (`ThreadPool.place_this_thread`), and not while the model is loaded
 (`keeping_placement`).
 """
 
@@ -72,7 +72,7 @@ class ThreadPool:
         """Let a llama_context compute with these threads. The pool must live as long as the context."""
         llama_cpp.llama_cpp._lib.llama_attach_threadpool(context, ctypes.c_void_p(self._pointer), None)
 
-    def take_this_thread(self) -> None:
+    def place_this_thread(self) -> None:
         """Let the calling thread run on the CPUs and with the priority of the pool. It is the first of its threads."""
         if self._cpus:
             # llama.cpp gives the first thread the first place with OpenMP, otherwise the last one.

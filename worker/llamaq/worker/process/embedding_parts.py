@@ -77,9 +77,9 @@ class EmbeddingParts:
         """Change the number of llama.cpp's threads where the settings leave it open. Call it on the engine thread."""
         self.engine.context.set_n_threads(n_threads, self._n_threads_batch or n_threads)
 
-    def take_engine_thread(self) -> None:
+    def place_engine_thread(self) -> None:
         """Let the engine thread, which calls this, run on the CPUs and with the priority of llama.cpp's threads."""
-        self.engine.context.take_this_thread()
+        self.engine.context.place_this_thread()
 
     def card_fields(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""

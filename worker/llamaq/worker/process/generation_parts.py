@@ -104,9 +104,9 @@ class GenerationParts:
         if self.drafter is not None and self._settings.n_threads_draft is None:
             self.drafter.context.set_n_threads(n_threads, n_threads_batch)
 
-    def take_engine_thread(self) -> None:
+    def place_engine_thread(self) -> None:
         """Let the engine thread, which calls this, run on the CPUs and with the priority of llama.cpp's threads."""
-        self.engine.context.take_this_thread()
+        self.engine.context.place_this_thread()
 
     def card_fields(self) -> dict[str, Any]:
         """Return the fields of the worker's card that describe the model and its context."""

@@ -46,7 +46,7 @@ class ModelParts(Protocol):
     def set_n_threads(self, n_threads: int) -> None:
         """Change the number of llama.cpp's threads where the settings leave it open. Call it on the engine thread."""
 
-    def take_engine_thread(self) -> None:
+    def place_engine_thread(self) -> None:
         """Let the engine thread, which calls this, run on the CPUs and with the priority of llama.cpp's threads."""
 
     def card_fields(self) -> dict[str, Any]:
