@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis import Redis
@@ -64,7 +64,7 @@ def test_a_new_password_replaces_the_old_one_while_streams_run(
 ) -> None:
     name, separator = f"user{secrets.token_hex(4)}", "&" if "?" in redis_url else "?"
     old_url, new_url = (f"{redis_url}{separator}username={name}&password={each}" for each in ("old", "new"))
-    pace = {"LLAMAQ_LEASE_S": "60", "LLAMAQ_DRAIN_S": "0.2", "LINGER_TOKENS": "100"}
+    pace: Any = {"LLAMAQ_LEASE_S": "60", "LLAMAQ_DRAIN_S": "0.2", "LINGER_TOKENS": "100"}
     with Redis.from_url(redis_url) as admin:
         admin.execute_command("ACL", "SETUSER", name, "on", ">old", *RULES)
         try:
