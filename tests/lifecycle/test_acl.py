@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+import signal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis import Redis
-from redis.exceptions import NoPermissionError
+from redis.exceptions import AuthenticationError, NoPermissionError
 
 from llamaq.cli.metrics_command import read_metrics
 from llamaq.common.metrics.metric_definitions import REDIS_UP, REDIS_USED_MEMORY
@@ -17,7 +18,7 @@ from llamaq.producer import durability as durability_module
 from llamaq.producer.queries.metrics import MetricsReader
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Environment
+    from tests.lifecycle.conftest import Environment, Read
 
 RULES = ["~llamaq:*", "resetchannels", "&llamaq:*", "+@all", "-@admin", "-@dangerous", "+client|setname"]
 """The rules of docs/redis.md."""
@@ -55,4 +56,37 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
             assert objects <= {"config", "info"}, "these commands are optional"
         finally:
             environment.end_commands()  # while the user still exists: without it, a worker cannot requeue its jobs
+            admin.execute_command("ACL", "DELUSER", name)
+
+
+def test_a_new_password_replaces_the_old_one_while_streams_run(
+    environment: Environment, redis_url: str, read: Read
+) -> None:
+    name, separator = f"user{secrets.token_hex(4)}", "&" if "?" in redis_url else "?"
+    old_url, new_url = (f"{redis_url}{separator}username={name}&password={each}" for each in ("old", "new"))
+    pace: Any = {"LLAMAQ_LEASE_S": "60", "LLAMAQ_DRAIN_S": "0.2", "LINGER_TOKENS": "100"}
+    with Redis.from_url(redis_url) as admin:
+        admin.execute_command("ACL", "SETUSER", name, "on", ">old", *RULES)
+        try:
+            first = environment.start_worker(LLAMAQ_REDIS_URL=old_url, **pace)
+            with Client(old_url, environment.queue) as client:
+                reader = read(client.submit("Once upon a time", max_tokens=150, ignore_eos=True, temperature=0))
+                reader.await_tokens(20)
+                admin.execute_command("ACL", "SETUSER", name, ">new")  # from now on, both passwords are valid
+                second = environment.start_worker(LLAMAQ_REDIS_URL=new_url, **pace)
+                first.signal(signal.SIGTERM)
+                assert first.end() == 0
+                admin.execute_command("ACL", "SETUSER", name, "<old")  # open connections remain
+                environment.let_jobs_finish()
+                reader.join()
+                assert reader.error is None
+                with pytest.raises(AuthenticationError), Client(old_url, environment.queue) as refused:
+                    refused.queue_depth()
+            with Client(new_url, environment.queue) as client:
+                result = client.job(reader.job.id).result()
+                assert (result.text, len(result.tokens)) == (reader.text, 150)
+                assert client.job(reader.job.id).status().worker == second.worker_id
+                assert client.generate("Once upon a time", max_tokens=3).tokens
+        finally:
+            environment.end_commands()
             admin.execute_command("ACL", "DELUSER", name)

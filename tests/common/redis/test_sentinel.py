@@ -54,6 +54,17 @@ async def test_a_sentinel_that_does_not_answer_is_asked_once(silent_server: sock
     assert n_connections(silent_server) == 1
 
 
+@pytest.mark.slow
+async def test_connections_that_wait_for_the_sentinels_share_an_answer(silent_server: socket.socket) -> None:
+    finder = finder_of(silent_server.getsockname()[1], 1)
+    asking = [asyncio.create_task(finder.find()) for _ in range(20)]
+    await asyncio.wait(asking[:1])
+    late = [asyncio.create_task(finder.find()) for _ in range(20)]  # these do not get an answer from before their call
+    errors = await asyncio.gather(*asking, *late, return_exceptions=True)
+    assert all("no Sentinel names a master" in str(error) for error in errors)
+    assert n_connections(silent_server) <= 3
+
+
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[tuple[Server, Server]]:
     """A master, and its only Sentinel."""

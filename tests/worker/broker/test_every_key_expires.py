@@ -30,7 +30,8 @@ EXPIRED_IDLE_MS, TRUSTED_MS = 10**11, 2**52
 BROKEN = Failed(code="internal", message="broken on purpose")
 PAUSES: dict[str, tuple[float, ...]] = dict.fromkeys(("delay_s", "queue_timeout_s", "deadline_s"), (0.003, 3600))
 OPTIONS: dict[str, tuple[Any, ...]] = PAUSES | {
-    "tenant": ("a", "b"), "idempotency_key": ("x", "y"), "retries": (1, 2), "priority": ("bulk",), "stream": (False,)
+    "tenant": ("a", "b"), "idempotency_key": ("x", "y"), "retries": (1, 2), "priority": ("bulk",), "stream": (False,),
+    "cancel_on_disconnect": (True,),
 }  # fmt: skip
 
 
@@ -59,7 +60,7 @@ class History:
         calls: list[Callable[[], Awaitable[Any]]] = [*often, *often, *often, self.finish, self.fail, self.retry]
         calls += [self.requeue, self.preempt, self.cancel, self.change_priority, self.end_due, self.release]
         calls += [self.leave, self.reclaim, self.move, self.retry_dead, self.purge_dead, self.pause, self.purge]
-        calls += [self.sweep, self.delete_hash]
+        calls += [self.sweep, self.delete_hash, self.end_abandoned]
         for call in self.random.choices(calls, k=n_calls):
             with suppress(LlamaqError):  # the queue is draining, or the job does not exist
                 await call()
@@ -183,6 +184,9 @@ class History:
         due = await self.scripts.due_jobs(queue, 0, 100)
         await end_expired(redis, self.scripts, keys, queue, 0, due.expired)
 
+    async def end_abandoned(self) -> None:
+        await self.scripts.end_abandoned(self.client.queue, 0, disconnect_s=0, max_late_s=1000, count=100)
+
     async def release(self) -> None:
         await self.upkeep.release_worker(0, self.random.choice(self.workers).name)
 
@@ -210,7 +214,7 @@ async def keys_without_expiry(client: AsyncClient) -> list[str]:
     redis, left = client.redis, []
     async for key in redis.scan_iter(f"llamaq:{{{client.queue}*", count=1000):
         name = key.decode().partition("}")[2][1:]
-        if name in ("later", "deadlines"):  # a member without a job is removed when it is due
+        if name in ("later", "deadlines", "watched"):  # a member without a job is removed when it is due
             members: Any = await redis.zrange(key, 0, -1)
             is_left = any([await redis.exists(client.keys.of_job(member.decode()).job) for member in members])
         elif name.startswith("jobs:"):

@@ -205,7 +205,8 @@ class AttemptSettings(BaseModel):
     disconnect_s: float = Field(
         5.0,
         gt=0,
-        description="Jobs with `cancel_on_disconnect`: seconds without a subscriber after which the job is cancelled.",
+        description="Jobs with `cancel_on_disconnect`: seconds without a subscriber after which the job is cancelled, "
+        "while it waits or runs.",
     )
 
 

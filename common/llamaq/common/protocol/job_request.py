@@ -287,7 +287,8 @@ class JobParams(TemplateParams, SamplingParams):
     )
     cancel_on_disconnect: bool = Field(
         False,
-        description="Cancel the job after it had no subscriber for `disconnect_s` seconds, a setting of the worker.",
+        description="Cancel the job after it had no subscriber for `disconnect_s` seconds, a setting of the worker. "
+        "This applies to waiting and running jobs, but not to a job that is not due yet.",
     )
     idempotency_key: str | None = Field(
         None,

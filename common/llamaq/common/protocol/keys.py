@@ -19,6 +19,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{q:p}:sweep               | hash             | no expiry; progress of the search for lost jobs    |
 | llamaq:{q:p}:deadlines           | sorted set       | job ids by the time at which the jobs must end     |
 | llamaq:{q:p}:later               | sorted set       | job ids without entry, by the time they are due    |
+| llamaq:{q:p}:watched             | sorted set       | job ids by their next check for subscribers        |
 | llamaq:{q:p}:metrics             | hash             | no expiry; counters of the jobs, for the metrics   |
 | llamaq:{q:p}:dead                | stream, capped   | dead letters                                       |
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
@@ -158,6 +159,10 @@ class Keys:
     def later(self, queue: str, partition: int) -> str:
         """Return the key of the jobs that were submitted for a later time. The scripts compose the same key."""
         return f"{self._partition(queue, partition)}:later"
+
+    def watched(self, queue: str, partition: int) -> str:
+        """Return the key of the jobs with `cancel_on_disconnect`. The scripts compose the same key."""
+        return f"{self._partition(queue, partition)}:watched"
 
     def metrics(self, queue: str, partition: int) -> str:
         """Return the key of the counters of jobs. The scripts compose the same key."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from math import inf
 from typing import Any, TypeVar
 
 from redis.asyncio import Sentinel
@@ -43,23 +44,43 @@ class MasterFinder:
         self._service = target.service
         self._lock = asyncio.Lock()
         self._master: tuple[str, int] | None = None
+        self._outcome: tuple[str, int] | RedisConnectionError = RedisConnectionError("no Sentinel was asked")
+        """What the last question to the Sentinels has led to."""
+        self._begun_s = -inf
+        """Event-loop time at which this question began."""
         self._asked_s = 0.0
+        """Event-loop time at which the last question to the Sentinels ended."""
         self._refresh: asyncio.Task[None] | None = None
 
     async def find(self) -> tuple[str, int]:
         """Ask the Sentinels and return host and port of the master. If no Sentinel answers, the last answer counts.
 
+        Calls that wait while the Sentinels are asked share the next answer. Otherwise, each of many connections would
+        wait for the time limits of all silent Sentinels, one connection after the other.
+
         Raises:
             RedisError: No Sentinel names a master.
         """
+        called_s = asyncio.get_running_loop().time()
         async with self._lock:
-            try:
-                self._master = await self._ask()
-            finally:
-                self._asked_s = asyncio.get_running_loop().time()
-                for sentinel in self._sentinel.sentinels:  # redis-py 6.4 has no `Sentinel.aclose`
-                    await sentinel.aclose()
-            return self._master
+            if self._begun_s < called_s:
+                await self._ask_again()
+            if isinstance(self._outcome, RedisConnectionError):
+                raise RedisConnectionError(*self._outcome.args) from self._outcome.__cause__
+            return self._outcome
+
+    async def _ask_again(self) -> None:
+        clock = asyncio.get_running_loop().time
+        begun_s = clock()
+        try:
+            self._outcome = self._master = await self._ask()
+        except RedisConnectionError as exc:
+            self._outcome = exc
+        finally:
+            self._asked_s = clock()
+            for sentinel in self._sentinel.sentinels:  # redis-py 6.4 has no `Sentinel.aclose`
+                await sentinel.aclose()
+        self._begun_s = begun_s
 
     async def _ask(self) -> tuple[str, int]:
         """Ask one Sentinel after another. The next call begins with the one that has named the master.

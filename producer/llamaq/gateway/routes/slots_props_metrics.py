@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -22,13 +23,18 @@ from llamaq.gateway.native_format import adapter_objects, props_object, slot_obj
 from llamaq.gateway.queue_of_request import queue_for
 from llamaq.producer import AsyncClient
 
+HEALTH_TIMEOUT_S = 3.0
+"""How long `/health` waits for Redis. Load balancers usually wait 5 s for the answer. With Sentinel or a cluster, the
+retries of a call last much longer."""
+
 
 async def health(request: Request) -> Response:
-    """Return the status 200 if Redis answers, otherwise 503.
+    """Return the status 200 if Redis answers within `HEALTH_TIMEOUT_S`, otherwise 503.
 
     Workers are not checked, because requests may wait for one.
     """
-    await context_of(request).queues.default.redis.ping()
+    async with asyncio.timeout(HEALTH_TIMEOUT_S):  # TimeoutError is an OSError, and has the status 503
+        await context_of(request).queues.default.redis.ping()
     return json_response({"status": "ok"})
 
 

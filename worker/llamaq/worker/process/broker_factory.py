@@ -13,6 +13,7 @@ from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
+from llamaq.worker.broker.abandoned_jobs import AbandonedJobs
 from llamaq.worker.broker.command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.empty_queue_watch import EmptyQueueWatch
@@ -120,7 +121,8 @@ class BrokerFactory:
         settings, keys, redis, job_claims = self._settings, self._keys, access.redis, access.job_claims
         outbox = self._make_outbox(AttemptScripts(flush_connection, keys), access.stats)
         sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
-        others: list[Service] = [sweep, *self._make_command_inboxes(redis)]
+        abandoned = AbandonedJobs(redis, keys, settings.queue, settings.partitions, disconnect_s=settings.disconnect_s)
+        others: list[Service] = [sweep, abandoned, *self._make_command_inboxes(redis)]
         if settings.exit_when_empty:
             queue = (settings.queue, settings.partitions)
             others.append(EmptyQueueWatch(redis, keys, *queue, settings.empty_s, on_empty=on_empty))

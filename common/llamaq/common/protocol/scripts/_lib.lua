@@ -31,6 +31,8 @@
 --   generated_at_start    number of tokens that were stored when the newest attempt began
 --   token_times           when these tokens were generated: text of `TokenTimes`
 --   cancel                1 after a client has called cancel
+--   alone_ms              time in ms since the epoch from which checks have found no subscriber of the waiting job
+--                         (abandoned.lua); absent: the last check has found one, or the job has no `cancel_on_disconnect`
 --   ttl_ms                how long the job's keys live after its end, in ms
 --   events_ttl_ms         how long the events live after an end that stored the output, in ms
 --   deadline_ms           latest end of the job, in ms since the epoch; 0: none
@@ -267,8 +269,8 @@ local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 
 -- All fields of a job but `status`.
 local ALL_BUT_STATUS = {'request', 'returned', 'priority', 'entry', 'tenant', 'run_at_ms', 'waits_from_ms', 'retries_left',
   'retried', 'retry_error', 'attempt', 'worker', 'lease_ms', 'claimed_ms', 'move_factor', 'started_attempt', 'at_risk', 'model',
-  'generated', 'generated_at_start', 'token_times', 'cancel', 'ttl_ms', 'events_ttl_ms', 'deadline_ms', 'timeout_ms', 'slot_ms',
-  'queue_deadline_ms', 'idempotency', 'digest', 'submitted_ms', 'started_ms', 'finished_ms', 'crashes', 'deaths',
+  'generated', 'generated_at_start', 'token_times', 'cancel', 'alone_ms', 'ttl_ms', 'events_ttl_ms', 'deadline_ms',
+  'timeout_ms', 'slot_ms', 'queue_deadline_ms', 'idempotency', 'digest', 'submitted_ms', 'started_ms', 'finished_ms', 'crashes', 'deaths',
   'finish_reason', 'stats', 'error', 'output', 'usage'}
 
 -- The fields that `terminate` reads. It sets the others at the end of a job.
@@ -341,6 +343,12 @@ local function leave_later(job)
   redis.call('ZREM', partition .. 'later', id)
 end
 
+-- Removes a job that has ended from the sorted set `watched`.
+local function leave_watched(job)
+  local partition, id = parts_of_job(job)
+  redis.call('ZREM', partition .. 'watched', id)
+end
+
 -- Ends a job: sets its status, emits its terminal event, starts the time to live of its keys, and drops its entry.
 -- Every job ends in this function, exactly once, even when Redis is full. `fields` is a flat list of further fields for
 -- the hash. `unsent` is an array with the msgpack of events before the terminal one; nil: there are none. The metrics of the
@@ -366,6 +374,7 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   if state.run_at_ms then
     pcall(leave_later, job)
   end
+  pcall(leave_watched, job)
   pcall(add_end, counted, state, terminal)
   if not counts then
     store_counts(job, counted)

@@ -23,6 +23,7 @@
 -- ARGV[15] retries      number of retries after temporary failures
 -- ARGV[16] tenant       name of the tenant; '': none
 -- ARGV[17] kind         what the job computes: 'generation' | 'embedding' | 'reranking'
+-- ARGV[18] is_watched   '1': the job is cancelled when it has no subscribers (`cancel_on_disconnect`); '0': it is not
 --
 -- Returns {'ok', id}                    the job is in the queue, or in the sorted set `later` until it is due
 --         {'same', earlier id}          a job with the same idempotency key exists; nothing was submitted
@@ -34,7 +35,7 @@
 
 local job, stream, other, config, idempotency = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, request, priority, group, ttl_ms, digest, queue_ms, returned, events_ttl, life_ms, timeout_ms, partitions,
-  delay_ms, run_at_ms, retries, tenant, kind = unpack(ARGV)
+  delay_ms, run_at_ms, retries, tenant, kind, is_watched = unpack(ARGV)
 
 if redis.call('EXISTS', job) == 1 then
   return {'ok', id}
@@ -102,6 +103,9 @@ if retries ~= '0' then
 end
 if wait > 0 or life > 0 then
   set_next_deadline(job, next_deadline_ms('queued', nil, queue_deadline, deadline))
+end
+if is_watched == '1' then
+  redis.call('ZADD', string.match(job, '^(.*:)job:') .. 'watched', now, id)
 end
 if digest ~= '' then
   redis.call('HSET', job, 'idempotency', idempotency, 'digest', digest)

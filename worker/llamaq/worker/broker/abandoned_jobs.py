@@ -1,0 +1,75 @@
+"""Cancels waiting jobs whose clients are gone, before these jobs take a slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from llamaq.common.protocol.job_scripts import JobScripts
+from llamaq.common.protocol.keys import Keys
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 0.5
+"""Time between two searches for jobs that are due for a check. All workers of a queue search."""
+MAX_LATE_S = 2.0
+"""If the check of a job is later than this, Redis or all workers were away, and the time without a subscriber begins
+again."""
+MAX_CHECKS = 100
+"""Number of jobs that one call of the script checks at most. Redis executes nothing else meanwhile."""
+
+
+class AbandonedJobs:
+    """Checks the subscribers of waiting jobs with `cancel_on_disconnect`, in all partitions of a queue.
+
+    Without this, each waiting job of a killed HTTP server would take a slot for `disconnect_s`: the worker of a job
+    checks its subscribers only while the job has a slot.
+
+    Threads: all methods run on the I/O thread.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, queue: str, partitions: int, *, disconnect_s: float) -> None:
+        """Create the object.
+
+        Args:
+            redis: The Redis client.
+            keys: The names of the keys.
+            queue: The queue.
+            partitions: The number of partitions of the queue.
+            disconnect_s: Time without a subscriber after which a job is cancelled, in seconds.
+        """
+        self._scripts = JobScripts(redis, keys)
+        self._queue = queue
+        self._partitions = range(partitions)
+        self._disconnect_s = disconnect_s
+
+    async def run(self) -> None:
+        """Check jobs until cancelled. A partition that does not answer delays no other partition."""
+        async with asyncio.TaskGroup() as tasks:
+            for partition in self._partitions:
+                tasks.create_task(self._run_partition(partition))
+
+    async def _run_partition(self, partition: int) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                while await self.check(partition) >= MAX_CHECKS:
+                    pass
+            except RedisError as exc:  # the other services of the worker log an outage
+                log.debug("abandoned_jobs.failed partition=%d error=%s", partition, exc)
+
+    async def check(self, partition: int) -> int:
+        """Check the jobs of one partition that are due. Returns their number, at most `MAX_CHECKS`.
+
+        Raises:
+            RedisError: Redis is unreachable, or refused a write.
+        """
+        return await self._scripts.end_abandoned(
+            self._queue, partition, disconnect_s=self._disconnect_s, max_late_s=MAX_LATE_S, count=MAX_CHECKS
+        )
+
+    def __repr__(self) -> str:
+        return f"<AbandonedJobs {self._queue!r} partitions={len(self._partitions)}>"
