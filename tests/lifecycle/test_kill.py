@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -163,6 +163,26 @@ def test_a_job_survives_the_kill_of_three_workers_in_a_row(environment: Environm
         environment.let_jobs_finish()
         assert len(reader.finish().tokens) == 150
         assert attempts_of(environment, reader.job) == [worker.worker_id for worker in workers]
+
+
+def test_a_job_that_is_cancelled_after_its_worker_died_has_the_text_of_all_its_tokens(
+    environment: Environment, read: Read
+) -> None:
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    with environment.client() as client:
+        worker = environment.start_worker()
+        whole = client.generate(PROMPTS[0], **options)
+        kill_process(worker)
+        worker = environment.start_worker(LINGER_TOKENS="20")
+        reader = read(client.submit(PROMPTS[0], stop=[f"{whole.text[:255]}!"], **options))
+        reader.await_tokens(8)
+        assert reader.text == "", "the stop string does not withhold the text"
+        kill_process(worker)
+        wait_until(lambda: client.queue_depth().waiting, "the lease of the dead worker has expired")
+        reader.job.cancel()
+        result = reader.finish()
+        assert len(result.tokens) >= 8
+        assert result.text == client.tokenizer().decode(result.tokens)
 
 
 def test_a_worker_that_lost_its_lease_while_stopped_writes_nothing_after_it_continues(

@@ -6,11 +6,13 @@ Every test runs on a real server and on the fake server of `tests.support.fake_r
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tests.support.fake_redis import url_of_each_server
 from tests.support.started_jobs import field, start
 
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId
@@ -18,7 +20,7 @@ from llamaq.common.protocol.script_types import (
     Attempt,
 )
 from llamaq.producer import AsyncClient
-from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
 redis_url = url_of_each_server
 
@@ -82,6 +84,46 @@ async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_st
         assert await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
         result = await client.job(job.id).result(timeout=5)
         assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
+
+
+async def emit_withholding(attempt: FakeAttempt, tokens: list[int], text: str, withheld: str) -> None:
+    """Store tokens with this text and with text that is withheld after them."""
+    increment = attempt.increment(tokens, text)
+    event = b""
+    if withheld:
+        event = codec.encode_tokens(attempt.stored + len(tokens), (), len(attempt.text + text), withheld)
+    worker = attempt.worker
+    (reply,) = await worker.scripts.flush(worker.name, [replace(increment, withheld=event)], LEASE_MS, renew=False)
+    attempt.stored, attempt.text = reply.stored, attempt.text + text
+
+
+@pytest.mark.parametrize(
+    ("withheld", "expected"),
+    [(["th", ""], "aé"), (["", "th"], "aéth"), (["th", "\N{REPLACEMENT CHARACTER}"], "aé\ufffd")],
+)
+async def test_a_job_that_ends_between_two_attempts_has_the_text_that_was_withheld(
+    redis_url: str, queue: str, withheld: list[str], expected: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await emit_withholding(attempt, [1, 2], "a", withheld[0])
+        await emit_withholding(attempt, [3], "é", withheld[1])
+        await job.cancel()
+        assert await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
+        assert "".join([chunk.text async for chunk in job.stream()]) == expected
+        result = await client.job(job.id).result(timeout=5)
+        assert (result.text, result.tokens, result.finish_reason) == (expected, (1, 2, 3), FinishReason.CANCELLED)
+        assert await worker.redis.hget(worker.keys.of_job(job.id).job, "withheld") is None
+
+
+async def test_withheld_text_of_other_tokens_is_not_emitted(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await emit_withholding(attempt, [1, 2], "a", "th")
+        await worker.redis.hset(worker.keys.of_job(job.id).job, "generated", "1")
+        await job.cancel()
+        assert await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
+        assert (await client.job(job.id).result(timeout=5)).text == "a"
 
 
 async def test_cancelling_a_missing_job_returns_gone(redis_url: str, queue: str) -> None:

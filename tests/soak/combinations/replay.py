@@ -28,7 +28,10 @@ cells. A rounding error in a coarse type changes the logits of all later tokens.
 LOGPROB_NOISE = 4.0
 """How much more a logarithm of a probability may differ. The largest differences are in the most improbable tokens."""
 N_NOISY_DRAWS = 25
-N_HALVINGS = 12
+N_HALVINGS = 16
+"""Steps of a bisection. It then moves the draw by about a millionth, the rounding of the logits. A token of a sampled
+text may be as improbable as that.
+"""
 CHUNK = 256
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.control_vector_files import draw_directions, write_control_vector
 from tests.support.lora_files import write_lora
 
 from llamaq.common.errors import InvalidSettings
@@ -31,7 +32,17 @@ LORA_KINDS = ("llama", "qwen3")
 RECURRENT_KINDS = ("mamba", "jamba")
 LORA_STRENGTH = 0.3
 """A stronger random adapter makes attention so sharp that the noise of one cell changes all later logits."""
-MODEL_SETTINGS = ("n_ctx", "cache_type_k", "cache_type_v", "flash_attn", "swa_full", "lora", "model_sampling")
+MODEL_SETTINGS = (
+    "n_ctx",
+    "cache_type_k",
+    "cache_type_v",
+    "flash_attn",
+    "swa_full",
+    "lora",
+    "control_vector",
+    "control_vector_layer_range",
+    "model_sampling",
+)
 """The settings that change logits or the ends of jobs. The next worker of a job must have the same."""
 
 Settings = dict[str, Any]
@@ -47,6 +58,8 @@ class ModelFiles:
     """Draft models: one that is always right, and one that is mostly wrong."""
     lora: tuple[Path, ...]
     """Adapters."""
+    control_vectors: tuple[Path, ...]
+    """Control vectors for all layers that can be changed."""
 
 
 def write_model_files(folder: Path, kind: str) -> ModelFiles:
@@ -61,7 +74,11 @@ def write_model_files(folder: Path, kind: str) -> ModelFiles:
     for seed, path in enumerate(lora):
         if not path.exists():
             write_lora(path, model, seed=seed, strength=LORA_STRENGTH)
-    return ModelFiles(kind, model, drafts, lora)
+    vectors = tuple(folder / f"{kind}-vector-{seed}.gguf" for seed in (5, 6))
+    for seed, path in enumerate(vectors):
+        if not path.exists():
+            write_control_vector(path, draw_directions(model, *range(1, spec.n_layers), seed=seed))
+    return ModelFiles(kind, model, drafts, lora, vectors)
 
 
 def _write(path: Path, spec: ModelSpec, seed: int) -> Path:
@@ -103,6 +120,7 @@ class _Draw:
         n_parallel, n_ctx = self.rng.choice([1, 2, 3, 4, 8]), self.rng.choice([64, 128, 192, 256, 512, 1024])
         chosen = {"n_parallel": n_parallel, "n_ctx": n_ctx, "n_threads": 1}
         chosen |= self._batches(n_ctx) | self._memory(files) | self._tokens_ahead(files) | self._cache(cache_dir)
+        chosen |= self._control_vectors(files)
         return chosen
 
     def _some(self, choices: dict[str, tuple[float, Sequence[Any]]]) -> Settings:
@@ -137,6 +155,10 @@ class _Draw:
             "model_sampling": (0.2, [False]),
         })  # fmt: skip
 
+    def _control_vectors(self, files: ModelFiles) -> Settings:
+        chosen = self._some({"control_vector": (0.3, _vectors(files.control_vectors))})
+        return chosen | self._some({"control_vector_layer_range": (0.4 if chosen else 0, [(1, 1), (2, 2), (1, 9)])})
+
     def _tokens_ahead(self, files: ModelFiles) -> Settings:
         what = self.rng.choice(["off", "backend", "ngram", "model"] if files.drafts else ["off", "backend"])
         if what in ("off", "backend"):
@@ -165,3 +187,9 @@ def _adapters(files: Sequence[Path]) -> list[tuple[str, ...]]:
         return [()]
     first, second = files
     return [(str(first),), (f"{first}:0.5",), (str(first), f"{second}:0"), (f"{first}:0", f"{second}:0")]
+
+
+def _vectors(files: Sequence[Path]) -> list[tuple[str, ...]]:
+    """Return values of the setting `control_vector`: one vector or two, with other scales."""
+    first, second = files
+    return [(str(first),), (f"{first}:-0.5",), (f"{first}:0.5", f"{second}:0.3"), (f"{second}:0",)]

@@ -44,11 +44,8 @@ GRAMMAR_SHARE = 0.3
 REFUSALS = (ErrorCode.PROMPT_TOO_LONG, ErrorCode.INVALID_REQUEST)
 """The errors of jobs that ask for too much: a prompt longer than the context, or a slot that does not exist."""
 USUAL_WARNINGS = (
-    "cache.load_failed",
     "cache.save_failed",
     "disk_cache.ignored",
-    "state_read_meta",
-    "state_seq_set_data",
 )
 """Parts of warnings that a cache with too little room may log. The tokens are computed again."""
 

@@ -93,6 +93,24 @@ async def test_the_offsets_of_tags_are_stored_with_their_text(redis_url: str, qu
         assert [chunk.tag_offsets async for chunk in chunks] == [()]
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_job_that_is_cancelled_without_a_worker_has_the_text_that_was_withheld(
+    redis_url: str, queue: str, streams: bool
+) -> None:
+    async with working(redis_url, queue, checkpoints=AT_ONCE, streams=streams) as at:
+        job, running = await at.begin()
+        at.outputs.put([NewToken(running, 1, "a", 0.0), NewToken(running, 2, "", 0.0, withheld="<ta")])
+        await asyncio.sleep(0)
+        await at.outbox.flush()
+        at.outputs.put([JobWithdrawn(running)])
+        await asyncio.sleep(0)
+        await at.outbox.flush()
+        await job.cancel()
+        result = await job.result()
+        assert (result.text, result.tokens, result.finish_reason) == ("a<ta", (1, 2), FinishReason.CANCELLED)
+        assert "".join([chunk.text async for chunk in job.stream()]) == result.text
+
+
 @pytest.mark.parametrize("reason", ["withdrawn", "close"])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_generated_tokens_are_stored_before_a_job_is_requeued(

@@ -43,6 +43,19 @@ def test_the_released_text_ends_before_the_first_complete_stop_string(
     assert not any(each in "".join(released) for each in stop)
 
 
+@given(text=texts, stop=stops, cuts=st.lists(st.integers(0, 60)))
+@example(text="€", stop=["\ufffd"], cuts=[1])
+@example(text="a€", stop=["a\ufffd"], cuts=[2])
+def test_the_withheld_text_is_what_the_end_would_release(text: str, stop: list[str], cuts: list[int]) -> None:
+    data = text.encode()
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parts = [data[start:end] for start, end in pairwise(places)]
+    detokenizer = StreamDetokenizer(parts.__getitem__, stop)
+    for token in range(len(parts)):
+        detokenizer.feed(token)
+        assert detokenizer.withheld == stream(parts[: token + 1], stop)[0][-1]
+
+
 @given(text=texts, stop=stops)
 def test_the_released_text_depends_on_the_tokens_alone(text: str, stop: list[str]) -> None:
     data = text.encode()

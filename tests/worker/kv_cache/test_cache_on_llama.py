@@ -41,25 +41,33 @@ class Rig:
     scheduler: Scheduler
     samplers: dict[str, RecordingSampler] = field(default_factory=dict)
 
+    ended: dict[str, JobStats] = field(default_factory=dict)
+
     def run(self, *jobs: Job) -> dict[str, JobStats]:
-        """Run until the jobs and all transfers that they cause have ended."""
-        ended: dict[str, JobStats] = {}
+        """Run until all jobs and all transfers that they cause have ended. Return the stats of the ended jobs."""
         for job in jobs:
-            job.sampler = self.samplers[job.id] = RecordingSampler()
-            self.scheduler.submit(job)
+            self.submit(job)
         for _ in range(2000):
             if not self.scheduler.has_work:
+                ended, self.ended = self.ended, {}
                 return ended
-            self.scheduler.admit()
-            self.scheduler.move(0.001)
-            batch = self.scheduler.plan()
-            results = self.engine.run(batch) if batch else []
-            for output in self.scheduler.apply(batch, results).outputs:
-                if isinstance(output, JobEnded):
-                    assert output.error is None
-                    ended[output.job.id] = output.stats
-            self.scheduler.check_integrity()
+            self.tick()
         raise AssertionError(f"{self.scheduler!r} still has work")
+
+    def submit(self, job: Job) -> None:
+        job.sampler = self.samplers[job.id] = RecordingSampler()
+        self.scheduler.submit(job)
+
+    def tick(self) -> None:
+        self.scheduler.admit()
+        self.scheduler.move(0.001)
+        batch = self.scheduler.plan()
+        results = self.engine.run(batch) if batch else []
+        for output in self.scheduler.apply(batch, results).outputs:
+            if isinstance(output, JobEnded):
+                assert output.error is None
+                self.ended[output.job.id] = output.stats
+        self.scheduler.check_integrity()
 
     def history(self, job_id: str) -> list[int]:
         """Return the tokens of an ended job that had a cell in its sequence."""
@@ -216,6 +224,32 @@ def test_a_stored_prefix_is_loaded_up_to_a_token_in_its_middle_only_where_this_i
     n_loaded = {"recurrent": 128, "hybrid": 128, "sliding": 150 if unified else 0}.get(model, 150)
     assert stats.prefix_cache_tokens == n_loaded
     assert "cache.load_failed" not in caplog.text
+
+
+@pytest.mark.parametrize("model", ["plain", "sliding"])
+def test_a_block_for_which_too_few_cells_are_free_is_not_loaded(
+    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture, model: str
+) -> None:
+    rig, reference = make_rig(model, True, host=True, n_ctx=256), make_rig(model, True, cache=False)
+    stored = prompt(3 * BLOCK_TOKENS, 1)
+    rig.run(make_job(stored, max_tokens=4))
+    rig.run(make_job(prompt(3, 99), max_tokens=8, cache_prompt=False))  # entries are evicted while other jobs run
+    rig.samplers.clear()
+
+    def first() -> Job:
+        return make_job(prompt(84, 2), job_id="first", max_tokens=8)
+
+    def second() -> Job:
+        return make_job([*stored[:-60], 7], job_id="second", max_tokens=4)
+
+    rig.submit(first())
+    while rig.scheduler.cache_snapshot().used_cells < 84:
+        rig.tick()
+    stats = rig.run(second())
+    assert stats["second"].prefix_cache_tokens == 2 * BLOCK_TOKENS, "the last block needs more cells than are free"
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    reference.run(first(), second())
+    assert_alike(rig, reference)
 
 
 @pytest.mark.parametrize("unified", [True, False])

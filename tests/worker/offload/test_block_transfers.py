@@ -232,6 +232,30 @@ def test_a_load_that_the_engine_refuses_ends_and_the_block_stays_stored() -> Non
     assert setup.n_stored() == 20
 
 
+@pytest.mark.parametrize(("free_cells", "n_loaded"), [(7, 0), (8, 8), (15, 8), (16, 16), (19, 16), (20, 20)])
+def test_a_load_ends_before_a_block_for_which_too_few_cells_are_free(
+    free_cells: int, n_loaded: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = Setup()
+    setup.save()
+    run = setup.start_load()
+    step = setup.transfers.step(60, free_cells=free_cells)
+    assert setup.sequences.n_held(EMPTY_SEQUENCE) == n_loaded
+    assert ([loaded.n_tokens for loaded in step.loaded][-1:] or [0]) == [n_loaded]
+    assert step.finished_loads == [run]
+    assert setup.n_stored() == 20
+    assert not caplog.records
+    setup.transfers.check_integrity()
+
+
+def test_a_block_of_which_the_device_holds_a_part_needs_cells_for_all_its_tokens() -> None:
+    setup = Setup()
+    setup.save()
+    run = setup.start_load(n_past=6)
+    step = setup.transfers.step(60, free_cells=7)
+    assert (step.loaded, step.finished_loads) == ([], [run])
+
+
 def test_cancel_transfers_ends_the_saves_and_loads_of_one_sequence() -> None:
     setup = Setup()
     setup.save()

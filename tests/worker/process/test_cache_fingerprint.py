@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.control_vector_files import draw_directions, write_control_vector
 
+from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.process.cache_fingerprint import _file_hash, _has_long_context, fingerprint
 from llamaq.worker.process.generation_parts import load_engine
 from llamaq.worker.settings import WorkerSettings
@@ -73,3 +76,28 @@ def test_a_worker_with_another_number_of_slots_loads_a_state_if_the_fingerprints
     assert one == other or not kv_unified
     for engine in engines:
         engine.close()
+
+
+@pytest.mark.starts_processes  # it loads models
+def test_a_worker_with_another_control_vector_scale_or_range_has_another_fingerprint(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", replace(PLAIN, n_layers=3))
+    one, other = (
+        str(write_control_vector(tmp_path / f"{seed}.gguf", draw_directions(path, 1, 2, seed=seed))) for seed in (1, 2)
+    )
+    drawn: list[dict[str, Any]] = [
+        {},
+        {"control_vector": (one,)},
+        {"control_vector": (other,)},
+        {"control_vector": (one, other)},
+        {"control_vector": (f"{one}:0.5",)},
+        {"control_vector": (one,), "control_vector_layer_range": (1, 1)},
+        {"control_vector": (one,), "control_vector_layer_range": (2, 2)},
+    ]
+    found = []
+    for changes in drawn * 2:
+        settings = WorkerSettings(n_ctx=64, n_threads=1, **changes)
+        engine = load_engine(path, settings)
+        found.append(fingerprint(path, settings, engine))
+        engine.close()
+    assert found[: len(drawn)] == found[len(drawn) :]
+    assert len(set(found)) == len(drawn)

@@ -247,6 +247,8 @@ class JobFlush:
         slot_ms: Milliseconds that the job has had a slot, over all attempts.
         token_times: The times of all tokens of the job so far, as `TokenTimes.encode` returns them.
         progress: The encoded events `prompt_progress` since the last flush, which are published before the tokens.
+        withheld: An encoded event `tokens` that has no tokens, but the text that is withheld after the new tokens. It
+            is emitted if the job ends before a worker continues it. Empty if no text is withheld.
     """
 
     job_id: str
@@ -262,6 +264,7 @@ class JobFlush:
     slot_ms: int = 0
     token_times: str = ""
     progress: tuple[bytes, ...] = ()
+    withheld: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ class JobOutput:
     """For each token, its probability in the draw. Empty if the sampler does not depend on it."""
     tag_offsets: list[int] = field(default_factory=list)
     """Positions in the text, in characters, of the tokens that are tags, in ascending order."""
+    withheld: str = ""
+    """The text of the last tokens that is withheld after the last token. Empty until this attempt adds a token."""
 
     @classmethod
     def of_earlier_attempts(cls, prepared: PreparedJob) -> JobOutput:
@@ -44,9 +46,11 @@ class JobOutput:
         logprobs: TokenLogprobs | None = None,
         draw_probability: float | None = None,
         tag_offset: int | None = None,
+        withheld: str = "",
     ) -> None:
         """Add a generated token, the text that the token completed, and what else the job needs of the token."""
         self.tokens.append(token)
+        self.withheld = withheld
         if tag_offset is not None:
             self.tag_offsets.append(tag_offset)
         if draw_probability is not None:
@@ -68,6 +72,14 @@ class JobOutput:
         return codec.encode_tokens(
             offset, self.tokens[offset:], text_offset, text, self.logprobs[offset:], self.draws[offset:], tag_offsets
         )
+
+    def encode_withheld(self) -> bytes:
+        """Return an event `tokens` without tokens that has the withheld text. Empty: no text is withheld."""
+        if not self.withheld:
+            return b""
+        text_offset = self.text_ends[-1]
+        tag_offsets = self._tag_offsets_in(text_offset, self.withheld)
+        return codec.encode_tokens(len(self.tokens), (), text_offset, self.withheld, tag_offsets=tag_offsets)
 
     def encode_all(self, text: str) -> bytes:
         """Return the field `output` of a job that has ended, with this text."""

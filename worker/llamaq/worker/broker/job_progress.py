@@ -136,7 +136,7 @@ class JobProgress:
 
     def add_token(self, new: NewToken) -> None:
         """Add a generated token to the output."""
-        self.output.add(new.token, new.text, new.logprobs, new.draw_probability, new.tag_offset)
+        self.output.add(new.token, new.text, new.logprobs, new.draw_probability, new.tag_offset, new.withheld)
         since_s = new.time_s if self.times.submitted_s is None else self.times.submitted_s
         self.token_times.add(max(0, int((new.time_s - since_s) * 1000)))
 
@@ -200,6 +200,7 @@ class JobProgress:
             slot_ms=int(self.times.slot_s * 1000),
             token_times=self.token_times.encode() if payload else "",
             progress=self.unsent_progress,
+            withheld=output.encode_withheld() if payload and self.terminal_write is None else b"",
         )
 
     def _is_due(self, now_s: float) -> bool:

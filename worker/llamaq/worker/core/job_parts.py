@@ -135,6 +135,10 @@ class Detokenizer(Protocol):
     """Position of the last token in the text, in characters, if this token is a tag, such as `<tool_call>`. Its text
     may be held back. None: the token is no tag, or the job does not ask for the texts of control tokens."""
 
+    @property
+    def withheld(self) -> str:
+        """The text that `finish` would return now."""
+
     def feed(self, token: int) -> str:
         """Add a token and return the text that can now be published, often an empty string."""
 

@@ -49,6 +49,8 @@ class NewToken(NamedTuple):
     """`Detokenizer.tag_offset` of the token."""
     is_first: bool = False
     """Whether the token is the first one of this attempt."""
+    withheld: str = ""
+    """`Detokenizer.withheld` after the token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,8 @@ class Context:
         self._logits_address = 0
         self.pending_copies: list[tuple[int, int]] = []
         """Pairs (source, target) of sequence ids. The next decode copies these streams before it computes the batch."""
+        compute_first = self._first_embedding if options.embeddings else self._first_logits
+        model.control_vectors.check_effect(self.pointer, compute_first)
 
     def decode(self) -> int:
         """Compute the batch with llama_decode.
@@ -210,6 +212,29 @@ class Context:
         if status != INVALID_BATCH:
             self.pending_copies.clear()
         return status
+
+    def _first_logits(self) -> npt.NDArray[np.float32]:
+        self._compute_first_token()
+        row: npt.NDArray[np.float32] = self.logits(1)[0]
+        return row
+
+    def _first_embedding(self) -> npt.NDArray[np.float32]:
+        self._compute_first_token()
+        return self.token_embeddings(1) if self.pooling is Pooling.NONE else self.sequence_embedding(0)
+
+    def _compute_first_token(self) -> None:
+        """Compute a text of one token in an empty memory. The memory and the batch are empty afterwards.
+
+        Raises:
+            EngineError: llama.cpp cannot compute it.
+        """
+        self.batch.clear()
+        self.batch.add_text([0], 0)
+        status = self.decode()
+        self.batch.clear()
+        self.clear()
+        if status != SUCCESS:
+            raise EngineError(f"llama.cpp cannot compute a first token (status {status}); see its log for the reason")
 
     def use_adapters(self, scales: tuple[float, ...] | None) -> None:
         """Use the adapters of the model with these scales from the next decode on.

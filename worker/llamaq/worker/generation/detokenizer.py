@@ -9,6 +9,9 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""The text of bytes that are not UTF-8."""
+
 
 class StreamDetokenizer:
     """The detokenizer of one job; implements `core.job_parts.Detokenizer`.
@@ -29,6 +32,15 @@ class StreamDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop) if stop else None
         self._withheld = ""
+
+    @property
+    def withheld(self) -> str:
+        """The text that `finish` would return now."""
+        if self.stop_string is not None or not self._utf8.getstate()[0]:
+            return self._withheld
+        n_matched = self._matcher.peek(REPLACEMENT) if self._matcher else 0
+        text = self._withheld + REPLACEMENT
+        return text[:-n_matched] if n_matched else text
 
     def feed(self, token: int) -> str:
         """Add a token, and return the text that can be released now. It is often empty."""
@@ -117,6 +129,10 @@ class StopMatcher:
             if self._matched[self._state]:
                 return n_read, self._matched[self._state]
         return len(text), 0
+
+    def peek(self, character: str) -> int:
+        """Return the length of the stop string that would be complete after this character. 0: none would be."""
+        return self._matched[self._step(self._state, character)]
 
     def _step(self, state: int, character: str) -> int:
         while state and character not in self._next[state]:

@@ -292,7 +292,8 @@ class KvMemory:
         if self._offload.has_transfers:  # the step below may change the stored blocks that a hit names
             self._hits_of_waiting.forget_all()
         self._eviction.trim()
-        step = self._offload.step(budget_s, prefill_token_s)
+        free_cells = self._pool.n_cells - self._pool.ledger.used
+        step = self._offload.step(budget_s, prefill_token_s, free_cells)
         for run, n_tokens, tier in step.loaded:
             self._pool.resize(run.seq_id, n_tokens)
             run.add_cached(n_tokens, tier)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple, Protocol
 
 from llamaq.common.protocol.job_outcome import CacheTier
@@ -88,13 +89,16 @@ class Offload(Protocol):
     def cancel_transfers(self, seq_id: int) -> None:
         """Cancel the saves and loads of a sequence that is removed or gets another owner."""
 
-    def step(self, budget_s: float, prefill_token_s: float = 0.0) -> OffloadStep:
+    def step(self, budget_s: float, prefill_token_s: float = 0.0, free_cells: float = inf) -> OffloadStep:
         """Transfer blocks for about `budget_s` seconds. Transfers at least one block, if a block is ready.
 
         Args:
             budget_s: The time of the transfers, in seconds.
             prefill_token_s: The time in which a token of a prompt is computed. Cells that are saved more slowly are not
                 worth it. 0: not known.
+            free_cells: Number of cells that no sequence holds. A load ends before a block that needs more of them:
+                llama.cpp loads a block as a whole, also if the run needs only some of its tokens. The running jobs need
+                the other cells, and the tokens of one block are soon computed.
         """
 
     def close(self, entries: Iterable[CachedSequence], timeout_s: float) -> None:
@@ -138,7 +142,12 @@ class NoOffload:
     def cancel_transfers(self, seq_id: int) -> None:
         pass
 
-    def step(self, budget_s: float, prefill_token_s: float = 0.0) -> OffloadStep:  # noqa: ARG002 - the interface's
+    def step(
+        self,
+        budget_s: float,  # noqa: ARG002 - the interface's
+        prefill_token_s: float = 0.0,  # noqa: ARG002 - the interface's
+        free_cells: float = inf,  # noqa: ARG002 - the interface's
+    ) -> OffloadStep:
         return OffloadStep()
 
     def close(self, entries: Iterable[CachedSequence], timeout_s: float) -> None:

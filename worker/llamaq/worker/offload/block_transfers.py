@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import inf
 
 from llamaq.common.errors import EngineError
 from llamaq.common.protocol.job_outcome import CacheTier
@@ -111,6 +112,8 @@ class BlockTransfers:
         self._saves: deque[SaveTransfer] = deque()
         self._loads: deque[LoadTransfer] = deque()
         self._pacer = TransferPacer()
+        self._free_cells = inf
+        """Number of cells that no sequence holds, in this step."""
         self._results = OffloadStep()
 
     @property
@@ -168,7 +171,8 @@ class BlockTransfers:
         for load in [each for each in self._loads if each.run.seq_id == seq_id]:
             self._end_load(load)
 
-    def step(self, budget_s: float, prefill_token_s: float = 0.0) -> OffloadStep:
+    def step(self, budget_s: float, prefill_token_s: float = 0.0, free_cells: float = inf) -> OffloadStep:
+        self._free_cells = free_cells
         self._costs.prefill_token_s = prefill_token_s
         for block in self._files.drain_failed_blocks():
             self.store.mark_file_lost(block)
@@ -256,13 +260,17 @@ class BlockTransfers:
             data, tier, load.disk_read = load.disk_read.result(), CacheTier.DISK, None
             if data is not None:
                 self.store.store_in_host(block, data)
-        end = min(block.end, load.stored.n_tokens)
-        if data is None or not self._sequences.load(run.seq_id, self._n_loaded(run), end, data, block.start):
+        start, end = self._n_loaded(run), min(block.end, load.stored.n_tokens)
+        if data is not None and block.end - block.start > self._free_cells:
+            log.info("cache.no_room_to_load job=%s block=%r free_cells=%d", run.job.id, block, self._free_cells)
+            self._end_load(load)
+        elif data is None or not self._sequences.load(run.seq_id, start, end, data, block.start):
             log.warning("cache.load_failed job=%s block=%r", run.job.id, block)
             self._end_load(load)
             if data is None:
                 self.store.mark_file_lost(block)
         else:
+            self._free_cells -= end - start
             self._results.loaded.append(LoadedTokens(run, end, tier))
             if load.blocks:
                 self._start_disk_read(load)

@@ -17,5 +17,7 @@ def new_token(job: Job, sampled: SampledToken, time_s: float, *, is_first: bool 
         is_first: Whether it is the first token of this attempt.
     """
     token, logprobs, draw_probability = sampled
-    text = job.detokenizer.feed(token)
-    return NewToken(job, token, text, time_s, logprobs, draw_probability, job.detokenizer.tag_offset, is_first)
+    detokenizer = job.detokenizer
+    text = detokenizer.feed(token)
+    tag_offset, withheld = detokenizer.tag_offset, detokenizer.withheld
+    return NewToken(job, token, text, time_s, logprobs, draw_probability, tag_offset, is_first, withheld)

@@ -30,6 +30,8 @@
 --   generated             number of tokens stored so far
 --   generated_at_start    number of tokens that were stored when the newest attempt began
 --   token_times           when these tokens were generated: text of `TokenTimes`
+--   withheld              msgpack of an event `tokens` with the text that is withheld after these tokens: the beginning of a
+--                         character, or what may be a stop string; '': there is none
 --   cancel                1 after a client has called cancel
 --   alone_ms              time in ms since the epoch from which checks have found no subscriber of the waiting job
 --                         (abandoned.lua); absent: the last check has found one, or the job has no `cancel_on_disconnect`
@@ -269,9 +271,9 @@ local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 
 -- All fields of a job but `status`.
 local ALL_BUT_STATUS = {'request', 'returned', 'priority', 'entry', 'tenant', 'run_at_ms', 'waits_from_ms', 'retries_left',
   'retried', 'retry_error', 'attempt', 'worker', 'lease_ms', 'claimed_ms', 'move_factor', 'started_attempt', 'at_risk', 'model',
-  'generated', 'generated_at_start', 'token_times', 'cancel', 'alone_ms', 'ttl_ms', 'events_ttl_ms', 'deadline_ms',
-  'timeout_ms', 'slot_ms', 'queue_deadline_ms', 'idempotency', 'digest', 'submitted_ms', 'started_ms', 'finished_ms', 'crashes', 'deaths',
-  'finish_reason', 'stats', 'error', 'output', 'usage'}
+  'generated', 'generated_at_start', 'token_times', 'withheld', 'cancel', 'alone_ms', 'ttl_ms', 'events_ttl_ms',
+  'deadline_ms', 'timeout_ms', 'slot_ms', 'queue_deadline_ms', 'idempotency', 'digest', 'submitted_ms', 'started_ms',
+  'finished_ms', 'crashes', 'deaths', 'finish_reason', 'stats', 'error', 'output', 'usage'}
 
 -- The fields that `terminate` reads. It sets the others at the end of a job.
 local FIELDS_BEFORE_END = {'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'cancel', 'returned',
@@ -381,17 +383,24 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   end
 end
 
--- Ends a job that no worker runs, for the reason 'cancelled' or 'deadline'. Its stats are the tokens of earlier attempts
--- and the time that it waited for its first slot.
+-- Returns an array with the event of the text that is withheld after the stored tokens. It is empty if there is no such
+-- text, or if it belongs to other tokens: Redis has lost tokens, or an older worker has added some.
+local function withheld_events(withheld, n_stored)
+  local is_read, event = pcall(cmsgpack.unpack, withheld or '')
+  return is_read and type(event) == 'table' and event.offset == n_stored and {withheld} or {}
+end
+
+-- Ends a job that no worker runs, for the reason 'cancelled' or 'deadline'. Its output and its stats are the tokens of
+-- earlier attempts, with the text that was withheld, and the time that it waited for its first slot.
 local function end_without_worker(job, events, channel, stream, group, entry, reason)
-  local submitted_ms, waits_from_ms, started_ms, generated = unpack(redis.call('HMGET', job,
-    'submitted_ms', 'waits_from_ms', 'started_ms', 'generated'))
+  local submitted_ms, waits_from_ms, started_ms, generated, withheld = unpack(redis.call('HMGET', job,
+    'submitted_ms', 'waits_from_ms', 'started_ms', 'generated', 'withheld'))
   local waits_from, slot = tonumber(waits_from_ms or submitted_ms or ''), tonumber(started_ms or '') or now_ms()
-  local stats = {
-    queue_ms = waits_from and math.max(0, slot - waits_from) or 0, generated_tokens = whole_number(generated) or 0}
+  local n_stored = whole_number(generated) or 0
+  local stats = {queue_ms = waits_from and math.max(0, slot - waits_from) or 0, generated_tokens = n_stored}
   local terminal = cmsgpack.pack({type = 'finished', finish_reason = reason, stats = stats})
   terminate(job, events, channel, stream, group, entry, 'finished', terminal,
-    {'finish_reason', reason, 'stats', cmsgpack.pack(stats)})
+    {'finish_reason', reason, 'stats', cmsgpack.pack(stats)}, withheld_events(withheld, n_stored))
 end
 
 -- Ends a job whose cancel was accepted, instead of a requeue: if no other worker runs, nothing would end it. The keys of its

@@ -13,7 +13,7 @@
 -- ARGV[2]  worker    id of the worker
 -- ARGV[3]  lease_ms  how long the worker keeps a job without a renewal, in ms
 -- ARGV[4]  renew     '1': renew the leases; '0': do not
--- ARGV[5]  values    msgpack of an array with twelve values for each job. One argument is cheaper to send than many.
+-- ARGV[5]  values    msgpack of an array with 13 values for each job. One argument is cheaper to send than many.
 --     1  attempt       number of the worker's attempt
 --     2  entry         id of the job's entry
 --     3  channel       channel of the job's events
@@ -27,6 +27,7 @@
 --     11 token_times   the times of all tokens so far, for the metrics
 --     12 progress      array with the msgpack of each event `prompt_progress` since the last flush. They are published
 --                      before the tokens, and not stored
+--     13 withheld      msgpack of an event `tokens` with the text that is withheld after the new tokens; '': there is none
 --
 -- Returns an array with four values for each job:
 --     1  code       'ok'      the worker may continue
@@ -99,7 +100,7 @@ end
 
 -- Flushes one job. Returns the four values for the job, and the consumer of its entry.
 local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started,
-                     has_slot, slot_ms, token_times, progress)
+                     has_slot, slot_ms, token_times, progress, withheld)
   local status, newest, last_worker, started_attempt, generated, cancel = fields_if_hash(job,
     'status', 'attempt', 'worker', 'started_attempt', 'generated', 'cancel')
   if not is_open(status) or not is_newest_attempt(tonumber(newest), last_worker, attempt, worker) then
@@ -125,7 +126,7 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
       stored, refusal = 0, ''
     elseif refusal == '' then
       stored = stored + count
-      redis.call('HSET', job, 'generated', stored, 'slot_ms', slot_ms, 'token_times', token_times)
+      redis.call('HSET', job, 'generated', stored, 'slot_ms', slot_ms, 'token_times', token_times, 'withheld', withheld)
       if is_published then
         listeners = redis.call('PUBLISH', channel, payload)
       end
@@ -143,7 +144,7 @@ local reply, consumers = {}, {}
 for i = 0, #KEYS / 3 - 1 do
   local job, events, stream = unpack(KEYS, 3 * i + 1, 3 * i + 3)
   local code, stored, listeners, refusal, consumer = flush(
-    job, events, stream, unpack(values, 12 * i + 1, 12 * i + 12))
+    job, events, stream, unpack(values, 13 * i + 1, 13 * i + 13))
   if is_demoted(refusal) then
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
   end
@@ -154,7 +155,7 @@ end
 -- never refuses XCLAIM. If XCLAIM were the first write, Redis would store the events although it is full.
 if renew then
   for i = 0, #KEYS / 3 - 1 do
-    local code, stream, entry = reply[4 * i + 1], KEYS[3 * i + 3], values[12 * i + 2]
+    local code, stream, entry = reply[4 * i + 1], KEYS[3 * i + 3], values[13 * i + 2]
     local refusal = code ~= 'lost' and keep_lease(stream, consumers[i], entry) or ''
     if is_demoted(refusal) then
       return {err = 'READONLY ' .. refusal}
