@@ -200,6 +200,12 @@ def test_an_adapter_or_a_control_vector_may_have_a_scale(text: str, expected: li
     assert list(WorkerSettings.model_validate({"control_vector": text}).control_vector_scales) == expected
 
 
+@pytest.mark.parametrize("name", ["lora", "control_vector"])
+def test_a_scale_that_llama_cpp_cannot_store_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"the scale of a\.gguf is too large"):
+        WorkerSettings.model_validate({name: f"a.gguf:{'9' * 400}"})
+
+
 def test_the_layers_of_control_vectors_are_a_range() -> None:
     given = {"control_vector": "a.gguf", "control_vector_layer_range": "10, 24"}
     assert WorkerSettings.model_validate(given).control_vector_layer_range == (10, 24)

@@ -18,6 +18,7 @@ MAX_INT32 = 2**31 - 1
 """The largest number that llama.cpp can store. ctypes would pass on the lower 32 bits of a larger one."""
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS of llama.cpp."""
+MAX_FLOAT32 = 3.4e38
 Layer = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 SCALE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
 _CACHE_TYPES = ", ".join(f"`{name}`" for name in get_args(CacheType))
@@ -29,11 +30,17 @@ def split_commas(value: Any) -> Any:
 
 
 def _split_scale(value: str) -> tuple[str, float]:
-    """Return the name of the file in FILE or FILE:SCALE, and the scale."""
+    """Return the name of the file in FILE or FILE:SCALE, and the scale.
+
+    Raises:
+        ValueError: The scale is too large.
+    """
     name, _, end = value.rpartition(":")
-    if name and SCALE.fullmatch(end):
-        return name, float(end)
-    return value, 1.0
+    if not name or not SCALE.fullmatch(end):
+        return value, 1.0
+    if abs(scale := float(end)) > MAX_FLOAT32:
+        raise ValueError(f"the scale of {name} is too large")
+    return name, scale
 
 
 class ModelSettings(BaseModel):
@@ -135,6 +142,13 @@ class ModelSettings(BaseModel):
     _split_lists = field_validator(
         "lora", "control_vector", "control_vector_layer_range", "override_kv", mode="before"
     )(split_commas)
+
+    @field_validator("lora", "control_vector")
+    @classmethod
+    def _check_scales(cls, files: tuple[str, ...]) -> tuple[str, ...]:
+        for each in files:
+            _split_scale(each)
+        return files
 
     @field_validator("override_kv")
     @classmethod
