@@ -145,7 +145,7 @@ class ModelSettings(BaseModel):
 
     @field_validator("lora", "control_vector")
     @classmethod
-    def _check_scales(cls, files: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_file_scales(cls, files: tuple[str, ...]) -> tuple[str, ...]:
         for each in files:
             _split_scale(each)
         return files
