@@ -10,6 +10,7 @@ import pytest
 
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import pack
+from llamaq.worker.engine.load_options import ModelOptions
 from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, NullPrefixCache
 from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
@@ -36,7 +37,7 @@ def engine(n_ctx: int = 8192, *, kv_unified: bool = True) -> Any:
     """Return the parts of an engine that the factory reads."""
     sequences = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=8, kv_unified=kv_unified).sequences
     context = SimpleNamespace(n_ctx=n_ctx, n_seq_max=8, kv_unified=kv_unified, cells_per_sequence=n_ctx)
-    model = SimpleNamespace(metadata=lambda _: None, lora=(), is_purely_recurrent=False)
+    model = SimpleNamespace(metadata=lambda _: None, options=ModelOptions(), is_purely_recurrent=False)
     return SimpleNamespace(sequences=sequences, context=context, model=model)
 
 
