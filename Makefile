@@ -43,6 +43,7 @@ help: ## list the targets
 	echo "  PYTHON=...               the interpreter for .venv (now: $(PYTHON))"
 	echo "  BENCH_ARGS=...           for every benchmark, e.g. make bench-peers BENCH_ARGS='--model qwen3-0.6b --rounds 1'"
 	echo "  TESTS=... SERVER=...     for make conformance: some of the tests, e.g. TESTS=test_basic.py; SERVER=llama-server"
+	echo "                           TESTS also for make test-lowest, e.g. TESTS=tests/producer/rq"
 	echo "  SEED= SCALE= SOAK=...    for make soak: the random seed, the size and the scenarios (SOAK_ARGS=--help)"
 	echo "  TEST_PROCESSES=...       pytest processes of make test (now: $(TEST_PROCESSES)); PYTEST_ARGS='-k cluster' for pytest"
 	echo "  LLAMAQ_WHEEL_CACHE=...   where built wheels are kept (now: $(LLAMAQ_WHEEL_CACHE))"
@@ -77,13 +78,30 @@ test: lint ## ruff, import contracts, mypy and pytest
 test-quick: $(VENV)/dev.stamp ## the tests that start no process and load no model: half a minute
 	@$(BIN)/pytest $(PYTEST_PARALLEL) $(CORES) -q -m quick --hypothesis-profile=quick $(PYTEST_ARGS)
 
-# The suite tests the RQ that is installed. This target tests the oldest supported one, which it installs beside it.
-OLDEST_RQ := 2.12
-.PHONY: test-rq
-test-rq: $(VENV)/dev.stamp ## the tests of bulk runs and generations in RQ jobs, with RQ 2.12 and with the installed RQ
-	@$(BIN)/pip install --quiet --no-deps --upgrade --target build/rq-$(OLDEST_RQ) "rq==$(OLDEST_RQ).*"
-	PYTHONPATH=$(CURDIR)/build/rq-$(OLDEST_RQ) $(BIN)/pytest -q tests/producer/rq $(PYTEST_ARGS)
-	$(BIN)/pytest -q tests/producer/rq $(PYTEST_ARGS)
+# The suite tests the newest versions of the dependencies. This target tests the oldest ones, which are the lower bounds in
+# the three pyproject.toml. The oldest numpy has wheels for Python 3.11 and 3.12 only. Old versions use functions that
+# their newest dependencies deprecate, so these warnings are no errors here.
+LOWEST_DIR := build/lowest
+LOWEST_PYTHON ?= $(shell for name in python3.11 python3.12 $(PYTHON); do \
+	$$name -c 'import venv' 2>/dev/null && break; done; echo $$name)
+LOWEST_TESTS := tests --ignore=tests/repository --ignore=tests/lifecycle --ignore=tests/e2e/test_http_litellm.py
+
+.PHONY: test-lowest
+test-lowest: $(LOWEST_DIR)/installed.txt ## the tests with the oldest supported versions of all dependencies (8 minutes)
+	@export PYTHONWARNINGS=ignore::DeprecationWarning
+	$(LOWEST_DIR)/bin/pytest $(PYTEST_PARALLEL) $(TEST_PROCESSES) -q -W default::DeprecationWarning --hypothesis-profile=quick \
+	    $(or $(TESTS),$(LOWEST_TESTS)) $(PYTEST_ARGS)
+
+$(LOWEST_DIR)/installed.txt: pyproject.toml worker/pyproject.toml producer/pyproject.toml $(WHEEL) \
+		tools/llamaq/tools/lowest_versions.py | $(VENV)/dev.stamp
+	@echo "==> the oldest supported versions of all dependencies into $(LOWEST_DIR): one minute"
+	test -x $(LOWEST_DIR)/bin/python || $(LOWEST_PYTHON) -m venv $(LOWEST_DIR)
+	$(BIN)/python -m llamaq.tools.lowest_versions > $(LOWEST_DIR)/requirements.txt
+	$(LOWEST_DIR)/bin/pip install --quiet --no-deps --force-reinstall "$(WHEEL_DIR)"/*.whl
+	$(LOWEST_DIR)/bin/pip install --quiet -r $(LOWEST_DIR)/requirements.txt
+	$(LOWEST_DIR)/bin/pip install --quiet --no-deps --no-build-isolation -e . -e ./worker -e ./producer
+	$(LOWEST_DIR)/bin/pip check
+	touch $@
 
 # The modules that run in each tick, compiled to C: worker/pyproject.toml lists them. A checkout stays interpreted, because
 # Python prefers a compiled module to its source, also to a newer one. PYTHONPATH=build/compiled/python selects the

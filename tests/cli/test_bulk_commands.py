@@ -81,7 +81,7 @@ def test_rows_of_standard_input_are_stored_so_that_the_run_can_continue(
         assert sorted(tmp_path.iterdir()) == [source]
     (tmp_path / "out.jsonl.input.jsonl.new").write_text("a part that a killed process left")
     assert pipe(source.read_bytes()).exit_code == 0
-    assert [answer["id"] for answer in answers(target)] == [1, 2, 3]
+    assert sorted(answer["id"] for answer in answers(target)) == [1, 2, 3]
     assert stored.read_bytes() == source.read_bytes()
     again = json.loads(run("-", "-o", target, "--json", stdin=source.read_bytes()).stdout)
     assert again["rows_before"] == 3

@@ -200,6 +200,8 @@ def test_ctrl_c_during_the_imports_shows_no_traceback(monkeypatch: pytest.Monkey
 def test_an_unknown_option_is_refused_with_the_option_that_is_meant(option: str, hint: str) -> None:
     result = CliRunner().invoke(build_app("generate"), ["generate", "x", option, "1"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert f"No such option: {option}" in result.stderr
-    assert hint in result.stderr
-    assert "--help" not in result.stderr
+    _, _, message = result.stderr.partition("Error: ")
+    # typer before 0.26 takes the words of the installed click, which puts quotes around the option instead of a colon.
+    assert re.match(f"No such option(: {option}| '{option}')", message)
+    assert hint in message
+    assert "--help" not in message

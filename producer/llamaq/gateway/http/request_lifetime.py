@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -62,8 +61,10 @@ class RequestLifetime:
         except RequestRefused as exc:
             await error_response(exc, scope)(scope, receive, response)
             return
-        with suppress(RestMissing):
+        try:
             await _run_until_disconnect(self.app, scope, body, receive, response)
+        except* RestMissing:  # starlette 0.45 raises the exception of a streamed body in a group
+            pass
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         headers = Headers(scope=scope)
