@@ -38,6 +38,7 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
         "Options",
         "Redis and the queue",
         "Model and context",
+        "Threads",
         "GPUs and memory",
         "Positions beyond the context that the model was trained on",
         "Slots, batches and waiting jobs",
