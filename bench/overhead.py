@@ -8,7 +8,7 @@ runs several times.
 
 - `vs_bare`: tokens per second, divided by those of the bare loop directly before or after. The bare loop is greedy and
   has no sampler, so it is compared with all three kinds of jobs.
-- `vs_peer`: tokens per second, divided by those of llama-server with the same jobs directly before or after.
+- `vs_peer`: tokens per second, divided by those of llama-server with the same kind of jobs directly before or after.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ MAX_INT32 = 2**31 - 1
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS of llama.cpp."""
 MAX_FLOAT32 = 3.4e38
+"""About the largest number that llama.cpp can store as a scale."""
 Layer = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 SCALE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
 _CACHE_TYPES = ", ".join(f"`{name}`" for name in get_args(CacheType))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import Keys
-
-log = logging.getLogger(__name__)
+from llamaq.worker.broker.partition_searches import search_partitions
 
 EVERY_S = 0.5
 """Time between two searches for jobs that are due for a check. All workers of a queue search."""
@@ -48,18 +43,7 @@ class AbandonedJobs:
 
     async def run(self) -> None:
         """Check jobs until cancelled. A partition that does not answer delays no other partition."""
-        async with asyncio.TaskGroup() as tasks:
-            for partition in self._partitions:
-                tasks.create_task(self._run_partition(partition))
-
-    async def _run_partition(self, partition: int) -> None:
-        while True:
-            await asyncio.sleep(EVERY_S)
-            try:
-                while await self.check(partition) >= MAX_CHECKS:
-                    pass
-            except RedisError as exc:  # the other services of the worker log an outage
-                log.debug("abandoned_jobs.failed partition=%d error=%s", partition, exc)
+        await search_partitions(self._partitions, self.check, every_s=EVERY_S, full=MAX_CHECKS)
 
     async def check(self, partition: int) -> int:
         """Check the jobs of one partition that are due. Returns their number, at most `MAX_CHECKS`.

@@ -5,19 +5,15 @@ Jobs that were submitted for a later time also get their entries here when they 
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Callable
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from llamaq.common.protocol.end_expired_jobs import MAX_DUE, end_expired
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import Keys
-
-log = logging.getLogger(__name__)
+from llamaq.worker.broker.partition_searches import search_partitions
 
 EVERY_S = 0.25
 """Time between two searches. All workers of a queue search, so no search depends on a single worker."""
@@ -56,18 +52,7 @@ class DeadlineSweep:
 
     async def run(self) -> None:
         """Search until cancelled. A partition that does not answer delays no other partition."""
-        async with asyncio.TaskGroup() as tasks:
-            for partition in self._partitions:
-                tasks.create_task(self._run_partition(partition))
-
-    async def _run_partition(self, partition: int) -> None:
-        while True:
-            await asyncio.sleep(EVERY_S)
-            try:
-                while await self.handle_due(partition) >= MAX_DUE:
-                    pass
-            except RedisError as exc:  # the other services of the worker log an outage
-                log.debug("deadline_sweep.failed partition=%d error=%s", partition, exc)
+        await search_partitions(self._partitions, self.handle_due, every_s=EVERY_S, full=MAX_DUE)
 
     async def handle_due(self, partition: int) -> int:
         """End the expired jobs of one partition, and give due jobs their entries. Returns the larger of both numbers of

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import _ggml
 
 from llamaq.common.errors import EngineError, ModelError
+from llamaq.worker.engine.ggml_functions import declare
 from llamaq.worker.engine.scaled_file import ScaledFile
 
 _DIRECTION = re.compile(rb"direction\.([0-9]{1,9})")
@@ -48,7 +48,6 @@ class ControlVectors:
         self._layers = layers or (1, n_layers)
         self._sum = np.zeros((n_layers, n_embd), np.float32)
         """The direction of layer N in row N. Row 0 remains zero."""
-        self._is_empty = not vectors
         for vector in vectors:
             self._add(vector)
         if not np.isfinite(self._sum).all():
@@ -88,7 +87,7 @@ class ControlVectors:
         Raises:
             EngineError: llama.cpp cannot use them.
         """
-        if not self._is_empty:
+        if self._sum.any():
             self._set(context, self._sum)
 
     def check_effect(self, context: Any, compute: Callable[[], Vector]) -> None:
@@ -190,16 +189,16 @@ class _GgufInitParams(ctypes.Structure):
 
 def _declared_library() -> Any:
     """Return ggml's library, with the C types of the functions that read GGUF files."""
-    library, file, index = _ggml.libggml, ctypes.c_void_p, ctypes.c_int64
-    for function, argument_types, result_type in (
-        (library.gguf_init_from_file, [ctypes.c_char_p, _GgufInitParams], file),
-        (library.gguf_free, [file], None),
-        (library.gguf_get_n_tensors, [file], ctypes.c_int64),
-        (library.gguf_get_data_offset, [file], ctypes.c_size_t),
-        (library.gguf_get_tensor_name, [file, index], ctypes.c_char_p),
-        (library.gguf_get_tensor_type, [file, index], ctypes.c_int),
-        (library.gguf_get_tensor_offset, [file, index], ctypes.c_size_t),
-        (library.gguf_get_tensor_ne, [file, index], ctypes.POINTER(ctypes.c_int64)),
-    ):
-        function.argtypes, function.restype = argument_types, result_type
-    return library
+    file, index = ctypes.c_void_p, ctypes.c_int64
+    return declare(
+        {
+            "gguf_init_from_file": ([ctypes.c_char_p, _GgufInitParams], file),
+            "gguf_free": ([file], None),
+            "gguf_get_n_tensors": ([file], ctypes.c_int64),
+            "gguf_get_data_offset": ([file], ctypes.c_size_t),
+            "gguf_get_tensor_name": ([file, index], ctypes.c_char_p),
+            "gguf_get_tensor_type": ([file, index], ctypes.c_int),
+            "gguf_get_tensor_offset": ([file, index], ctypes.c_size_t),
+            "gguf_get_tensor_ne": ([file, index], ctypes.POINTER(ctypes.c_int64)),
+        }
+    )

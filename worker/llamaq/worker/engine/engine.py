@@ -23,7 +23,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.common.errors import EngineError, ErrorCode, JobRejected
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.finish_rules import NOT_NUMBERS
@@ -115,13 +115,7 @@ class Engine:
         Raises:
             EngineError: llama.cpp cannot compute it.
         """
-        batch = self.context.batch
-        batch.clear()
-        batch.add_decode_tokens([self.vocab.bos or 0], [0], [0])
-        status = self.context.decode()
-        if status != SUCCESS:
-            raise EngineError(f"llama.cpp cannot compute a first token (status {status}); see its log for the reason")
-        self.sequences.cut(0, 0)
+        self.context.compute_first_token(self.vocab.bos or 0)
 
     def _start_backend_samplers(self) -> BackendSamplers | None:
         """Let the device find the largest logits of each row. None: it cannot."""

@@ -214,22 +214,22 @@ class Context:
         return status
 
     def _first_logits(self) -> npt.NDArray[np.float32]:
-        self._compute_first_token()
+        self.compute_first_token(0)
         row: npt.NDArray[np.float32] = self.logits(1)[0]
         return row
 
     def _first_embedding(self) -> npt.NDArray[np.float32]:
-        self._compute_first_token()
+        self.compute_first_token(0)
         return self.token_embeddings(1) if self.pooling is Pooling.NONE else self.sequence_embedding(0)
 
-    def _compute_first_token(self) -> None:
-        """Compute a text of one token in an empty memory. The memory and the batch are empty afterwards.
+    def compute_first_token(self, token: int) -> None:
+        """Compute a text of one token while there is no sequence. There is none afterwards, and the batch is empty.
 
         Raises:
             EngineError: llama.cpp cannot compute it.
         """
         self.batch.clear()
-        self.batch.add_text([0], 0)
+        self.batch.add_text([token], 0)
         status = self.decode()
         self.batch.clear()
         self.clear()

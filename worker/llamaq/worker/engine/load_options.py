@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import llama_cpp
-from llama_cpp import _ggml
 
 from llamaq.common.errors import ModelError
 from llamaq.common.protocol.embedding_task import Pooling
+from llamaq.worker.engine.ggml_functions import declare
 from llamaq.worker.engine.scaled_file import ScaledFile
 from llamaq.worker.engine.thread_pool import ThreadOptions
 from llamaq.worker.metadata_override import MetadataOverride
@@ -290,16 +290,14 @@ def _tensor_overrides(overrides: tuple[str, ...]) -> ctypes.Array[_TensorOverrid
 
 def _buffer_types() -> dict[str, int]:
     """Return the address of each device's buffer type under its name in llama.cpp, such as `CPU` or `CUDA0`."""
-    library = _ggml.libggml
-    count, device, type_of, name_of = (
-        library.ggml_backend_dev_count,
-        library.ggml_backend_dev_get,
-        library.ggml_backend_dev_buffer_type,
-        library.ggml_backend_buft_name,
+    ggml = declare(
+        {
+            "ggml_backend_dev_count": ([], ctypes.c_size_t),
+            "ggml_backend_dev_get": ([ctypes.c_size_t], ctypes.c_void_p),
+            "ggml_backend_dev_buffer_type": ([ctypes.c_void_p], ctypes.c_void_p),
+            "ggml_backend_buft_name": ([ctypes.c_void_p], ctypes.c_char_p),
+        }
     )
-    count.restype, name_of.restype = ctypes.c_size_t, ctypes.c_char_p
-    device.argtypes, device.restype = [ctypes.c_size_t], ctypes.c_void_p
-    type_of.argtypes, type_of.restype = [ctypes.c_void_p], ctypes.c_void_p
-    name_of.argtypes = [ctypes.c_void_p]
-    types = [type_of(device(index)) for index in range(count())]
-    return {name_of(buffer).decode(): buffer for buffer in types if buffer}
+    devices = [ggml.ggml_backend_dev_get(index) for index in range(ggml.ggml_backend_dev_count())]
+    types = [ggml.ggml_backend_dev_buffer_type(device) for device in devices]
+    return {ggml.ggml_backend_buft_name(buffer).decode(): buffer for buffer in types if buffer}

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
-from llama_cpp import _ggml
 
 from llamaq.common.errors import EngineError
+from llamaq.worker.cpu_cores import usable_cpus
+from llamaq.worker.engine.ggml_functions import declare
 from llamaq.worker.thread_settings import DEFAULT_POLL, MAX_THREADS
 
 
@@ -35,6 +36,8 @@ class ThreadOptions:
 
 class ThreadPool:
     """The threads of one llama_context: a ggml_threadpool. The garbage collection of this object frees them.
+
+    Without OpenMP, the thread that makes the pool gets its CPUs and its priority, see `keeping_placement`.
 
     Args:
         options: The options.
@@ -62,15 +65,16 @@ class ThreadPool:
             params.cpumask[cpu] = True
         params.strict_cpu, params.prio, params.poll = options.is_strict, options.priority, options.poll
         self.n_threads = n_threads
-        with keeping_placement():  # without OpenMP, the thread that makes the pool takes the first place in it
-            self._pointer = library.ggml_threadpool_new(params)
+        self._pointer = library.ggml_threadpool_new(params)
         if not self._pointer:
             raise EngineError(f"llama.cpp cannot start {n_threads} threads")
         weakref.finalize(self, library.ggml_threadpool_free, self._pointer)
 
     def attach(self, context: Any) -> None:
         """Let a llama_context compute with these threads. The pool must live as long as the context."""
-        llama_cpp.llama_cpp._lib.llama_attach_threadpool(context, ctypes.c_void_p(self._pointer), None)
+        attach = llama_cpp.llama_cpp._lib.llama_attach_threadpool
+        attach.argtypes, attach.restype = [ctypes.c_void_p] * 3, None
+        attach(context, self._pointer, None)
 
     def place_this_thread(self) -> None:
         """Let the calling thread run on the CPUs and with the priority of the pool. It is the first of its threads."""
@@ -111,14 +115,14 @@ def keeping_placement() -> Iterator[None]:
 
 
 def _allowed(cpus: frozenset[int]) -> frozenset[int]:
-    """Return the CPUs that this process may use. Raises `EngineError` if there is none among several."""
+    """Return those of the CPUs that this process may use. Raises `EngineError` if there is none."""
     if not cpus or not hasattr(os, "sched_getaffinity"):
         return cpus
-    allowed = cpus & os.sched_getaffinity(0)
+    allowed = usable_cpus(cpus)
     if not allowed:
         raise EngineError(
             "--cpu-mask, --cpu-range (LLAMAQ_CPU_MASK, LLAMAQ_CPU_RANGE): this process may use none of these CPUs, but "
-            f"only {', '.join(map(str, sorted(os.sched_getaffinity(0))))}"
+            f"only {', '.join(map(str, sorted(usable_cpus())))}"
         )
     return allowed
 
@@ -168,13 +172,11 @@ class _ThreadPoolParams(ctypes.Structure):
 
 def _declared_library() -> Any:
     """Return ggml's library, with the C types of the functions for thread pools."""
-    library, params = _ggml.libggml, ctypes.POINTER(_ThreadPoolParams)
-    library.ggml_threadpool_params_init.argtypes, library.ggml_threadpool_params_init.restype = (
-        [params, ctypes.c_int],
-        None,
+    params, pool = ctypes.POINTER(_ThreadPoolParams), ctypes.c_void_p
+    return declare(
+        {
+            "ggml_threadpool_params_init": ([params, ctypes.c_int], None),
+            "ggml_threadpool_new": ([params], pool),
+            "ggml_threadpool_free": ([pool], None),
+        }
     )
-    library.ggml_threadpool_new.argtypes, library.ggml_threadpool_new.restype = [params], ctypes.c_void_p
-    library.ggml_threadpool_free.argtypes, library.ggml_threadpool_free.restype = [ctypes.c_void_p], None
-    attach = llama_cpp.llama_cpp._lib.llama_attach_threadpool
-    attach.argtypes, attach.restype = [ctypes.c_void_p] * 3, None
-    return library

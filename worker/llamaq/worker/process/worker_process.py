@@ -172,7 +172,7 @@ class WorkerProcess:
             card = self.card
             ready = (card.worker, card.queue, card.n_parallel, has_compiled_ticks())
             log.info("worker.ready id=%s queue=%s slots=%d compiled=%s", *ready)
-            self._ticks.commands.call(self._parts.place_engine_thread)
+            self._ticks.commands.put(self._parts.place_engine_thread)
             with self._watch(self._ticks.liveness), self._metrics, self._core_sharing():
                 self._ticks.run()
         except BaseException:
