@@ -154,8 +154,9 @@ types: $(VENV)/dev.stamp ## mypy, strict
 	@echo "==> mypy"
 	$(BIN)/mypy
 
-# The prefix cache is compared with llama-server, which the wheel of xllamacpp contains. That wheel has another llama.cpp,
-# so it is installed in a separate environment outside the checkout.
+# Workers are compared with llama-server, which the wheel of xllamacpp contains, and with the server of llama-cpp-python. That
+# needs packages that nothing else needs, and the wheel has another llama.cpp, so both are installed in a separate
+# environment outside the checkout.
 CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
 QUEUE_BENCHES := queue_latency queue_throughput
 PEER_BENCHES := overhead itl_under_prefill $(CACHE_BENCHES) bulk serve_overhead
@@ -166,7 +167,7 @@ PLOTTER := matplotlib==3.11.2
 RESULTS := bench/results
 LLAMAQ_PEER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/peers
 PEER_DIR := $(LLAMAQ_PEER_CACHE)/$(subst ==,-,$(PEER))
-PEER_STAMP := $(PEER_DIR)/$(subst ==,-,$(PLOTTER)).txt
+PEER_STAMP := $(PEER_DIR)/$(subst ==,-,$(PLOTTER))-$(LLAMA_BUILD).txt
 
 .PHONY: bench bench-quick bench-peers
 bench: $(VENV)/dev.stamp $(if $(COMPILED),compiled) ## every benchmark; each ends with one line of JSON
@@ -178,7 +179,7 @@ bench-quick: $(VENV)/dev.stamp ## the same as a smoke run
 
 bench-peers: $(VENV)/dev.stamp $(PEER_STAMP) $(if $(COMPILED),compiled) ## the benchmarks that compare with others; writes bench/results/
 	@$(SELECT_COMPILED)
-	export LLAMAQ_BENCH_PEER="$(PEER_DIR)/bin/python"
+	export LLAMAQ_BENCH_PEER="$(PEER_DIR)/bin/python" LLAMAQ_BENCH_PYTHON_SERVER="$(PEER_DIR)/bin/python"
 	mkdir -p $(RESULTS)
 	for name in $(PEER_BENCHES) $(QUEUE_BENCHES); do
 		echo "==> bench/$$name.py"
@@ -188,11 +189,12 @@ bench-peers: $(VENV)/dev.stamp $(PEER_STAMP) $(if $(COMPILED),compiled) ## the b
 	rm -f $(RESULTS)/*.tmp
 	"$$LLAMAQ_BENCH_PEER" bench/results_page.py $(RESULTS)
 
-$(PEER_STAMP):
-	@echo "==> $(PEER) into $(PEER_DIR)"
+$(PEER_STAMP): $(WHEEL)
+	@echo "==> $(PEER) and the server of llama-cpp-python into $(PEER_DIR)"
 	rm -rf "$(PEER_DIR)"
 	$(PYTHON) -m venv "$(PEER_DIR)"
-	"$(PEER_DIR)/bin/pip" install --quiet "$(PEER)" "$(PLOTTER)"
+	wheel=("$(WHEEL_DIR)"/*.whl)
+	"$(PEER_DIR)/bin/pip" install --quiet "$(PEER)" "$(PLOTTER)" "$${wheel[0]}[server]"
 	echo "$(PEER) $(PLOTTER)" > "$@"
 
 # SEED repeats a soak, SCALE=0.1 runs a tenth of it, and SOAK names scenarios, as in SOAK="kills takeover".

@@ -57,7 +57,7 @@ class BareLoop:
         self._wants_logits = _view(self._batch.logits, self._capacity)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
-        self._end_tokens = [token for token in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, token)]
+        self.end_tokens = [token for token in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> BareRun:
         """Generate `n_tokens` tokens after each prompt, greedily. End tokens are ignored. Prompts are not chunked."""
@@ -124,7 +124,7 @@ class BareLoop:
             raise RuntimeError(f"llama_decode returned {status}")
         shape = (n_rows or n_tokens, self.n_vocab)
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=shape)
-        logits[:, self._end_tokens] = -np.inf
+        logits[:, self.end_tokens] = -np.inf
         best: npt.NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)
         return best
 

@@ -75,11 +75,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median of each figure over the rounds. All rounds have the same figures."""
+    """Return the median of each figure over the rounds that have it."""
     merged: dict[str, Any] = {}
-    for name, first in rounds[0].items():
-        values = [figures[name] for figures in rounds]
-        if isinstance(first, dict):
+    for name in dict.fromkeys(name for figures in rounds for name in figures):
+        values = [figures[name] for figures in rounds if name in figures]
+        if isinstance(values[0], dict):
             merged[name] = median_of(values)
         else:
             merged[name] = round(statistics.median(values), 4)

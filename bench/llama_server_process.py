@@ -10,26 +10,22 @@ import json
 import os
 import re
 import select
-import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from harness import START_TIMEOUT_S
 from llamaq.common.errors import LlamaqError
 from llamaq.worker.settings import WorkerSettings
+from server_process import HOST, ServerProcess, free_port, start_process
 
 PEER_VARIABLE = "LLAMAQ_BENCH_PEER"
 """Environment variable with the path of a program `llama-server`, or of a python that has xllamacpp. `make bench-peers`
 installs such a python and sets the variable."""
 PROGRAM = "llama-server"
-HOST = "127.0.0.1"
-STOP_TIMEOUT_S = 10.0
 N_HTTP_THREADS = 64
 """One thread for each request, so that no request waits for another."""
 
@@ -51,16 +47,13 @@ def run_llama_server(peer: str, settings: WorkerSettings) -> Iterator[Started]:
 
 @contextmanager
 def _run_program(program: str, settings: WorkerSettings, slot_folder: str) -> Iterator[Started]:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    options = _program_options(settings)
+    port, options = free_port(), _program_options(settings)
     settings_of_run = {"model": settings.model, "slot-save-path": slot_folder, "host": HOST, "port": port}
     command = [program, "--kv-unified"]
     for name, value in {**settings_of_run, **options}.items():
         command += [f"--{name}", str(value)]
-    with _running(command, stdin=subprocess.DEVNULL) as (process, log):
-        _await_health(process, port, log)
+    with _running(command, stdin=subprocess.DEVNULL) as server:
+        server.await_answer(port, "/health")
         yield f"http://{HOST}:{port}", {PROGRAM: _version(program), "kv-unified": True} | options
 
 
@@ -79,19 +72,6 @@ def _program_options(settings: WorkerSettings) -> dict[str, Any]:
     }
 
 
-def _await_health(process: subprocess.Popen[bytes], port: int, log: BinaryIO) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        connection = HTTPConnection(HOST, port, timeout=START_TIMEOUT_S)
-        with suppress(OSError, HTTPException):
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        connection.close()
-        time.sleep(0.1)
-    raise _no_start(log)
-
-
 def _version(program: str) -> str:
     done = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace", check=False)
     found = re.search(r"version: *(.+)", done.stdout + done.stderr)
@@ -102,8 +82,8 @@ def _version(program: str) -> str:
 def _run_wheel(python: str, settings: WorkerSettings, slot_folder: str) -> Iterator[Started]:
     params = _wheel_params(settings, slot_folder)
     main = str(Path(__file__).with_name("llama_server_main.py"))
-    with _running([python, main], stdin=subprocess.PIPE) as (process, log):
-        ready = _await_address(process, params, log)
+    with _running([python, main], stdin=subprocess.PIPE) as server:
+        ready = _await_address(server, params)
         hidden = ("model.path", "slot_save_path", "verbosity")
         described = {"xllamacpp": ready["version"]} | {key: one for key, one in params.items() if key not in hidden}
         yield ready["address"], described
@@ -135,8 +115,9 @@ def _wheel_params(settings: WorkerSettings, slot_folder: str) -> dict[str, Any]:
     }
 
 
-def _await_address(process: subprocess.Popen[bytes], params: dict[str, Any], log: BinaryIO) -> dict[str, str]:
+def _await_address(server: ServerProcess, params: dict[str, Any]) -> dict[str, str]:
     """Send the parameters, and return the address and the version."""
+    process = server.process
     if process.stdin is None or process.stdout is None:
         raise RuntimeError("llama-server was started without pipes")
     process.stdin.write(json.dumps(params).encode() + b"\n")
@@ -144,45 +125,16 @@ def _await_address(process: subprocess.Popen[bytes], params: dict[str, Any], log
     readable, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
     line = process.stdout.readline() if readable else b""
     if not line:
-        raise _no_start(log)
+        raise server.start_error()
     ready: dict[str, str] = json.loads(line)
     return ready
 
 
 @contextmanager
-def _running(command: list[str], stdin: int) -> Iterator[tuple[subprocess.Popen[bytes], BinaryIO]]:
-    """Run a command, with its standard error in a file, and stop it at the end of the context."""
-    with tempfile.TemporaryFile() as log:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=subprocess.PIPE if stdin == subprocess.PIPE else log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C reaches only the benchmark, which stops the server
-            )
-        except OSError as exc:
-            raise LlamaqError(f"{PEER_VARIABLE} names neither llama-server nor a python: {exc}") from exc
-        try:
-            yield process, log
-        finally:
-            _stop(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        process.stdin.close()  # ends the server of the wheel
-    else:
-        process.terminate()
+def _running(command: list[str], stdin: int) -> Iterator[ServerProcess]:
     try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _no_start(log: BinaryIO) -> LlamaqError:
-    log.seek(0)
-    return LlamaqError(f"llama-server did not start: {log.read().decode(errors='replace')[-2000:]}")
+        started = start_process(PROGRAM, command, stdin)
+    except OSError as exc:
+        raise LlamaqError(f"{PEER_VARIABLE} names neither llama-server nor a python: {exc}") from exc
+    with started as server:
+        yield server

@@ -36,7 +36,7 @@ from systems import check_target, range_of
 from workload import follow, greedy, sampled
 
 OFF, ON = "off", "ngram"
-TIMES = {1: 4}
+TIMES = {1: 8, 8: 3}
 """How often a number of jobs runs in each round, if more than once."""
 EDIT_EVERY = 24
 PASSAGE, N_BETWEEN = (8, 32), 3

@@ -23,7 +23,7 @@ TIMEOUT_S = 100
 def run_quickly(name: str) -> dict[str, Any]:
     """Run `bench/<name>.py --quick`, and return the figures of the JSON in its last line."""
     script = [str(ROOT / "bench" / f"{name}.py"), "--quick"]
-    alone = {name: value for name, value in os.environ.items() if name != "LLAMAQ_BENCH_PEER"}
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_BENCH_")}
     done = run_script(script, cwd=ROOT, variables=alone, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
