@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.e2e.conftest import ServedQueue
-from tests.support.http_clients import http_client
+from tests.support.http_clients import http_client, openai_client
 from tests.support.lora_files import write_lora, write_merged
 from tests.support.workers import only_worker
 
@@ -134,3 +136,62 @@ async def test_the_http_server_takes_the_scales_of_llama_server(mixed: ServedQue
     assert other.json()["generation_settings"]["lora"] == [{"id": 0, "scale": 2}, {"id": 1, "scale": 0}]
     assert wrong.status_code == 400
     assert "lora: a list of adapters is required" in wrong.text
+
+
+async def test_an_adapter_is_a_model_of_the_http_server(mixed: ServedQueue) -> None:
+    expected = []
+    async with AsyncClient(mixed.url, mixed.queue) as client:
+        for scales in (None, {"style.gguf": 1}, {"terms.gguf": 1}, {"style.gguf": 2}):
+            result = await client.generate_tokens(PROMPTS[0], max_tokens=12, temperature=0, lora=scales)
+            expected.append(result.text)
+    assert len({*expected}) == 3  # the worker's own scales are those of `style` alone
+    body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+    async with http_client(mixed) as http:
+        listed = (await http.get("/v1/models")).json()["data"]
+        shown = (await http.get("/v1/models/terms")).json()
+        unknown = await http.post("/v1/completions", json={**body, "model": "poems"})
+        answers = [
+            (await http.post("/v1/completions", json={**body, "model": model, **more})).json()
+            for model, more in (
+                (mixed.queue, {}),
+                ("style", {}),
+                ("terms.gguf", {}),
+                ("terms", {"lora": [{"id": 0, "scale": 2}]}),
+            )
+        ]
+        native = (await http.post("/completion", json={**body, "model": "terms"})).json()
+    assert [answer["choices"][0]["text"] for answer in answers] == expected
+    assert [answer["model"] for answer in answers] == [mixed.queue, "style", "terms.gguf", "terms"]
+    assert native["content"] == expected[2]
+    assert native["generation_settings"]["lora"] == [{"id": 0, "scale": 0}, {"id": 1, "scale": 1}]
+    by_id = {each["id"]: each for each in listed}
+    assert by_id["terms"] == shown
+    assert (by_id["style"]["parent"], by_id[mixed.queue]["parent"]) == (mixed.queue, None)
+    assert unknown.status_code == 404
+
+
+async def test_a_batch_is_computed_with_the_adapter_that_its_lines_name(mixed: ServedQueue) -> None:
+    body = {"model": "terms", "prompt": PROMPTS[1], "max_tokens": 12, "temperature": 0}
+    lines = [body, {**body, "lora": {"style.gguf": 2}}]
+    rows = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": line}
+        for number, line in enumerate(lines)
+    ]
+    async with AsyncClient(mixed.url, mixed.queue) as client:
+        options = ({"terms.gguf": 1}, {"style.gguf": 2})
+        results = [
+            await client.generate_tokens(PROMPTS[1], max_tokens=12, temperature=0, lora=scales) for scales in options
+        ]
+    async with openai_client(mixed) as api:
+        file = await api.files.create(
+            file=("in.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode()), purpose="batch"
+        )
+        batch = await api.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        while batch.status not in ("completed", "failed"):
+            await asyncio.sleep(0.05)
+            batch = await api.batches.retrieve(batch.id)
+        assert (batch.status, batch.model) == ("completed", "terms")
+        assert batch.output_file_id is not None
+        answers = [json.loads(line) for line in (await api.files.content(batch.output_file_id)).text.splitlines()]
+    texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in answers}
+    assert texts == {str(number): result.text for number, result in enumerate(results)}

@@ -14,7 +14,8 @@ from tests.gateway.test_disconnects import until
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.gateway import queue_directory
 from llamaq.gateway.generation import Generation
-from llamaq.gateway.queue_directory import QueueDirectory, Served
+from llamaq.gateway.model_names import Served
+from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
 from llamaq.producer.testing import FakeWorker
 
@@ -161,7 +162,7 @@ async def store_partitions(directory: QueueDirectory, queue: str, partitions: in
 
 
 async def found_partitions(directory: QueueDirectory, queue: str) -> int:
-    return (await directory.find(queue, waits=True)).settings.partitions
+    return (await directory.client(queue, waits=True)).settings.partitions
 
 
 async def test_a_client_that_was_created_before_the_first_worker_gets_its_number_of_partitions(
@@ -171,7 +172,7 @@ async def test_a_client_that_was_created_before_the_first_worker_gets_its_number
     monkeypatch.setattr(queue_directory, "FRESH_S", 3600.0)
     async with directory_of(redis_url, queue) as directory:
         assert await found_partitions(directory, queue) == 1
-        assert await directory.find(queue, waits=True) is await directory.find(queue, waits=True)
+        assert await directory.client(queue, waits=True) is await directory.client(queue, waits=True)
         await store_partitions(directory, queue, 4)
         assert await found_partitions(directory, queue) == 4
 
@@ -194,13 +195,13 @@ async def test_a_submit_with_a_wrong_number_of_partitions_is_repeated_with_a_new
     monkeypatch.setattr(queue_directory, "FRESH_S", 3600.0)
     async with directory_of(redis_url, queue) as directory:
         await store_partitions(directory, queue, 1)
-        stale = await directory.find(queue, waits=True)
+        stale = await directory.client(queue, waits=True)
         await store_partitions(directory, queue, 4)
         jobs = [{"prompt": "x"}, {"prompt": "y"}]
         generation = Generation(stale, jobs, renew_client=directory.renewed)
         await generation.start()
         assert generation.client.settings.partitions == 4
-        assert generation.client is await directory.find(queue, waits=True)
+        assert generation.client is await directory.client(queue, waits=True)
         assert (await directory.depth(queue)).waiting == 2
         await generation.aclose()
         assert await directory.renewed(stale) is generation.client, "a replaced client has one successor"

@@ -22,7 +22,7 @@ class Pieces:
         self._pieces = pieces
         self.n_questions = 0
 
-    async def find(self, queue: str) -> str:
+    async def client(self, queue: str) -> str:
         return queue
 
     async def of(self, client: str, tokens: set[int]) -> dict[int, bytes]:

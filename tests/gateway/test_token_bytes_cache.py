@@ -23,7 +23,7 @@ async def test_bytes_are_kept_only_for_a_known_vocabulary(
     monkeypatch.setattr(text_commands, "ask", ask)
     queues = QueueDirectory(serve_settings(redis_url=redis_url, queue=queue))
     try:
-        pieces, client = TokenBytesCache(queues), await queues.find(None)
+        pieces, client = TokenBytesCache(queues), await queues.client(queue)
         # A worker that has started less than a moment ago answers, although the last list of workers does not have it.
         assert await pieces.of(client, {1}) == {1: b"a"}
         assert await pieces.of(client, {1}) == {1: b"b"}

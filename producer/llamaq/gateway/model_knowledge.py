@@ -41,7 +41,7 @@ class ModelKnowledge:
             return 0
         with suppress(LlamaqError, RedisError, TimeoutError):
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                client = await self.queues.find(JobId.parse(results[0].job_id).queue)
+                client = await self.queues.client(JobId.parse(results[0].job_id).queue)
                 pieces = await self.pieces.of(client, {token for result, _ in found for token in result.tokens})
             return sum(
                 start <= place < end

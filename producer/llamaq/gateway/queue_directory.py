@@ -12,11 +12,12 @@ from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks, drop_error
 from llamaq.common.errors import LlamaqError, NoWorker
-from llamaq.common.protocol.queue_and_worker_state import QueueDepth, Worker, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import QueueDepth, WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.settings import ClientSettings
 from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.model_names import NamedModel, Served, find_named
 from llamaq.gateway.settings import ServeSettings
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries.damaged_queues import DamagedQueues
@@ -31,8 +32,6 @@ USED_S = 60.0
 """The workers are read in the background until no request has come for this time."""
 FORGOTTEN_S = 7 * 24 * 3600.0
 """A queue is forgotten when no worker has sent a heartbeat for this time."""
-
-Served = dict[str, tuple[Worker, ...]]
 
 
 class QueueDirectory:
@@ -124,33 +123,40 @@ class QueueDirectory:
         self._served = {name: workers or () for name, workers in zip(names, found, strict=True)}
         self._read_s = time.monotonic()
 
-    async def find(self, model: str | None, *, is_stored: bool = False, waits: bool = False) -> AsyncClient:
-        """Return the client of the queue that a request means.
-
-        Args:
-            model: The `model` of the request: the name of a queue, or of the model that its workers serve. None: the
-                request has none, so it means the server's own queue.
-            is_stored: Whether the results of the jobs of this client are stored for `response_ttl_s`.
-            waits: Whether the caller waits for a worker, although requests do not.
+    async def find(self, model: str | None) -> NamedModel:
+        """Return what the `model` of a request names. None: the request has none.
 
         Raises:
-            RequestRefused: There is no such queue: 404.
-            NoWorker: The queue has no live worker, and requests do not wait for one.
+            RequestRefused: It names nothing: 404.
         """
-        queue = queue_of(model, self.settings.queue, await self.served())
-        if queue is None:
-            # A worker may have started since the last read.
-            queue = queue_of(model, self.settings.queue, await self.served(is_fresh=True))
-        if queue is None and self.settings.accept_any_model:
-            queue = self.settings.queue
-        if queue is None:
+        default = self.settings.queue
+        # A worker may have started since the last read.
+        named = find_named(model, default, await self.served()) or find_named(
+            model, default, await self.served(is_fresh=True)
+        )
+        if named is None and self.settings.accept_any_model:
+            named = NamedModel(default)
+        if named is None:
             raise RequestRefused(
                 HTTPStatus.NOT_FOUND,
                 f"model: there is no model {str(model)[:100]!r}; GET /v1/models lists the models",
                 code="model_not_found",
                 param="model",
             )
-        if not self._served.get(queue) and not self.settings.wait_for_worker and not waits:
+        return named
+
+    async def client(self, queue: str, *, is_stored: bool = False, waits: bool = False) -> AsyncClient:
+        """Return the client of a queue.
+
+        Args:
+            queue: The queue.
+            is_stored: Whether the results of the jobs of this client are stored for `response_ttl_s`.
+            waits: Whether the caller waits for a worker, although requests do not.
+
+        Raises:
+            NoWorker: The queue has no live worker, and requests do not wait for one.
+        """
+        if not (await self.served()).get(queue) and not self.settings.wait_for_worker and not waits:
             raise NoWorker(queue)
         return await self._client(queue, is_stored=is_stored)
 
@@ -223,17 +229,3 @@ class QueueDirectory:
         own |= {"queue": queue, "partitions": partitions, "require_worker": not self.settings.wait_for_worker}
         own |= changed
         return AsyncClient(self.settings.redis_url, **own)
-
-
-def queue_of(model: str | None, default: str, served: Served) -> str | None:
-    """Return the queue that a request means by its `model`. None: there is no such queue.
-
-    The name of a queue takes precedence over the name of a model. If several queues have the same model, the first of
-    them by name is used.
-    """
-    if model is None or model == default:
-        return default
-    if model in served:
-        return model
-    having = (queue for queue, workers in served.items() if any(worker.card.model == model for worker in workers))
-    return next(having, None)

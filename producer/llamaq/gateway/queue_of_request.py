@@ -1,10 +1,13 @@
-"""Chooses the queue of a request, which its API key must allow, and adds the job options of the key and the headers."""
+"""Chooses the queue of a request, which its API key must allow, and adds job options to those of the body: of the model
+that the body names, of the API key, and of the headers.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -16,7 +19,7 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.keys.key_record import KeyRecord
-from llamaq.gateway.queue_directory import queue_of
+from llamaq.gateway.model_names import NamedModel, find_named
 from llamaq.producer import AsyncClient
 from llamaq.producer.submission import current_traceparent
 
@@ -39,66 +42,91 @@ def owner_of(request: Request) -> str | None:
     return None if key is None else key.name
 
 
-async def queue_for(request: Request, model: str | None, *, is_stored: bool = False) -> AsyncClient:
-    """Return the client of the queue that a request means by its `model`.
+@dataclass(frozen=True, slots=True)
+class ChosenModel:
+    """The model that a request names, and that its API key allows."""
+
+    client: AsyncClient
+    """The client of the queue."""
+    job_options: Mapping[str, Any]
+    """The options of the jobs of the request, unless its body sets them."""
+
+
+async def model_for(request: Request, model: str | None, *, is_stored: bool = False) -> ChosenModel:
+    """Return what a request names by its `model`.
 
     Args:
         request: The request.
         model: The `model` of the request. None: it has none.
-        is_stored: Whether the results of the jobs of this client are stored for `response_ttl_s`.
+        is_stored: Whether the results of the jobs of the client are stored for `response_ttl_s`.
 
     Raises:
-        RequestRefused: There is no such queue, or the API key of the request does not allow it.
+        RequestRefused: There is no such model, or the API key of the request does not allow its queue.
         NoWorker: The queue has no live worker, and requests do not wait for one.
     """
-    client = await context_of(request).queues.find(model, is_stored=is_stored)
-    key = api_key_of(request)
-    if key is not None and not key.allows(client.queue):
+    queues = context_of(request).queues
+    named = await _allowed(request, model)
+    return ChosenModel(await queues.client(named.queue, is_stored=is_stored), named.job_options)
+
+
+async def queue_for(request: Request, model: str | None) -> AsyncClient:
+    """Return the client of the queue that a request means by its `model`.
+
+    Raises:
+        RequestRefused: As in `model_for`.
+        NoWorker: As in `model_for`.
+    """
+    return (await model_for(request, model)).client
+
+
+async def _allowed(request: Request, model: str | None) -> NamedModel:
+    named, key = await context_of(request).queues.find(model), api_key_of(request)
+    if key is not None and not key.allows(named.queue):
         raise RequestRefused(
             HTTPStatus.FORBIDDEN,
-            f"model: the API key {key.name!r} does not allow the queue {client.queue!r}",
+            f"model: the API key {key.name!r} does not allow the queue {named.queue!r}",
             code="queue_not_allowed",
             param="model",
         )
-    return client
+    return named
 
 
-async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> AsyncClient:
-    """Return the client of the queue that a request means by its `model`, for jobs of a kind.
+async def model_of_kind(request: Request, model: str | None, kind: JobKind) -> ChosenModel:
+    """Return what a request names by its `model`, for embeddings or rankings, which have no options for adapters.
 
     A request that names no queue uses the default queue, or if that queue is of another kind, the first queue of this
     kind that its API key allows.
 
     Raises:
-        RequestRefused: As in `queue_for`.
-        NoWorker: As in `queue_for`.
+        RequestRefused: As in `model_for`.
+        NoWorker: As in `model_for`.
     """
     queues, key = context_of(request).queues, api_key_of(request)
-    client, served = await queues.find(model), await queues.served()
-    if model is None or not queue_of(model, "", served):  # if a named queue is of another kind, the submit says so
+    named, served = await queues.find(model), await queues.served()
+    if model is None or not find_named(model, "", served):  # if a named queue is of another kind, the submit says so
         allowed = [queue for queue in served if key is None or key.allows(queue)]
         fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in served[queue])]
-        if fitting and client.queue not in fitting:
+        if fitting and named.queue not in fitting:
             model = fitting[0]
-    return await queue_for(request, model)
+    return ChosenModel(await queue_for(request, model), {})
 
 
 def generation_for(
     request: Request,
-    client: AsyncClient,
+    model: ChosenModel,
     jobs: Sequence[dict[str, Any]],
     *,
     is_kept: bool = False,
     is_background: bool = False,
 ) -> Generation:
-    """Return the jobs of a request, with the options that its API key and its headers set.
+    """Return the jobs of a request, with the options that its model, its API key and its headers set.
 
     With the header `Idempotency-Key`, a repeated request finds its jobs again. The jobs belong to the span of the
     header `traceparent`, unless the server itself creates spans.
 
     Args:
         request: The request.
-        client: The client of the queue.
+        model: The model that the request names.
         jobs: The arguments of `submit` for each job.
         is_kept: Whether the jobs continue without their client, once it has their ids.
         is_background: Whether the client need not wait for the answer. Only such jobs may have a delay.
@@ -109,10 +137,11 @@ def generation_for(
     if not is_background:
         _refuse_delays(jobs)
     key, trace = api_key_of(request), _trace_of(request)
-    allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
+    full = [{**model.job_options, **trace, **job} for job in jobs]
+    allowed = full if key is None else [key.job_options(job) for job in full]
     context = context_of(request)
     return Generation(
-        client,
+        model.client,
         allowed,
         idempotency_key_of(request),
         is_kept=is_kept,

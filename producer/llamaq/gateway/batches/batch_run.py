@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +23,7 @@ from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import read_blocks
 from llamaq.gateway.http.errors import RequestRefused, code_of, message_of
 from llamaq.gateway.model_knowledge import ModelKnowledge
+from llamaq.gateway.model_names import NamedModel
 from llamaq.gateway.responses.record import ResponseStore
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkState
@@ -131,7 +131,7 @@ class BatchRun:
             await self._check()
         if self._batch.status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED
-        client = await self._client(self._batch.fields["queue"])
+        client = await self._queues.client(self._batch.fields["queue"], waits=True)
         rows = await RedisRowStore.open(self._store, self._batch, self._runner)
         parameters = self._parameters()
         decide = None if self._key is None else self._key.job_options
@@ -153,16 +153,17 @@ class BatchRun:
         found = await check_input(blocks, self._request.endpoint, max_line_bytes)
         if found.errors:
             raise BatchFailed(*found.errors)
-        client = await self._client(found.model or self._request.queue)
-        check_kind(await self._queues.card(client.queue), self._request.endpoint)
+        named = await self._find(found.model or self._request.queue)
+        check_kind(await self._queues.card(named.queue), self._request.endpoint)
         await self._store.advance(
             self._request,
             self._runner,
             BatchStatus.IN_PROGRESS,
             total=found.n_lines,
             last_line=found.last_line,
-            queue=client.queue,
-            model=found.model or client.queue,
+            queue=named.queue,
+            model=found.model or named.queue,
+            job_options=json.dumps(named.job_options),
         )
         self._batch = await self._reread()
 
@@ -172,25 +173,26 @@ class BatchRun:
             raise LeaseLost(self._request.id)
         return batch
 
-    async def _client(self, model: str) -> AsyncClient:
-        """Return the client of the queue of a model.
+    async def _find(self, model: str) -> NamedModel:
+        """Return what the lines name by their `model`.
 
         Raises:
-            BatchFailed: There is no such queue, or the API key does not allow it.
+            BatchFailed: There is no such model, or the API key does not allow its queue.
         """
         try:
-            client = await self._queues.find(model, waits=True)
+            named = await self._queues.find(model)
         except RequestRefused as exc:
             raise failure(code_of(exc) or "invalid_request", message_of(exc)) from exc
-        if self._key is not None and not self._key.allows(client.queue):
+        if self._key is not None and not self._key.allows(named.queue):
             raise failure(
-                "queue_not_allowed", f"model: the API key {self._key.name!r} does not allow the queue {client.queue!r}"
+                "queue_not_allowed", f"model: the API key {self._key.name!r} does not allow the queue {named.queue!r}"
             )
-        return client
+        return named
 
     def _line_requests(self, client: AsyncClient) -> LineRequests:
         responses = ResponseStore(self._store.redis, self._store.keys, self._queues.settings.response_ttl_s)
-        return LineRequests(self._request.endpoint, self._models, client, responses, self._request.owner)
+        job_options = json.loads(self._batch.fields.get("job_options", "{}"))  # older servers stored none
+        return LineRequests(self._request.endpoint, self._models, client, responses, self._request.owner, job_options)
 
     def _parameters(self) -> RunParameters:
         """Return the parameters of the run. The limits of an API key also apply to its batches."""
@@ -211,9 +213,8 @@ class BatchRun:
         last_line = self._batch.number("last_line")
         if not last_line:  # nothing was submitted
             return
-        with suppress(BatchFailed):  # no worker has served the queue for days
-            client = await self._client(self._batch.fields["queue"])
-            await cancel_rows_in_flight(client, self._run_id, last_line)
+        client = await self._queues.client(self._batch.fields["queue"], waits=True)
+        await cancel_rows_in_flight(client, self._run_id, last_line)
 
     async def _end(self, status: BatchStatus, **fields: str) -> None:
         """Show the files of the batch, and set its last status. Each step may be repeated by another server."""

@@ -54,6 +54,7 @@ class LineRequests:
         client: AsyncClient,
         responses: ResponseStore,
         owner: str | None,
+        job_options: Mapping[str, Any],
     ) -> None:
         """Prepare to read.
 
@@ -63,12 +64,14 @@ class LineRequests:
             client: The client of the queue.
             responses: The stored responses, which a line may continue.
             owner: Name of the API key of the batch. None: the server requires none.
+            job_options: The options that the model of the batch sets. Those of a line take precedence.
         """
         self._endpoint = endpoint
         self._models = models
         self._client = client
         self._responses = responses
         self._owner = owner
+        self._job_options = job_options
 
     def __repr__(self) -> str:
         return f"<LineRequests {self._endpoint} queue={self._client.queue}>"
@@ -90,7 +93,8 @@ class LineRequests:
         except (InvalidRequest, RequestRefused) as exc:
             row.error = exc
             return row
-        row.jobs, row.n_choices, row.body_of = asked.jobs, asked.n_choices, asked.answer
+        row.jobs = [{**self._job_options, **job} for job in asked.jobs]
+        row.n_choices, row.body_of = asked.n_choices, asked.answer
         return row
 
     async def _prepare(self, record: object) -> PreparedRequest:

@@ -65,7 +65,7 @@ class AnswerReader:
             return [(text, [])]
         if not logprobs:
             tokens = ()
-        client = await self._models.queues.find(self._queue)
+        client = await self._models.queues.client(self._queue)
         pieces = await self._models.pieces.of(client, tokens_of(tokens, logprobs))
         return list(self._cuts.feed(text, tokens, logprobs, pieces))
 

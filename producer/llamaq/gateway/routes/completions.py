@@ -21,7 +21,7 @@ from llamaq.gateway.native_format import final_object
 from llamaq.gateway.prepared.completion import FINGERPRINT, PreparedCompletion
 from llamaq.gateway.progress_fields import ProgressOptions
 from llamaq.gateway.prompt_too_long_error import chat_of, explaining_long_prompts
-from llamaq.gateway.queue_of_request import generation_for, queue_for
+from llamaq.gateway.queue_of_request import generation_for, model_for
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_flag, read_model
@@ -43,10 +43,10 @@ async def complete(request: Request) -> Response:
 async def _generate(request: Request, endpoint: Endpoint) -> Response:
     context = context_of(request)
     fields = await read_object(request)
-    client = await queue_for(request, read_model(fields), is_stored=read_flag(fields, "store"))
-    asked = await PreparedCompletion.read(context.models, client, endpoint, fields)
+    model = await model_for(request, read_model(fields), is_stored=read_flag(fields, "store"))
+    asked = await PreparedCompletion.read(context.models, model.client, endpoint, fields)
     is_kept = asked.body.is_stored and asked.body.is_streamed
-    generation = generation_for(request, client, asked.jobs, is_kept=is_kept)
+    generation = generation_for(request, model, asked.jobs, is_kept=is_kept)
     async with explaining_long_prompts(context, generation):
         if not asked.body.is_streamed:
             results = await generation.results()

@@ -14,7 +14,7 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.embedding_and_rerank_format import ranking_object, read_ranking_body
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.prepared.embedding import PreparedEmbedding
-from llamaq.gateway.queue_of_request import generation_for, queue_of_kind
+from llamaq.gateway.queue_of_request import generation_for, model_of_kind
 from llamaq.producer.embed_and_rerank import join_results, rank, split_task
 from llamaq.producer.openai_format.request_body import read_model
 
@@ -31,18 +31,18 @@ async def embed_natively(request: Request) -> Response:
 
 async def _embed(request: Request, *, is_native: bool) -> Response:
     fields = await read_object(request)
-    client = await queue_of_kind(request, read_model(fields), JobKind.EMBEDDING)
-    asked = await PreparedEmbedding.read(context_of(request).queues, client, fields, is_native=is_native)
-    return json_response(await asked.answer(await generation_for(request, client, asked.jobs).results()))
+    model = await model_of_kind(request, read_model(fields), JobKind.EMBEDDING)
+    asked = await PreparedEmbedding.read(context_of(request).queues, model.client, fields, is_native=is_native)
+    return json_response(await asked.answer(await generation_for(request, model, asked.jobs).results()))
 
 
 async def rerank(request: Request) -> Response:
     """Return documents by their scores for a query, the best one first."""
     fields = await read_object(request)
     body = read_ranking_body(fields)
-    model = read_model(fields)
-    client = await queue_of_kind(request, model, JobKind.RERANKING)
+    name = read_model(fields)
+    model = await model_of_kind(request, name, JobKind.RERANKING)
     tasks = split_task(body.documents, query=body.query)
-    scores = join_results(await generation_for(request, client, tasks).results())
+    scores = join_results(await generation_for(request, model, tasks).results())
     n_tokens = sum(each.n_tokens for each in scores)
-    return json_response(ranking_object(rank(scores, body.top_n), body, model or client.queue, n_tokens))
+    return json_response(ranking_object(rank(scores, body.top_n), body, name or model.client.queue, n_tokens))

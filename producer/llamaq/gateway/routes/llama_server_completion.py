@@ -18,7 +18,7 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.native_format import NativeOptions, drawn_object, final_object, partial_object, read_native_body
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
 from llamaq.gateway.prompt_too_long_error import as_llama_server, explaining_long_prompts
-from llamaq.gateway.queue_of_request import generation_for, queue_for
+from llamaq.gateway.queue_of_request import generation_for, model_for
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import Chunk, Result
 from llamaq.producer.openai_format.logprobs import token_object, tokens_of
@@ -30,10 +30,10 @@ async def complete(request: Request) -> Response:
     context = context_of(request)
     fields = await read_object(request)
     options = NativeOptions.read(fields)
-    client = await queue_for(request, read_model(fields))
-    body = read_native_body(await with_tokens(client, fields))
-    generation = generation_for(request, client, body.jobs)
-    answers = _Answers(context, generation, body.model or client.queue, options)
+    model = await model_for(request, read_model(fields))
+    body = read_native_body(await with_tokens(model.client, fields))
+    generation = generation_for(request, model, body.jobs)
+    answers = _Answers(context, generation, body.model or model.client.queue, options)
     async with explaining_long_prompts(context, generation, as_llama_server):
         if not body.is_streamed:
             results = enumerate(await generation.results())

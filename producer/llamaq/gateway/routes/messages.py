@@ -19,7 +19,7 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.messages.answer_blocks import AnswerBlocks
 from llamaq.gateway.messages.request_body import read_messages_body
 from llamaq.gateway.prompt_too_long_error import as_anthropic, explaining_long_prompts
-from llamaq.gateway.queue_of_request import generation_for, queue_for
+from llamaq.gateway.queue_of_request import generation_for, model_for, queue_for
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.openai_format.tools import form_options
@@ -33,12 +33,12 @@ async def answer(request: Request) -> Response:
     """Answer a chat."""
     context = context_of(request)
     body = read_messages_body(await read_object(request))
-    client = await queue_for(request, body.model)
+    model = await model_for(request, body.model)
     values = {**body.prompt, **body.options}
-    form = await context.models.forms.of(client.connection, values, is_parallel=body.tool_choice.is_parallel)
-    generation = generation_for(request, client, [values | form_options(form, body.tool_choice, values)])
+    form = await context.models.forms.of(model.client.connection, values, is_parallel=body.tool_choice.is_parallel)
+    generation = generation_for(request, model, [values | form_options(form, body.tool_choice, values)])
     if body.is_streamed:
-        n_input = await _count_input(client, body.prompt)
+        n_input = await _count_input(model.client, body.prompt)
         await generation.start()
         return await EventStream.open(
             _events(context, generation, form, body.model, n_input),

@@ -23,7 +23,7 @@ from llamaq.gateway.http.query_parameters import page_of, read_page, read_query_
 from llamaq.gateway.prepared.response import PreparedResponse, conversation_of, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
-from llamaq.gateway.queue_of_request import generation_for, owner_of, queue_for
+from llamaq.gateway.queue_of_request import generation_for, model_for, owner_of, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
 from llamaq.gateway.responses.input_items import input_items
@@ -46,10 +46,10 @@ async def create(request: Request) -> Response:
     body, progress = await _read_body(request, fields), ProgressOptions.read(fields)
     models, owner = context_of(request).models, owner_of(request)
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
-    client = await queue_for(request, body.model, is_stored=body.is_stored)
-    asked = await PreparedResponse.read(models, client, body, history, owner)
+    model = await model_for(request, body.model, is_stored=body.is_stored)
+    asked = await PreparedResponse.read(models, model.client, body, history, owner)
     is_kept = body.is_stored and (body.is_streamed or body.is_background)
-    generation = generation_for(request, client, asked.jobs, is_kept=is_kept, is_background=body.is_background)
+    generation = generation_for(request, model, asked.jobs, is_kept=is_kept, is_background=body.is_background)
     async with explaining_long_prompts(context_of(request), generation):
         return await _answer(request, body, progress, asked, generation)
 
