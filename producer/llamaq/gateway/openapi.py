@@ -20,7 +20,7 @@ Parameter = tuple[str, dict[str, Any], str]
 """Name, schema and meaning."""
 
 FLAG = {"enum": ["true", "false", "1", "0"]}
-_MODEL: Parameter = ("model", {"type": "string"}, "Name of a queue, of the model that its workers serve, or of one of their LoRA adapters.")
+_MODEL: Parameter = ("model", {"type": "string"}, "Name of a queue, of its model, or of a LoRA adapter of its workers.")
 _PAGE: Sequence[Parameter] = (
     ("limit", {"type": "integer", "minimum": 1}, "Largest number of objects in the list."),
     ("after", {"type": "string"}, "The id of the last object of the page before."),
