@@ -27,7 +27,7 @@ STARTING_FOLDERS = (
 EXCLUDING_MARKS = ("starts_processes", "slow")
 STARTING_FIXTURES = frozenset({
     "redis_server", "demo_model", "bert_model", "rerank_model", "chat_model", "tag_model", "any_model",
-    "expert_model",
+    "expert_model", "gap_model",
 })  # fmt: skip
 """Fixtures that start a Redis or return a model file for llama.cpp."""
 STARTING_EVENTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"})

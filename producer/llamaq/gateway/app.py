@@ -78,6 +78,7 @@ ROUTES = [
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/completion", llama_server_completion.complete, methods=["POST"]),
     Route("/completions", llama_server_completion.complete, methods=["POST"]),
+    Route("/infill", llama_server_completion.fill_gap, methods=["POST"]),
     Route("/v1/embeddings", embeddings_and_rerank.embed, methods=["POST"]),
     Route("/embeddings", embeddings_and_rerank.embed_natively, methods=["POST"]),
     Route("/embedding", embeddings_and_rerank.embed_natively, methods=["POST"]),

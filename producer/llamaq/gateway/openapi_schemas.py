@@ -88,6 +88,9 @@ class CompletionRequest(ChatRequest):
 
     messages: None = None  # type: ignore[assignment]  # a completion has a prompt instead
     prompt: Prompt | list[Prompt] = Field(description="One prompt or several: text or token ids, also mixed.")
+    suffix: str | None = Field(
+        None, description="The text after a gap that the model fills. `prompt` is one text then."
+    )
     echo: bool = Field(False, description="Begin the answer with the prompt.")
 
 
@@ -100,6 +103,22 @@ class NativeRequest(CompletionRequest):
     response_fields: list[str] | None = Field(
         None, description="The only fields of the answer, such as `content` or `generation_settings/n_predict`."
     )
+
+
+class InfillSnippet(BaseModel):
+    """A text that the model reads before the text with the gap."""
+
+    text: str = Field(description="The text.")
+    filename: str = Field("tmp", description="Name of the file.")
+
+
+class InfillRequest(NativeRequest):
+    """A request of llama-server to fill the gap of a text. It may also have the options of a job."""
+
+    input_prefix: str = Field(description="The text before the gap.")
+    input_suffix: str = Field(description="The text after the gap.")
+    input_extra: list[InfillSnippet] | None = Field(None, description="Other texts that the model reads before.")
+    prompt: str = Field("", description="The beginning of what belongs into the gap.")
 
 
 class MessagesRequest(Body):
@@ -234,6 +253,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/completion": NativeRequest,
     "/completions": NativeRequest,
+    "/infill": InfillRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": MessagesRequest,
     "/v1/responses": ResponseRequest,
@@ -254,4 +274,4 @@ BODIES: dict[str, type[BaseModel]] = {
 """Maps the path of an endpoint to the model of its body."""
 FORMS = frozenset({"/v1/files"})
 """Endpoints whose body is a form."""
-WITH_JOB_OPTIONS = (ChatRequest, CompletionRequest, MessagesRequest, NativeRequest, ResponseRequest)
+WITH_JOB_OPTIONS = (ChatRequest, CompletionRequest, InfillRequest, MessagesRequest, NativeRequest, ResponseRequest)

@@ -15,7 +15,7 @@ TEMPLATE = "{% for message in messages %}{{ message.tool_calls[0].function.argum
 
 
 async def test_half_a_surrogate_pair_in_a_rendered_chat_becomes_a_question_mark(demo_model: Path) -> None:
-    handler = TextCommandHandler(Vocab.from_blob(extract_vocab(demo_model, TEMPLATE)))
+    handler = TextCommandHandler(Vocab.from_blob(extract_vocab(demo_model, TEMPLATE)), context_limit=512)
     call = ToolCall(id="1", function=FunctionCall(name="f", arguments='{"text": "a \\ud83d b"}'))
     message = Message(role="assistant", content="", tool_calls=(call,))
     command = TextCommand(id="0" * 32, action=TextAction.APPLY_TEMPLATE, deadline_ms=1, messages=(message,))

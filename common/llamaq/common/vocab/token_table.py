@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,22 @@ MAX_CACHED_PIECES = 16_384
 # llama.cpp matches the texts of these tokens only with `parse_special`. The texts of user-defined tokens (<think> of
 # Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class InfillTokens:
+    """The special tokens of a prompt with a gap (fill in the middle, FIM)."""
+
+    prefix: int
+    """Stands before the text before the gap."""
+    suffix: int
+    """Stands before the text after the gap."""
+    middle: int
+    """The end of the prompt. The model continues with what belongs into the gap."""
+    repository: int | None
+    """Stands before the name of a repository."""
+    file: int | None
+    """Stands before the name of each file."""
 
 
 class TokenTable:
@@ -95,6 +112,23 @@ class TokenTable:
             for token in range(self.n_tokens)
             if llama_cpp.llama_vocab_get_attr(self._vocab, token) & SPECIAL_ATTRIBUTES
         )
+
+    @cached_property
+    def infill_tokens(self) -> InfillTokens | None:
+        """The special tokens of a prompt with a gap. None: the model was not trained to fill gaps."""
+        vocab = self._vocab
+        before, after, gap = map(
+            _token_or_none,
+            (
+                llama_cpp.llama_vocab_fim_pre(vocab),
+                llama_cpp.llama_vocab_fim_suf(vocab),
+                llama_cpp.llama_vocab_fim_mid(vocab),
+            ),
+        )
+        if before is None or after is None or gap is None:
+            return None
+        repository = _token_or_none(llama_cpp.llama_vocab_fim_rep(vocab))
+        return InfillTokens(before, after, gap, repository, _token_or_none(llama_cpp.llama_vocab_fim_sep(vocab)))
 
     def _read_separators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sep = _token_or_none(llama_cpp.llama_vocab_sep(self._vocab))

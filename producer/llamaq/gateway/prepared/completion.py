@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any, Self
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.gateway.infill import with_gap_of_suffix
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import AsyncClient, Result
@@ -55,6 +56,8 @@ class PreparedCompletion:
             InvalidRequest: A field is not valid. The message names it.
             LlamaqError: The request needs a worker, and none has replied.
         """
+        if endpoint is Endpoint.COMPLETIONS:
+            fields = await with_gap_of_suffix(client, fields)
         body = read_body(endpoint, await with_tokens(client, fields))
         echoed = await _read_echoed(client, body)
         form = CONTENT_ALONE

@@ -1,8 +1,8 @@
-"""POST /completion: llama-server's own endpoint that generates text."""
+"""POST /completion and /infill: llama-server's own endpoints that generate text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,11 @@ from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.infill import with_gap
 from llamaq.gateway.native_format import NativeOptions, drawn_object, final_object, partial_object, read_native_body
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
 from llamaq.gateway.prompt_too_long_error import as_llama_server, explaining_long_prompts
-from llamaq.gateway.queue_of_request import generation_for, model_for
+from llamaq.gateway.queue_of_request import ChosenModel, generation_for, model_for
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import Chunk, Result
 from llamaq.producer.openai_format.logprobs import token_object, tokens_of
@@ -27,11 +28,20 @@ from llamaq.producer.openai_format.request_body import read_model
 
 async def complete(request: Request) -> Response:
     """Continue a text, or several."""
-    context = context_of(request)
     fields = await read_object(request)
-    options = NativeOptions.read(fields)
     model = await model_for(request, read_model(fields))
-    body = read_native_body(await with_tokens(model.client, fields))
+    return await _answer(request, model, await with_tokens(model.client, fields))
+
+
+async def fill_gap(request: Request) -> Response:
+    """Write what belongs into the gap of a text."""
+    fields = await read_object(request)
+    model = await model_for(request, read_model(fields))
+    return await _answer(request, model, await with_tokens(model.client, await with_gap(model.client, fields)))
+
+
+async def _answer(request: Request, model: ChosenModel, fields: Mapping[str, Any]) -> Response:
+    context, options, body = context_of(request), NativeOptions.read(fields), read_native_body(fields)
     generation = generation_for(request, model, body.jobs)
     answers = _Answers(context, generation, body.model or model.client.queue, options)
     async with explaining_long_prompts(context, generation, as_llama_server):

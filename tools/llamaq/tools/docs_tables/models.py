@@ -26,7 +26,7 @@ from llamaq.common.protocol.queue_and_worker_state import (
 )
 from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots
-from llamaq.common.protocol.text_commands import TextCommand, TextReply
+from llamaq.common.protocol.text_commands import Infill, Snippet, TextCommand, TextReply
 from llamaq.common.settings import ClientSettings, QueueSettings
 from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.settings import ServeSettings
@@ -64,7 +64,7 @@ _SNAPSHOTS = (
     TickTotals,
 )
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
-_COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
+_COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, Infill, Snippet, TextReply)
 _CLIENT = (KeyRecord, ServeSettings, QueueSettings, ClientSettings, RqSettings, BulkRun)
 _MODEL = (ModelSettings, ThreadSettings, DeviceSettings, RopeSettings)
 _WORKER = (

@@ -1,11 +1,12 @@
-"""Executes the text commands of clients: tokenize, detokenize and apply the chat template."""
+"""Executes the text commands of clients: tokenize, detokenize, apply the chat template, make a prompt with a gap."""
 
 from __future__ import annotations
 
 import asyncio
 
 from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.text_commands import TextAction, TextCommand, TextReply
+from llamaq.common.protocol.text_commands import Infill, TextAction, TextCommand, TextReply
+from llamaq.common.vocab.infill import encode_infill
 from llamaq.common.vocab.llama_vocab import Vocab
 
 
@@ -14,11 +15,13 @@ class TextCommandHandler:
 
     Args:
         vocab: The vocabulary.
+        context_limit: Largest number of tokens of a job, prompt included.
         ends_texts: Whether a text ends with the special tokens that the model asks for, as texts for embeddings do.
     """
 
-    def __init__(self, vocab: Vocab, *, ends_texts: bool = False) -> None:
+    def __init__(self, vocab: Vocab, *, context_limit: int, ends_texts: bool = False) -> None:
         self._vocab = vocab
+        self._context_limit = context_limit
         self._encode_text = vocab.encode_whole if ends_texts else vocab.encode
 
     async def execute(self, command: TextCommand) -> TextReply:
@@ -40,6 +43,9 @@ class TextCommandHandler:
                 text = vocab.render_chat(messages, command.template_options)
                 # The tokenizer replaces half surrogate pairs too, so the text of the reply has the same tokens.
                 return TextReply(text=text.encode(errors="replace").decode())
+            case TextAction.INFILL:
+                tokens = encode_infill(self._vocab, command.infill or Infill(), self._context_limit)
+                return TextReply(tokens=tuple(tokens), pieces=self._pieces(command, tokens))
             case TextAction.TOKENIZE:
                 if command.text is None:
                     tokens = vocab.encode_chat(messages, command.template_options)

@@ -115,7 +115,11 @@ class WorkerProcess:
             self._ticks,
             self._shared,
             self._parts.make_slot_commands(self._ticks),
-            TextCommandHandler(self._parts.engine.vocab, ends_texts=self._settings.embeddings),
+            TextCommandHandler(
+                self._parts.engine.vocab,
+                context_limit=self.card.context_limit,
+                ends_texts=self._settings.embeddings,
+            ),
         )
         return IoThread(self._settings, self._worker_id, broker, self._ticks, self._shared)
 

@@ -1,0 +1,128 @@
+"""`/infill` of llama-server, and `suffix` of OpenAI's completions: a worker makes the prompt with the gap."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.http_clients import http_client
+
+from llamaq.common.protocol.text_commands import Infill, Snippet
+from llamaq.common.vocab.infill import encode_infill
+from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.producer import AsyncClient
+from llamaq.tools.random_gguf import PLAIN, write_model
+from llamaq.worker.engine.gguf_vocab import extract_vocab
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.e2e.conftest import ServedQueue, StartWorker
+
+TAGS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
+GREEDY = {"temperature": 0, "n_predict": 12}
+GAP: dict[str, Any] = {
+    "input_prefix": "def add(a, b):\n    ",
+    "input_suffix": "\n\nprint(add(1, 2))\n",
+    "prompt": "ret",
+    "input_extra": [{"text": "x = 1\n", "filename": "x.py"}, {"text": "y = 2\n"}],
+}
+INFILL = Infill(
+    prefix=GAP["input_prefix"],
+    suffix=GAP["input_suffix"],
+    begun="ret",
+    snippets=(Snippet(text="x = 1\n", filename="x.py"), Snippet(text="y = 2\n")),
+    max_tokens=12,
+)
+
+
+@pytest.fixture(scope="session")
+def gap_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("infill") / "gaps.gguf", replace(PLAIN, control_tags=TAGS))
+
+
+@pytest.fixture(scope="session")
+def coder(start_worker: StartWorker, gap_file: Path) -> ServedQueue:
+    return start_worker("infill", gap_file)
+
+
+async def expected(served: ServedQueue, model: Path, infill: Infill) -> tuple[list[int], str]:
+    """Return the prompt of a text with a gap, and what the worker writes after it."""
+    async with AsyncClient(served.url, served.queue) as client:
+        (worker,) = await client.workers()
+        prompt = encode_infill(Vocab.from_blob(extract_vocab(model)), infill, worker.card.context_limit)
+        return prompt, (await client.generate_tokens(prompt, temperature=0, max_tokens=12)).text
+
+
+async def test_a_gap_is_filled_with_and_without_a_stream(coder: ServedQueue, gap_file: Path) -> None:
+    prompt, text = await expected(coder, gap_file, INFILL)
+    async with http_client(coder) as http:
+        whole = (await http.post("/infill", json={**GAP, **GREEDY})).json()
+        streamed = await http.post("/infill", json={**GAP, **GREEDY, "stream": True})
+        other = (await http.post("/infill", json={**GAP, **GREEDY, "prompt": "", "input_extra": None})).json()
+    assert (whole["content"], whole["tokens_evaluated"]) == (text, len(prompt))
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert "".join(json.loads(line)["content"] for line in lines) == text
+    assert other["tokens_evaluated"] < len(prompt)
+
+
+async def test_a_completion_with_a_suffix_fills_the_gap_before_it(coder: ServedQueue, gap_file: Path) -> None:
+    infill = Infill(prefix=GAP["input_prefix"], suffix=GAP["input_suffix"], max_tokens=12)
+    prompt, text = await expected(coder, gap_file, infill)
+    body = {"prompt": infill.prefix, "temperature": 0, "max_tokens": 12}
+    async with http_client(coder) as http:
+        answer = (await http.post("/v1/completions", json={**body, "suffix": infill.suffix})).json()
+        plain = (await http.post("/v1/completions", json={**body, "suffix": ""})).json()
+    assert answer["choices"][0]["text"] == text
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert plain["usage"]["prompt_tokens"] < len(prompt)
+
+
+async def test_an_editor_fills_the_cache_before_it_needs_an_answer(coder: ServedQueue, gap_file: Path) -> None:
+    gap = {**GAP, "prompt": "", "input_prefix": "cached " * 50, "input_suffix": ""}
+    ahead = {
+        **gap,
+        "n_predict": 0,
+        "samplers": [],
+        "t_max_prompt_ms": 1,
+        "t_max_predict_ms": 1,
+        "response_fields": [""],
+    }
+    async with http_client(coder) as http:
+        warmed = await http.post("/infill", json=ahead)
+        answer = (await http.post("/infill", json={**gap, **GREEDY})).json()
+    assert (warmed.status_code, warmed.json()) == (200, {})
+    assert answer["timings"]["cache_n"] >= answer["tokens_evaluated"] - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "changed", "reason"),
+    [
+        ("/infill", {"input_prefix": None}, "input_prefix: a text is required"),
+        ("/infill", {"input_suffix": 1}, "input_suffix: a text is required"),
+        ("/infill", {"prompt": [1]}, "prompt: a text is required"),
+        ("/infill", {"input_extra": [{"filename": "x"}]}, "input_extra: a list of objects"),
+        ("/infill", {"input_extra": [{"text": "x", "filename": 1}]}, "filename"),
+        ("/v1/completions", {"suffix": 1}, "suffix: a text is required"),
+        ("/v1/completions", {"suffix": "x", "prompt": ["a", "b"]}, "suffix: the prompt must be one text"),
+        ("/v1/completions", {"suffix": "x", "echo": True}, "echo: not supported together with suffix"),
+        ("/completion", {"suffix": "x"}, "suffix: llamaq does not support it"),
+    ],
+)
+async def test_a_wrong_field_is_named(coder: ServedQueue, path: str, changed: dict[str, Any], reason: str) -> None:
+    async with http_client(coder) as http:
+        answer = await http.post(path, json={**GAP, **GREEDY, **changed})
+    assert (answer.status_code, reason in answer.text) == (400, True), answer.text
+
+
+async def test_a_model_that_fills_no_gaps_says_so(demo: ServedQueue) -> None:
+    async with http_client(demo) as http:
+        answers = [
+            await http.post("/infill", json=GAP),
+            await http.post("/v1/completions", json={"prompt": "a", "suffix": "b"}),
+        ]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert "this model does not fill gaps" in answer.text
