@@ -12,7 +12,7 @@ from tests.support.http_clients import http_client
 from llamaq.common.protocol.text_commands import Infill, Snippet
 from llamaq.common.vocab.infill import encode_infill
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.producer import AsyncClient
+from llamaq.producer import AsyncClient, InvalidRequest
 from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 
@@ -54,6 +54,18 @@ async def expected(served: ServedQueue, model: Path, infill: Infill) -> tuple[li
         (worker,) = await client.workers()
         prompt = encode_infill(Vocab.from_blob(extract_vocab(model)), infill, worker.card.context_limit)
         return prompt, (await client.generate_tokens(prompt, temperature=0, max_tokens=12)).text
+
+
+async def test_a_client_gets_the_prompt_and_fills_the_gap(coder: ServedQueue, gap_file: Path) -> None:
+    prompt, text = await expected(coder, gap_file, INFILL)
+    async with AsyncClient(coder.url, coder.queue) as client:
+        tokens = await client.tokenize_infill(
+            INFILL.prefix, INFILL.suffix, begun=INFILL.begun, snippets=INFILL.snippets, max_tokens=12
+        )
+        assert tokens == prompt
+        assert (await client.generate_tokens(tokens, temperature=0, max_tokens=12)).text == text
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            await client.tokenize_infill("a", "b", max_tokens=0)
 
 
 async def test_a_gap_is_filled_with_and_without_a_stream(coder: ServedQueue, gap_file: Path) -> None:

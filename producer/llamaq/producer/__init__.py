@@ -47,6 +47,7 @@ from llamaq.common.protocol.queue_and_worker_state import (
 )
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
+from llamaq.common.protocol.text_commands import Snippet
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Reasoning
 from llamaq.producer.auto_cancelled_stream import AsyncStream
@@ -124,6 +125,7 @@ __all__ = [
     "SlotCommandRefused",
     "SlotFile",
     "SlotSnapshot",
+    "Snippet",
     "Stream",
     "TenantDepth",
     "TickStats",

@@ -22,6 +22,7 @@ from llamaq.common.protocol.job_request import JobOptions, Priority
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
+from llamaq.common.protocol.text_commands import Snippet
 from llamaq.producer.blocking_base import BlockingClient, BlockingJob, BlockingStream
 from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.calls.calls_base import Messages
@@ -682,6 +683,43 @@ class Client(BlockingClient):
             LlamaqError: The same errors as `tokenize`.
         """
         return self._call(lambda client: client.tokenize_chat(messages, timeout=timeout))
+
+    def tokenize_infill(
+        self,
+        prefix: str,
+        suffix: str,
+        *,
+        begun: str = "",
+        snippets: Sequence[Snippet] = (),
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """Return the tokens of a prompt after which the model writes what belongs between two texts.
+
+            tokens = client.tokenize_infill("def add(a, b): ", " # the sum", max_tokens=64)
+            result = client.generate_tokens(tokens, max_tokens=64)
+
+        Args:
+            prefix: The text before the gap. If it is too long, its last 1,536 tokens are used.
+            suffix: The text after the gap. If it is too long, its first 512 tokens are used.
+            begun: The beginning of what belongs into the gap.
+            snippets: Other texts that the model reads before. The last ones are used if the context has no room for
+                all.
+            max_tokens: Largest number of tokens that the job will generate. Snippets leave room for them.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The token ids of the whole prompt.
+
+        Raises:
+            InvalidRequest: The model was not trained to fill gaps, or the texts are larger than `max_request_bytes`.
+            LlamaqError: The other errors of `tokenize`.
+        """
+        return self._call(
+            lambda client: client.tokenize_infill(
+                prefix, suffix, begun=begun, snippets=snippets, max_tokens=max_tokens, timeout=timeout
+            )
+        )
 
     def detokenize(self, tokens: Sequence[int], *, timeout: float | None = None) -> str:
         """Return the text of tokens, as a job of the queue streams it. Control tokens have no text.

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from llamaq.common.errors import NoWorker
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
-from llamaq.common.protocol.text_commands import TextAction
+from llamaq.common.protocol.text_commands import Snippet, TextAction
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.answer_forms import AnswerForms
 from llamaq.producer.calls.calls_base import Messages
@@ -91,6 +91,40 @@ class TextCalls(QueueCalls):
         """
         reply = await text_commands.ask(self.connection, TextAction.TOKENIZE, timeout, messages=messages)
         return list(reply.tokens)
+
+    async def tokenize_infill(
+        self,
+        prefix: str,
+        suffix: str,
+        *,
+        begun: str = "",
+        snippets: Sequence[Snippet] = (),
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """Return the tokens of a prompt after which the model writes what belongs between two texts.
+
+            tokens = client.tokenize_infill("def add(a, b): ", " # the sum", max_tokens=64)
+            result = client.generate_tokens(tokens, max_tokens=64)
+
+        Args:
+            prefix: The text before the gap. If it is too long, its last 1,536 tokens are used.
+            suffix: The text after the gap. If it is too long, its first 512 tokens are used.
+            begun: The beginning of what belongs into the gap.
+            snippets: Other texts that the model reads before. The last ones are used if the context has no room for
+                all.
+            max_tokens: Largest number of tokens that the job will generate. Snippets leave room for them.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The token ids of the whole prompt.
+
+        Raises:
+            InvalidRequest: The model was not trained to fill gaps, or the texts are larger than `max_request_bytes`.
+            LlamaqError: The other errors of `tokenize`.
+        """
+        infill = {"prefix": prefix, "suffix": suffix, "begun": begun, "snippets": snippets, "max_tokens": max_tokens}
+        return list((await text_commands.ask(self.connection, TextAction.INFILL, timeout, infill=infill)).tokens)
 
     async def detokenize(self, tokens: Sequence[int], *, timeout: float | None = None) -> str:
         """Return the text of tokens, as a job of the queue streams it. Control tokens have no text.
