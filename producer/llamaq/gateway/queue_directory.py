@@ -52,6 +52,8 @@ class QueueDirectory:
         self._default = self._new_client(settings.queue, settings.partitions)
         self._served: Served = {}
         """The known queues and their live workers."""
+        self._last_served: Served = {}
+        """The known queues and their live workers, or if a queue has none, the last ones that this server saw."""
         self._damaged_lists, self._damaged_settings = DamagedQueues(), DamagedQueues()
         """Queues whose list of workers, or whose settings, other clients of Redis have overwritten."""
         self._last_cards: dict[str, WorkerCard] = {}
@@ -122,13 +124,15 @@ class QueueDirectory:
         )
         await asyncio.gather(*(self._check_partitions(*used) for used in list(self._clients)))
         self._served = {name: workers or () for name, workers in zip(names, found, strict=True)}
+        self._last_served = {name: live or self._last_served.get(name, ()) for name, live in self._served.items()}
         self._read_s = time.monotonic()
 
     async def find(self, model: str | None, key: KeyRecord | None = None) -> NamedModel:
         """Return what the `model` of a request names.
 
         Models and adapters are searched in the queues that the API key allows. The caller checks whether it allows the
-        queue that is found: it may be a queue that the request names itself, or the server's own.
+        queue that is found: it may be a queue that the request names itself, or the server's own. While the workers of
+        a queue restart, the queue has the model and the adapters that this server saw last.
 
         Args:
             model: The `model` of the request. None: it has none.
@@ -142,6 +146,8 @@ class QueueDirectory:
             served = await self.served(is_fresh=is_fresh)
             if named := find_named(model, default, allowed_by(key, served)):
                 return named
+        if named := find_named(model, default, allowed_by(key, self._last_served)):
+            return named
         if model is not None and model in served:
             return NamedModel(model)
         if self.settings.accept_any_model:
@@ -152,6 +158,10 @@ class QueueDirectory:
             code="model_not_found",
             param="model",
         )
+
+    def is_name(self, model: str, key: KeyRecord | None) -> bool:
+        """Return whether `find` finds a queue by this name, and not only because any model is accepted."""
+        return model in self._served or find_named(model, "", allowed_by(key, self._last_served)) is not None
 
     async def client(self, queue: str, *, is_stored: bool = False, waits: bool = False) -> AsyncClient:
         """Return the client of a queue.

@@ -19,7 +19,7 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.keys.key_record import KeyRecord
-from llamaq.gateway.model_names import NamedModel, allowed_by, find_named
+from llamaq.gateway.model_names import NamedModel, allowed_by
 from llamaq.producer import AsyncClient
 from llamaq.producer.submission import current_traceparent
 
@@ -105,8 +105,7 @@ async def model_of_kind(request: Request, model: str | None, kind: JobKind) -> C
     queues, key = context_of(request).queues, api_key_of(request)
     named, served = await queues.find(model, key), await queues.served()
     allowed = allowed_by(key, served)
-    # If a named queue is of another kind, the submit says so.
-    if model is None or not (model in served or find_named(model, "", allowed)):
+    if model is None or not queues.is_name(model, key):  # if a named queue is of another kind, the submit says so
         fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in allowed[queue])]
         if fitting and named.queue not in fitting:
             model = fitting[0]
