@@ -14,13 +14,13 @@ import pytest
 from tests.support.api_keys import bearer, key_store
 from tests.support.command_line import failing, llamaq
 from tests.support.http_server import post_of, sending, serving_http
+from tests.support.worker_cards import announce_card
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.protocol import codec
 from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, Worker
+from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.app import build_app
 from llamaq.gateway.keys import key_store as key_store_module
@@ -196,13 +196,45 @@ async def test_embeddings_without_a_model_use_a_queue_that_the_key_allows(redis_
         FakeWorker(redis_url, texts, key_prefix=queue) as worker,
         httpx.AsyncClient(base_url=url) as http,
     ):
-        card = (await worker.announce()).model_copy(update={"kind": JobKind.EMBEDDING})
-        cache = CacheSnapshot(n_cells=512, reserved_cells=0)
-        heartbeat = Worker(card=card, cache=cache, heartbeat_ms=1, tick_age_ms=0)
-        await worker.redis.hset(worker.keys.worker(worker.name), "worker", codec.encode_model(heartbeat))
+        await announce_card(worker, kind=JobKind.EMBEDDING)
         http.headers.update(bearer(await store.add(name="bob", queues=[texts])))
         asking = asyncio.create_task(http.post("/v1/embeddings", json={"input": "hi"}))
         attempt = await asyncio.wait_for(worker.start_next(), 30)
         await attempt.finish(embeddings=[fake_embedding("hi")])
         assert (await asking).status_code == 200
         assert (await http.post(CHAT, json=HELLO)).status_code == 403
+        assert (await http.post("/v1/embeddings", json={"input": "hi", "model": queue})).status_code == 403
+
+
+async def test_a_key_finds_models_and_adapters_only_in_its_queues(redis_url: str, queue: str) -> None:
+    """An adapter of a queue with an earlier name neither hides that of an allowed queue, nor is it revealed."""
+    secret, own = f"{queue}-1", f"{queue}-2"
+    terms, hidden = LoraScale(name="terms.gguf", scale=0.5), LoraScale(name="hidden.gguf", scale=1)
+    async with (
+        key_store(redis_url, queue) as store,
+        FakeWorker(redis_url, secret, name="first", key_prefix=queue) as other,
+        FakeWorker(redis_url, own, name="second", key_prefix=queue) as worker,
+        serving_http(redis_url, own, key_prefix=queue, require_key=True) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        await announce_card(other, model="base", lora=(hidden, terms.model_copy(update={"scale": 1})))
+        await announce_card(worker, model="base", lora=(terms,))
+        http.headers.update(bearer(await store.add(name="bob", queues=[own])))
+        ids = [each["id"] for each in (await http.get("/v1/models")).json()["data"]]
+        shown = (await http.get("/v1/models/terms")).json()
+        for model, lora in (("terms", {"terms.gguf": 0.5}), ("base", None)):
+            asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi", "model": model}))
+            attempt = await asyncio.wait_for(worker.start_next(), 30)
+            await attempt.finish(text="ok", tokens=[1])
+            assert (await asking).status_code == 200
+            assert attempt.request.lora == lora
+        answers = {
+            model: await http.post("/v1/completions", json={"prompt": "hi", "model": model})
+            for model in ("hidden", "hidden.gguf", "nothing", secret)
+        }
+        missing = await http.get("/v1/models/hidden")
+    assert ids == [own, "terms"]
+    assert shown["parent"] == own
+    assert [each.status_code for each in answers.values()] == [404, 404, 404, 403]
+    assert answers["hidden"].text.replace("hidden", "nothing") == answers["nothing"].text
+    assert missing.status_code == 404

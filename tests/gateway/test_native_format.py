@@ -10,13 +10,14 @@ from tests.support.top_readings import make_worker
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result, TokenLogprobs
 from llamaq.common.protocol.job_request import JobDefaults, JobRequest
-from llamaq.common.protocol.queue_and_worker_state import QueueDepth
+from llamaq.common.protocol.queue_and_worker_state import LoraScale, QueueDepth
 from llamaq.gateway.generation import limited
 from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import NativeOptions, final_object, generation_settings, slot_object
 from llamaq.gateway.routes.llama_server_completion import by_token
 from llamaq.producer import Chunk
 from llamaq.producer.openai_format.response_body import timings_object
+from llamaq.worker.generation.adapter_scales import AdapterScales
 
 CARD = make_worker().card.model_copy(
     update={"context_limit": 256, "job_defaults": JobDefaults(temperature=0.3, seed=7), "end_tokens": (2, 5)}
@@ -48,6 +49,15 @@ def test_settings_without_options_are_the_defaults() -> None:
     settings = generation_settings(None, CARD, CARD.job_defaults.seed)
     assert (settings["temperature"], settings["seed"], settings["n_predict"]) == (0.3, 7, -1)
     assert settings["logit_bias"] == []
+
+
+def test_settings_show_the_scale_of_each_adapter_that_the_worker_uses() -> None:
+    names = ("1", "0", "twin", "twin")
+    card = CARD.model_copy(update={"lora": tuple(LoraScale(name=name, scale=0.5) for name in names)})
+    for lora in (None, {}, {"twin": 2.0}, {"3": 2.0}, {"1": 2.0}, {"2": 1.0, "0": 2.0}):
+        shown = generation_settings(JobRequest(prompt="x", lora=lora), card, 9)["lora"]
+        used = AdapterScales(card.lora).resolve(lora) or (0.5,) * 4
+        assert shown == [{"id": number, "scale": scale} for number, scale in enumerate(used)]
 
 
 @pytest.mark.parametrize(("max_tokens", "is_truncated"), [(4, False), (None, True)])

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.gateway.test_disconnects import until
+from tests.support.worker_cards import announce_card
 
+from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.gateway import queue_directory
 from llamaq.gateway.generation import Generation
-from llamaq.gateway.model_names import Served
+from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.gateway.model_names import NamedModel, Served
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
 from llamaq.producer.testing import FakeWorker
@@ -111,6 +114,32 @@ async def test_an_unknown_model_is_looked_up_once_more(
         await worker.announce()
         assert (await directory.find(queue)).queue == queue
         assert directory.n_reads == 2
+
+
+async def test_the_model_and_the_adapters_of_a_queue_are_remembered_while_its_workers_restart(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_directory, "FRESH_S", 0.0)
+    style, model = LoraScale(name=f"{queue}.gguf", scale=0.5), f"model of {queue}"
+    key, other = (KeyRecord(name="bob", queues=(name,), created_ms=0) for name in (queue, "other"))
+    async with (
+        directory_of(redis_url, f"{queue}-other") as directory,
+        FakeWorker(redis_url, queue, name=queue) as worker,
+    ):
+        directory.settings = directory.settings.model_copy(update={"accept_any_model": True})
+        await announce_card(worker, model=model, lora=(style,))
+        assert (await directory.find(style.name)).adapter == style
+        await worker.redis.delete(worker.keys.worker(worker.name))
+        assert (await directory.served())[queue] == ()
+        assert await directory.find(style.name, key) == NamedModel(queue, style)
+        assert await directory.find(model) == NamedModel(queue)
+        assert (await directory.find(style.name, other)).queue == f"{queue}-other", "the key does not allow the queue"
+        assert directory.is_name(model, key)
+        assert not directory.is_name(model, other)
+        await announce_card(worker, model=model)
+        assert await directory.find(style.name) == NamedModel(f"{queue}-other"), "the new worker has no adapter"
+        assert directory.is_name(model, key)
+        assert not directory.is_name(style.name, key)
 
 
 async def test_an_outage_ends_the_reads_in_the_background_and_reaches_the_next_request(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamaq.common.protocol.queue_and_worker_state import WorkerCard
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, Worker, WorkerCard
+from llamaq.producer.testing import FakeWorker
 
 
 def make_card(worker: str = "w1", queue: str = "q", **fields: Any) -> WorkerCard:
@@ -24,3 +26,15 @@ def make_card(worker: str = "w1", queue: str = "q", **fields: Any) -> WorkerCard
         "started_ms": 5000,
     }
     return WorkerCard(worker=worker, queue=queue, **{**values, **fields})
+
+
+def make_heartbeat(card: WorkerCard) -> Worker:
+    """Return the heartbeat of an idle worker with this card."""
+    cache = CacheSnapshot(n_cells=512, reserved_cells=0)
+    return Worker(card=card, cache=cache, heartbeat_ms=1, tick_age_ms=0)
+
+
+async def announce_card(worker: FakeWorker, **fields: Any) -> None:
+    """Store one heartbeat of a worker. `fields` replace values of its card."""
+    card = (await worker.announce()).model_copy(update=fields)
+    await worker.redis.hset(worker.keys.worker(worker.name), "worker", codec.encode_model(make_heartbeat(card)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.queue_and_worker_state import LoraScale, Worker
+from llamaq.gateway.keys.key_record import KeyRecord
 
 Served = Mapping[str, tuple[Worker, ...]]
 """The known queues and their live workers."""
@@ -32,28 +33,61 @@ class NamedModel:
 
 
 def find_named(model: str | None, default: str, served: Served) -> NamedModel | None:
-    """Return what a `model` names. None: nothing.
-
-    The name of a queue takes precedence over that of a model, and this over that of an adapter. If several queues have
-    the same model or adapter, the first of them by name is used.
+    """Return what a `model` names, see `names_of`. None: nothing.
 
     Args:
         model: The `model` of a request. None: it has none, and means the server's own queue.
         default: The server's own queue.
-        served: The queues and their workers.
+        served: The queues that the caller may use, and their workers.
     """
     if model is None or model == default:
         return NamedModel(default)
     if model in served:
         return NamedModel(model)
+    return names_of(default, served).get(model)
+
+
+def names_of(default: str, served: Served) -> dict[str, NamedModel]:
+    """Return all names that a `model` may have, and what they name.
+
+    The name of a queue takes precedence over that of a model, this over the name of an adapter's file, and this over
+    the name of such a file without its ending. If several queues have the same model, the first of them by name is
+    used. If several have the same adapter, the server's own queue comes before the others.
+
+    Args:
+        default: The server's own queue.
+        served: The queues that the caller may use, and their workers.
+    """
+    names = {queue: NamedModel(queue) for queue in (default, *served)}
     for queue, workers in served.items():
-        if any(worker.card.model == model for worker in workers):
-            return NamedModel(queue)
-    for queue, workers in served.items():
-        for adapter in adapters_of(workers):
-            if model in (adapter.name, adapter_model(adapter)):
-                return NamedModel(queue, adapter)
-    return None
+        for worker in workers:
+            names.setdefault(worker.card.model, NamedModel(queue))
+    own_first = sorted(served, key=lambda queue: queue != default)
+    adapters = [(each, NamedModel(queue, each)) for queue in own_first for each in adapters_of(served[queue])]
+    for adapter, named in adapters:
+        names.setdefault(adapter.name, named)
+    for adapter, named in adapters:
+        names.setdefault(adapter_model(adapter), named)
+    return names
+
+
+def id_of(named: NamedModel, names: Mapping[str, NamedModel]) -> str | None:
+    """Return the shortest `model` with which a request names a queue or an adapter.
+
+    Args:
+        named: The queue or the adapter.
+        names: The names of `names_of`.
+
+    Returns:
+        None: its names name something else.
+    """
+    candidates = (named.queue,) if named.adapter is None else (adapter_model(named.adapter), named.adapter.name)
+    return next((name for name in candidates if names.get(name) == named), None)
+
+
+def allowed_by(key: KeyRecord | None, served: Served) -> Served:
+    """Return the queues that an API key may use, and their workers. None: there is no key, and all may be used."""
+    return served if key is None else {queue: served[queue] for queue in served if key.allows(queue)}
 
 
 def adapters_of(workers: tuple[Worker, ...]) -> list[LoraScale]:
@@ -68,4 +102,4 @@ def adapters_of(workers: tuple[Worker, ...]) -> list[LoraScale]:
 
 def adapter_model(adapter: LoraScale) -> str:
     """Return the name that an adapter has as a model: that of its file, without the ending."""
-    return adapter.name.removesuffix(GGUF_ENDING)
+    return adapter.name.removesuffix(GGUF_ENDING) or adapter.name

@@ -10,7 +10,7 @@ from typing import Any, Self
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
-from llamaq.common.protocol.queue_and_worker_state import LoraScale, SlotSnapshot, Worker, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import LoraScale, SlotSnapshot, Worker, WorkerCard, adapter_places
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
@@ -189,10 +189,9 @@ def _adapter_scales(adapters: Sequence[LoraScale], given: Mapping[str, float] | 
     """Return the number and the scale of each adapter, for a job with the option `lora` that is `given`."""
     if given is None:
         return [{"id": number, "scale": each.scale} for number, each in enumerate(adapters)]
-    return [
-        {"id": number, "scale": given.get(each.name, given.get(str(number), 0.0))}
-        for number, each in enumerate(adapters)
-    ]
+    places = adapter_places(adapters)
+    scales = {places[name]: scale for name, scale in given.items() if name in places}
+    return [{"id": number, "scale": scales.get(number, 0.0)} for number in range(len(adapters))]
 
 
 def slot_object(worker: Worker, slot: SlotSnapshot, slot_id: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.settings import ClientSettings
 from llamaq.gateway.http.errors import RequestRefused
-from llamaq.gateway.model_names import NamedModel, Served, find_named
+from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.gateway.model_names import NamedModel, Served, allowed_by, find_named
 from llamaq.gateway.settings import ServeSettings
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries.damaged_queues import DamagedQueues
@@ -51,6 +52,8 @@ class QueueDirectory:
         self._default = self._new_client(settings.queue, settings.partitions)
         self._served: Served = {}
         """The known queues and their live workers."""
+        self._last_served: Served = {}
+        """The known queues and their live workers, or if a queue has none, the last ones that this server saw."""
         self._damaged_lists, self._damaged_settings = DamagedQueues(), DamagedQueues()
         """Queues whose list of workers, or whose settings, other clients of Redis have overwritten."""
         self._last_cards: dict[str, WorkerCard] = {}
@@ -121,29 +124,44 @@ class QueueDirectory:
         )
         await asyncio.gather(*(self._check_partitions(*used) for used in list(self._clients)))
         self._served = {name: workers or () for name, workers in zip(names, found, strict=True)}
+        self._last_served = {name: live or self._last_served.get(name, ()) for name, live in self._served.items()}
         self._read_s = time.monotonic()
 
-    async def find(self, model: str | None) -> NamedModel:
-        """Return what the `model` of a request names. None: the request has none.
+    async def find(self, model: str | None, key: KeyRecord | None = None) -> NamedModel:
+        """Return what the `model` of a request names.
+
+        Models and adapters are searched in the queues that the API key allows. The caller checks whether it allows the
+        queue that is found: it may be a queue that the request names itself, or the server's own. While the workers of
+        a queue restart, the queue has the model and the adapters that this server saw last.
+
+        Args:
+            model: The `model` of the request. None: it has none.
+            key: The API key of the request. None: the server requires none.
 
         Raises:
             RequestRefused: It names nothing: 404.
         """
         default = self.settings.queue
-        # A worker may have started since the last read.
-        named = find_named(model, default, await self.served()) or find_named(
-            model, default, await self.served(is_fresh=True)
+        for is_fresh in (False, True):  # a worker may have started since the last read
+            served = await self.served(is_fresh=is_fresh)
+            if named := find_named(model, default, allowed_by(key, served)):
+                return named
+        if named := find_named(model, default, allowed_by(key, self._last_served)):
+            return named
+        if model is not None and model in served:
+            return NamedModel(model)
+        if self.settings.accept_any_model:
+            return NamedModel(default)
+        raise RequestRefused(
+            HTTPStatus.NOT_FOUND,
+            f"model: there is no model {str(model)[:100]!r}; GET /v1/models lists the models",
+            code="model_not_found",
+            param="model",
         )
-        if named is None and self.settings.accept_any_model:
-            named = NamedModel(default)
-        if named is None:
-            raise RequestRefused(
-                HTTPStatus.NOT_FOUND,
-                f"model: there is no model {str(model)[:100]!r}; GET /v1/models lists the models",
-                code="model_not_found",
-                param="model",
-            )
-        return named
+
+    def is_name(self, model: str, key: KeyRecord | None) -> bool:
+        """Return whether `find` finds a queue by this name, and not only because any model is accepted."""
+        return model in self._served or find_named(model, "", allowed_by(key, self._last_served)) is not None
 
     async def client(self, queue: str, *, is_stored: bool = False, waits: bool = False) -> AsyncClient:
         """Return the client of a queue.

@@ -19,7 +19,7 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.keys.key_record import KeyRecord
-from llamaq.gateway.model_names import NamedModel, find_named
+from llamaq.gateway.model_names import NamedModel, allowed_by
 from llamaq.producer import AsyncClient
 from llamaq.producer.submission import current_traceparent
 
@@ -80,7 +80,8 @@ async def queue_for(request: Request, model: str | None) -> AsyncClient:
 
 
 async def _allowed(request: Request, model: str | None) -> NamedModel:
-    named, key = await context_of(request).queues.find(model), api_key_of(request)
+    key = api_key_of(request)
+    named = await context_of(request).queues.find(model, key)
     if key is not None and not key.allows(named.queue):
         raise RequestRefused(
             HTTPStatus.FORBIDDEN,
@@ -102,10 +103,10 @@ async def model_of_kind(request: Request, model: str | None, kind: JobKind) -> C
         NoWorker: As in `model_for`.
     """
     queues, key = context_of(request).queues, api_key_of(request)
-    named, served = await queues.find(model), await queues.served()
-    if model is None or not find_named(model, "", served):  # if a named queue is of another kind, the submit says so
-        allowed = [queue for queue in served if key is None or key.allows(queue)]
-        fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in served[queue])]
+    named, served = await queues.find(model, key), await queues.served()
+    allowed = allowed_by(key, served)
+    if model is None or not queues.is_name(model, key):  # if a named queue is of another kind, the submit says so
+        fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in allowed[queue])]
         if fitting and named.queue not in fitting:
             model = fitting[0]
     return ChosenModel(await queue_for(request, model), {})

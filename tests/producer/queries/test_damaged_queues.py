@@ -73,12 +73,12 @@ async def test_the_http_server_serves_the_other_queues(redis_url: str, key: str)
         await worker.announce()
         await damaged.announce()
         directory = QueueDirectory(serve_settings(redis_url=redis_url, queue="good", key_prefix=prefix))
-        assert (await directory.find("bad")).queue == "bad"
+        assert (await directory.client("bad")).queue == "bad"
         keys = client.keys
         await client.redis.set(keys.workers("bad") if key == "workers" else keys.config("bad", 0), "not of this type")
         served = await directory.served(is_fresh=True)
         assert len(served["good"]) == 1
-        assert (await directory.find("good")).queue == "good"
+        assert (await directory.client("good")).queue == "good"
         await directory.aclose()
 
 

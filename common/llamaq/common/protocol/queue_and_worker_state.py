@@ -5,6 +5,8 @@ Times are milliseconds since the epoch by the clock of Redis, unless a field nam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from llamaq.common.protocol.embedding_task import JobKind, Pooling
@@ -148,6 +150,16 @@ class LoraScale(WireModel):
 
     name: str = Field(description="Name of the adapter's file.")
     scale: float = Field(description="Factor of the adapter's changes.")
+
+
+def adapter_places(adapters: Sequence[LoraScale]) -> dict[str, int]:
+    """Return the place of each adapter of a worker, by the numbers and the names that a job may use.
+
+    A name takes precedence over a number. If two adapters have one name, it names the first one, and only their
+    numbers tell them apart.
+    """
+    places = {str(number): number for number in range(len(adapters))}
+    return places | {each.name: number for number, each in reversed([*enumerate(adapters)])}
 
 
 class WorkerCard(WireModel):

@@ -180,7 +180,7 @@ class BatchRun:
             BatchFailed: There is no such model, or the API key does not allow its queue.
         """
         try:
-            named = await self._queues.find(model)
+            named = await self._queues.find(model, self._key)
         except RequestRefused as exc:
             raise failure(code_of(exc) or "invalid_request", message_of(exc)) from exc
         if self._key is not None and not self._key.allows(named.queue):

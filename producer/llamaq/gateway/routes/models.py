@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
@@ -16,24 +16,22 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused, is_for_anthropic
 from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.query_parameters import page_fields
-from llamaq.gateway.model_names import NamedModel, adapter_model, adapters_of, find_named
+from llamaq.gateway.model_names import NamedModel, Served, adapters_of, allowed_by, id_of, names_of
 from llamaq.gateway.queue_of_request import api_key_of
 
 
 async def list_models(request: Request) -> Response:
     """Return all queues with a live worker, each followed by the adapters of its workers."""
-    served = await context_of(request).queues.served()
-    key = api_key_of(request)
-    is_anthropic = is_for_anthropic(request.scope)
-    default = context_of(request).queues.settings.queue
+    served, names = await _allowed(request)
+    object_of = _form_of(request)
     data = [
-        anthropic_model_object(named, workers) if is_anthropic else model_object(named, workers)
+        object_of(name, named, workers)
         for queue, workers in served.items()
-        if workers and (key is None or key.allows(queue))
+        if workers
         for named in (NamedModel(queue), *(NamedModel(queue, adapter) for adapter in adapters_of(workers)))
-        if find_named(model_id(named), default, served) == named  # otherwise a request with this name gets another one
+        if (name := id_of(named, names)) is not None
     ]
-    if is_anthropic:
+    if is_for_anthropic(request.scope):
         return json_response(page_fields(data, has_more=False))
     # llama-server's own clients read `models`, in the form of Ollama.
     models = [
@@ -45,33 +43,39 @@ async def list_models(request: Request) -> Response:
 
 async def show_model(request: Request) -> Response:
     """Return one queue with a live worker, or one adapter, named like the `model` of a request."""
-    name = request.path_params["model"]
-    queues = context_of(request).queues
-    served = await queues.served()
-    named = find_named(name, queues.settings.queue, served)
+    asked = request.path_params["model"]
+    served, names = await _allowed(request)
+    named = names.get(asked)
     workers = served.get(named.queue) if named else None
-    key = api_key_of(request)
-    if named is None or not workers or (key is not None and not key.allows(named.queue)):
+    if named is None or not workers:
         raise RequestRefused(
-            HTTPStatus.NOT_FOUND, f"no live worker serves a queue {name[:100]!r}", code="model_not_found", param="model"
+            HTTPStatus.NOT_FOUND,
+            f"no live worker serves a model {asked[:100]!r}",
+            code="model_not_found",
+            param="model",
         )
-    is_anthropic = is_for_anthropic(request.scope)
-    return json_response(anthropic_model_object(named, workers) if is_anthropic else model_object(named, workers))
+    return json_response(_form_of(request)(id_of(named, names) or asked, named, workers))
 
 
-def model_id(named: NamedModel) -> str:
-    """Return the `model` with which a request names a queue or an adapter."""
-    return named.queue if named.adapter is None else adapter_model(named.adapter)
+async def _allowed(request: Request) -> tuple[Served, dict[str, NamedModel]]:
+    """Return the queues that the API key of a request allows, and the names in them."""
+    queues = context_of(request).queues
+    served = allowed_by(api_key_of(request), await queues.served())
+    return served, names_of(queues.settings.queue, served)
 
 
-def anthropic_model_object(named: NamedModel, workers: Sequence[Worker]) -> dict[str, Any]:
-    """Return the object of Anthropic's API for a queue or an adapter."""
+def _form_of(request: Request) -> Callable[[str, NamedModel, Sequence[Worker]], dict[str, Any]]:
+    return anthropic_model_object if is_for_anthropic(request.scope) else model_object
+
+
+def anthropic_model_object(name: str, named: NamedModel, workers: Sequence[Worker]) -> dict[str, Any]:
+    """Return the object of Anthropic's API for a queue or an adapter. `name` is its id."""
     card = workers[0].card
     created_s = _created_s(workers)
     return {
         "type": "model",
-        "id": model_id(named),
-        "display_name": model_id(named) if named.adapter else card.model or named.queue,
+        "id": name,
+        "display_name": name if named.adapter else card.model or name,
         "created_at": datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
         "max_input_tokens": card.context_limit,
@@ -79,15 +83,15 @@ def anthropic_model_object(named: NamedModel, workers: Sequence[Worker]) -> dict
     }
 
 
-def model_object(named: NamedModel, workers: Sequence[Worker]) -> dict[str, Any]:
-    """Return the object of OpenAI's API for a queue or an adapter. The workers of a queue serve the same model.
+def model_object(name: str, named: NamedModel, workers: Sequence[Worker]) -> dict[str, Any]:
+    """Return the object of OpenAI's API for a queue or an adapter. `name` is its id.
 
-    The context of one job is bounded by the training context and by the cells of one worker. As with vLLM, `parent` is
-    the model that an adapter changes.
+    The workers of a queue serve the same model. The context of one job is bounded by the training context and by the
+    cells of one worker. As with vLLM, `parent` is the model that an adapter changes.
     """
     card, adapter = workers[0].card, named.adapter
     return {
-        "id": model_id(named),
+        "id": name,
         "object": "model",
         "created": _created_s(workers),
         "owned_by": "llamaq",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.queue_and_worker_state import LoraScale
+from llamaq.common.protocol.queue_and_worker_state import LoraScale, adapter_places
 
 
 class AdapterScales:
@@ -17,9 +17,7 @@ class AdapterScales:
 
     def __init__(self, adapters: Sequence[LoraScale]) -> None:
         self._defaults = tuple(adapter.scale for adapter in adapters)
-        self._places = {str(number): number for number in range(len(adapters))}
-        # If two adapters have one name, only their numbers tell them apart.
-        self._places |= {each.name: number for number, each in reversed([*enumerate(adapters)])}
+        self._places = adapter_places(adapters)
         self._names = ", ".join(f"{number} ({each.name})" for number, each in enumerate(adapters)) or "none"
 
     def resolve(self, lora: Mapping[str, float] | None) -> tuple[float, ...] | None:
