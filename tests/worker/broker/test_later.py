@@ -32,6 +32,11 @@ async def sweep_until_due(worker: FakeWorker) -> None:
         await asyncio.sleep(0.01)
 
 
+async def sweep_until_ended(worker: FakeWorker, job: AsyncJob) -> None:
+    while (await job.status()).finished_ms is None:
+        await sweep(worker)
+
+
 async def counts(client: AsyncClient) -> tuple[int, int, int]:
     depth = await client.queue_depth()
     return depth.waiting, depth.running, depth.delayed
@@ -144,12 +149,11 @@ async def test_queue_timeout_s_counts_from_the_due_time_and_deadline_s_from_subm
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         patient = await client.submit("x", delay_s=0.3, queue_timeout_s=0.2)
         late = await client.submit("x", delay_s=1000, deadline_s=0.05)
-        await sweep_until_due(worker)
+        await sweep_until_ended(worker, late)
         assert (await late.result(timeout=5)).finish_reason is FinishReason.DEADLINE
         assert (await late.result(timeout=5)).stats.queue_ms == 0
         submitted_ms = (await patient.status()).submitted_ms or 0
-        while (await patient.status()).finished_ms is None:
-            await sweep(worker)
+        await sweep_until_ended(worker, patient)
         assert ((await patient.status()).finished_ms or 0) >= submitted_ms + 500
         assert await client.redis.zcard(client.keys.deadlines(queue, 0)) == 0
 

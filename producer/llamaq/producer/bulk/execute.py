@@ -6,14 +6,19 @@ import asyncio
 import threading
 from contextlib import ExitStack
 
-from llamaq.producer.bulk.execution import Execution, OnProgress
+from llamaq.producer.bulk.execution import CheckStop, Execution, OnProgress
 from llamaq.producer.bulk.output_files import OutputFiles, open_output
 from llamaq.producer.bulk.run_description import BulkProgress, BulkRun, BulkState
 from llamaq.producer.client import AsyncClient
 
 
 async def execute(
-    run: BulkRun, client: AsyncClient, *, on_progress: OnProgress | None = None, stop: asyncio.Event | None = None
+    run: BulkRun,
+    client: AsyncClient,
+    *,
+    on_progress: OnProgress | None = None,
+    stop: asyncio.Event | None = None,
+    check_stop: CheckStop | None = None,
 ) -> BulkProgress:
     """Execute a run, or continue it, until all rows have an answer or an error.
 
@@ -27,6 +32,8 @@ async def execute(
             result has expired are computed again.
         on_progress: Called in the event loop with the progress, about twice a second and at the end. It must not block.
         stop: When it is set, the run stops.
+        check_stop: Called before the error of a cancelled row is written. It returns whether the run was stopped, and
+            has set `stop` then. The row is not written. None: a cancelled row has failed.
 
     Returns:
         The progress at the end. `state` tells whether the run is complete, and otherwise why it ended.
@@ -44,7 +51,7 @@ async def execute(
         if files is None:
             progress = BulkProgress(run_id=run.run_id, state=BulkState.STOPPED)
         else:
-            execution = Execution(run, client, files)
+            execution = Execution(run, client, files, check_stop=check_stop)
             state = await execution.run_until_end(on_progress, stop)
             if state is BulkState.COMPLETED:
                 await asyncio.to_thread(files.complete)

@@ -29,7 +29,7 @@ from llamaq.common.errors import (
     ResultTimeout,
     SlotCommandRefused,
 )
-from llamaq.common.protocol.job_outcome import JobStats, Result
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.producer.bulk.input_file import UnreadRow
@@ -62,6 +62,7 @@ ROWS_PER_YIELD = 50
 OnProgress = Callable[[BulkProgress], object]
 ReadRow = Callable[[RunParameters, int, object], Awaitable[Row]]
 Decide = Callable[[dict[str, Any]], dict[str, Any]]
+CheckStop = Callable[[], Awaitable[bool]]
 
 
 def is_outage(error: Exception) -> bool:
@@ -79,6 +80,14 @@ class OpenRow:
     n_jobs: int
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """The outcomes of its jobs so far, by their places in `row.jobs`."""
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether one of its jobs was cancelled."""
+        return any(
+            isinstance(outcome, Result) and outcome.finish_reason is FinishReason.CANCELLED
+            for outcome in self.outcomes.values()
+        )
 
     def results(self) -> list[Result]:
         """Return the results of all jobs.
@@ -111,6 +120,7 @@ class Execution:
         *,
         read: ReadRow = read_row,
         decide: Decide | None = None,
+        check_stop: CheckStop | None = None,
         keeps_jobs: bool = False,
     ) -> None:
         """Prepare an execution.
@@ -122,6 +132,9 @@ class Execution:
             read: Returns the row of a record. It is called again later if it needs a worker and none has replied.
             decide: Returns the job options of a row, given the options that the row and the run ask for. None: the
                 given options are used.
+            check_stop: Called before the error of a cancelled row is written. It returns whether the run was stopped,
+                and has set `stop` then. The row is left open, so that it is computed again when the run continues.
+                None: a cancelled row has failed.
             keeps_jobs: Whether jobs continue if the execution is interrupted, because another process, perhaps of
                 another version, continues the run. The jobs of a run that has stopped are always cancelled.
         """
@@ -130,6 +143,7 @@ class Execution:
         self._rows = rows
         self._read = read
         self._decide = decide
+        self._check_stop = check_stop
         self._keeps_jobs = keeps_jobs
         self._meter = Meter(run.run_id, time.monotonic, rows_total=rows.n_rows, rows_before=len(rows.finished))
         self._options = translate(run.options)
@@ -220,6 +234,8 @@ class Execution:
         while self._ended:
             open_row = self._ended[0]
             try:
+                if open_row.was_cancelled and self._check_stop is not None and await self._check_stop():
+                    break
                 await self._write(open_row)
             except (LlamaqError, RedisError, OSError) as exc:
                 if not is_outage(exc):

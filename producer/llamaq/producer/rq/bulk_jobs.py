@@ -174,10 +174,12 @@ async def _cancel_rows(client: AsyncClient, run_id: str, n_rows: int | None) -> 
 
 
 async def _execute(run: BulkRun, queue: str | None, job: Job) -> BulkProgress:
-    async with AsyncClient(queue=queue) as client, interruption(job) as stop:
+    async with AsyncClient(queue=queue) as client, interruption(job) as interrupted:
         reporter = _ProgressReporter(partial(_save_progress, job))
         try:
-            return await execute(run, client, on_progress=reporter.report, stop=stop)
+            return await execute(
+                run, client, on_progress=reporter.report, stop=interrupted.stop, check_stop=interrupted.check
+            )
         finally:
             await reporter.close()
 

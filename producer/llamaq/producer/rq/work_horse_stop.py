@@ -26,10 +26,39 @@ def is_work_horse(job_id: str) -> bool:
     return os.environ.get("RQ_JOB_ID") == job_id
 
 
+class Interruption:
+    """Whether the run of a work-horse must stop.
+
+    Args:
+        job: The RQ job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.stop = asyncio.Event()
+        """Set when the run must stop."""
+
+    async def check(self) -> bool:
+        """Set `stop` if the RQ job of this work-horse was cancelled or replaced, and return whether it was.
+
+        The jobs of a cancelled run are cancelled after its RQ job. A work-horse that got no processor time meanwhile
+        sees cancelled jobs first.
+
+        Raises:
+            RedisError: RQ's Redis does not answer.
+        """
+        if not is_work_horse(self._job.id) or not await asyncio.to_thread(is_withdrawn, self._job):
+            return False
+        if not self.stop.is_set():
+            log.warning("bulk.run_withdrawn rq_job=%s: it was cancelled, so its process ends", self._job.id)
+            self.stop.set()
+        return True
+
+
 @asynccontextmanager
-async def interruption(job: Job) -> AsyncIterator[asyncio.Event]:
-    """Yield an event that is set when the work-horse receives SIGTERM, when its RQ worker has died, or when the RQ job
-    was cancelled or replaced.
+async def interruption(job: Job) -> AsyncIterator[Interruption]:
+    """Yield an interruption. Its event is set when the work-horse receives SIGTERM, when its RQ worker has died, or
+    when the RQ job was cancelled or replaced.
 
     Without its RQ worker, a work-horse sends no heartbeat and receives no stop command, and RQ would soon let another
     worker start the same job. A job that is cancelled while its RQ worker does not react is stopped by its work-horse.
@@ -38,18 +67,18 @@ async def interruption(job: Job) -> AsyncIterator[asyncio.Event]:
     Args:
         job: The RQ job.
     """
-    stop = asyncio.Event()
+    interrupted = Interruption(job)
     if not is_work_horse(job.id):
-        yield stop
+        yield interrupted
         return
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, interrupted.stop.set)
     watching = [
-        asyncio.create_task(_watch_parent(os.getppid(), stop)),
-        asyncio.create_task(_watch_job(job, stop)),
+        asyncio.create_task(_watch_parent(os.getppid(), interrupted.stop)),
+        asyncio.create_task(_watch_job(interrupted)),
     ]
     try:
-        yield stop
+        yield interrupted
     finally:
         await cancel_tasks(*watching)
         loop.remove_signal_handler(signal.SIGTERM)
@@ -62,13 +91,11 @@ async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
     stop.set()
 
 
-async def _watch_job(job: Job, stop: asyncio.Event) -> None:
-    while not stop.is_set():
+async def _watch_job(interrupted: Interruption) -> None:
+    while not interrupted.stop.is_set():
         await asyncio.sleep(CHECK_S)
         with suppress(RedisError, OSError):
-            if await asyncio.to_thread(is_withdrawn, job):
-                log.warning("bulk.run_withdrawn rq_job=%s: it was cancelled, so its process ends", job.id)
-                stop.set()
+            await interrupted.check()
 
 
 def end_work_horse(job_id: str) -> None:
