@@ -10,11 +10,11 @@ import pytest
 from tests.support.http_clients import http_client
 
 from llamaq.common.protocol.text_commands import Infill, Snippet
-from llamaq.common.vocab.infill import encode_infill
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.producer import AsyncClient, InvalidRequest
 from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.engine.gguf_vocab import extract_vocab
+from llamaq.worker.infill_prompt import encode_infill
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,8 +6,8 @@ import asyncio
 
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.text_commands import Infill, TextAction, TextCommand, TextReply
-from llamaq.common.vocab.infill import encode_infill
 from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.infill_prompt import encode_infill
 
 
 class TextCommandHandler:

@@ -9,10 +9,10 @@ import pytest
 
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.text_commands import Infill, Snippet
-from llamaq.common.vocab.infill import encode_infill
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.engine.gguf_vocab import extract_vocab
+from llamaq.worker.infill_prompt import encode_infill
 from llamaq.worker.metadata_override import MetadataOverride
 
 GAP_TAGS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
