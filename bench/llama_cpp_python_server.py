@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from http.client import HTTPConnection
 from typing import Any
@@ -59,8 +59,11 @@ class PythonServer:
             return list(threads.map(partial(self._complete, body), prompts))
 
     def _complete(self, body: Mapping[str, Any], prompt: str) -> Timeline:
-        connection = HTTPConnection(HOST, self._port, timeout=JOB_TIMEOUT_S)
-        connection.connect()
+        with closing(HTTPConnection(HOST, self._port, timeout=JOB_TIMEOUT_S)) as connection:
+            connection.connect()
+            return self._follow(connection, body, prompt)
+
+    def _follow(self, connection: HTTPConnection, body: Mapping[str, Any], prompt: str) -> Timeline:
         timeline = Timeline(time.perf_counter())
         message = json.dumps({"prompt": prompt, **body}).encode()
         connection.request("POST", "/v1/completions", message, {"Content-Type": "application/json"})
@@ -76,7 +79,6 @@ class PythonServer:
                 timeline.arrivals_s.append(time.perf_counter())
                 timeline.counts.append(1)
         timeline.ended_s = time.perf_counter()
-        connection.close()
         if choice.get("finish_reason") != "length":
             raise LlamaqError(f"{PYTHON_SERVER} answered {response.status}, and not all tokens: {choice}")
         timeline.counts[-1] += body["max_tokens"] - sum(timeline.counts)  # no event ends inside a character

@@ -3,9 +3,9 @@
 A job has a prompt of 64 random tokens and 128 output tokens. It is streamed through Redis and the client, and greedy,
 sampled, or constrained by a JSON schema that needs more tokens than that. The worker and llama-server always have 32
 slots, and the bare loop has 32 sequences. In every round each number and kind of jobs runs on all systems, directly
-after each other and in turn, because other load on the machine changes within seconds. Few jobs take little time, so
-they run several times. llama-cpp-python's own server computes one request at a time, so 32 jobs take minutes: they run
-there in the first round only, and one job runs there once in each round.
+after each other and in turn, because other load on the machine changes within seconds. The fewer the jobs, the more
+often they run. llama-cpp-python's own server computes one request at a time, so 32 jobs take minutes: one job runs
+there once in each round, and several jobs in the first round only.
 
 - `vs_bare`: tokens per second, divided by those of the bare loop directly before or after. The bare loop is greedy and
   has no sampler, so it is compared with all three kinds of jobs.

@@ -11,7 +11,7 @@ from llamaq.producer.sync import Job
 if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue
 
-N_JOBS = 100
+N_JOBS = 400
 """Many more than the worker runs in two job times."""
 OPTIONS: dict[str, Any] = {"prompt": "a", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": False}
 
@@ -43,6 +43,7 @@ def test_one_job_of_a_tenant_starts_within_two_job_times_of_another_with_many(
     assert started is not None
     starts = [started_ms(job) or started for job in many]
     assert sum(submitted <= start < started for start in starts) <= 2 * narrow.settings.n_parallel
+    assert sum(start < started for start in starts) < N_JOBS - 1, "all jobs of the other tenant had ended"
     client.purge(tenant="many")
     for job in many:
         job.result(timeout=60)

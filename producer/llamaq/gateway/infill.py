@@ -54,19 +54,18 @@ async def with_gap(client: AsyncClient, fields: Mapping[str, Any]) -> dict[str, 
     begun = fields.get("prompt") or ""
     if not isinstance(begun, str):
         raise InvalidRequest("prompt: a text is required, the beginning of what belongs into the gap")
-    changed: dict[str, Any] = {}
-    if fields.get("n_predict") == 0:
-        changed = {"n_predict": 1, "t_max_predict_ms": None}
+    body = {name: value for name, value in fields.items() if name not in GAP_FIELDS}
+    if body.get("n_predict") == 0:
+        body |= {"n_predict": 1, "t_max_predict_ms": None}
     tokens = await _encode(
         client,
-        changed.get("n_predict", fields.get("n_predict")),
+        body.get("n_predict", body.get("max_tokens")),
         prefix=fields["input_prefix"],
         suffix=fields["input_suffix"],
         begun=begun,
         snippets=_read_snippets(fields.get("input_extra")),
     )
-    others = {name: value for name, value in fields.items() if name not in GAP_FIELDS}
-    return {**others, **changed, "prompt": tokens}
+    return {**body, "prompt": tokens}
 
 
 def _read_snippets(value: Any) -> Sequence[dict[str, Any]]:

@@ -130,9 +130,9 @@ class QueueDirectory:
     async def find(self, model: str | None, key: KeyRecord | None = None) -> NamedModel:
         """Return what the `model` of a request names.
 
-        Models and adapters are searched in the queues that the API key allows. The caller checks whether it allows the
-        queue that is found: it may be a queue that the request names itself, or the server's own. While the workers of
-        a queue restart, the queue has the model and the adapters that this server saw last.
+        Models and adapters are searched in the queues that the API key allows. A queue that the request names itself,
+        and the server's own, are found in any case. While the workers of a queue restart, the queue has the model and
+        the adapters that this server saw last.
 
         Args:
             model: The `model` of the request. None: it has none.
@@ -159,6 +159,22 @@ class QueueDirectory:
             param="model",
         )
 
+    async def find_allowed(self, model: str | None, key: KeyRecord | None) -> NamedModel:
+        """Return what the `model` of a request names, if the API key allows its queue.
+
+        Raises:
+            RequestRefused: It names nothing: 404. Or the API key does not allow the queue: 403.
+        """
+        named = await self.find(model, key)
+        if key is not None and not key.allows(named.queue):
+            raise RequestRefused(
+                HTTPStatus.FORBIDDEN,
+                f"model: the API key {key.name!r} does not allow the queue {named.queue!r}",
+                code="queue_not_allowed",
+                param="model",
+            )
+        return named
+
     def is_name(self, model: str, key: KeyRecord | None) -> bool:
         """Return whether `find` finds a queue by this name, and not only because any model is accepted."""
         return model in self._served or find_named(model, "", allowed_by(key, self._last_served)) is not None
@@ -174,7 +190,7 @@ class QueueDirectory:
         Raises:
             NoWorker: The queue has no live worker, and requests do not wait for one.
         """
-        if not (await self.served()).get(queue) and not self.settings.wait_for_worker and not waits:
+        if not waits and not self.settings.wait_for_worker and not (await self.served()).get(queue):
             raise NoWorker(queue)
         return await self._client(queue, is_stored=is_stored)
 

@@ -8,7 +8,6 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
@@ -17,9 +16,9 @@ from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_request import TRACEPARENT_PATTERN
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
-from llamaq.gateway.http.errors import RequestRefused, invalid
+from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.keys.key_record import KeyRecord
-from llamaq.gateway.model_names import NamedModel, allowed_by
+from llamaq.gateway.model_names import allowed_by
 from llamaq.producer import AsyncClient
 from llamaq.producer.submission import current_traceparent
 
@@ -65,7 +64,7 @@ async def model_for(request: Request, model: str | None, *, is_stored: bool = Fa
         NoWorker: The queue has no live worker, and requests do not wait for one.
     """
     queues = context_of(request).queues
-    named = await _allowed(request, model)
+    named = await queues.find_allowed(model, api_key_of(request))
     return ChosenModel(await queues.client(named.queue, is_stored=is_stored), named.job_options)
 
 
@@ -77,19 +76,6 @@ async def queue_for(request: Request, model: str | None) -> AsyncClient:
         NoWorker: As in `model_for`.
     """
     return (await model_for(request, model)).client
-
-
-async def _allowed(request: Request, model: str | None) -> NamedModel:
-    key = api_key_of(request)
-    named = await context_of(request).queues.find(model, key)
-    if key is not None and not key.allows(named.queue):
-        raise RequestRefused(
-            HTTPStatus.FORBIDDEN,
-            f"model: the API key {key.name!r} does not allow the queue {named.queue!r}",
-            code="queue_not_allowed",
-            param="model",
-        )
-    return named
 
 
 async def model_of_kind(request: Request, model: str | None, kind: JobKind) -> ChosenModel:

@@ -116,19 +116,14 @@ class TokenTable:
     @cached_property
     def infill_tokens(self) -> InfillTokens | None:
         """The special tokens of a prompt with a gap. None: the model was not trained to fill gaps."""
-        vocab = self._vocab
-        before, after, gap = map(
-            _token_or_none,
-            (
-                llama_cpp.llama_vocab_fim_pre(vocab),
-                llama_cpp.llama_vocab_fim_suf(vocab),
-                llama_cpp.llama_vocab_fim_mid(vocab),
-            ),
-        )
-        if before is None or after is None or gap is None:
+        prefix = _token_or_none(llama_cpp.llama_vocab_fim_pre(self._vocab))
+        suffix = _token_or_none(llama_cpp.llama_vocab_fim_suf(self._vocab))
+        middle = _token_or_none(llama_cpp.llama_vocab_fim_mid(self._vocab))
+        if prefix is None or suffix is None or middle is None:
             return None
-        repository = _token_or_none(llama_cpp.llama_vocab_fim_rep(vocab))
-        return InfillTokens(before, after, gap, repository, _token_or_none(llama_cpp.llama_vocab_fim_sep(vocab)))
+        repository = _token_or_none(llama_cpp.llama_vocab_fim_rep(self._vocab))
+        file = _token_or_none(llama_cpp.llama_vocab_fim_sep(self._vocab))
+        return InfillTokens(prefix, suffix, middle, repository, file)
 
     def _read_separators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sep = _token_or_none(llama_cpp.llama_vocab_sep(self._vocab))

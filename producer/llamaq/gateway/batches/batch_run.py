@@ -180,14 +180,9 @@ class BatchRun:
             BatchFailed: There is no such model, or the API key does not allow its queue.
         """
         try:
-            named = await self._queues.find(model, self._key)
+            return await self._queues.find_allowed(model, self._key)
         except RequestRefused as exc:
             raise failure(code_of(exc) or "invalid_request", message_of(exc)) from exc
-        if self._key is not None and not self._key.allows(named.queue):
-            raise failure(
-                "queue_not_allowed", f"model: the API key {self._key.name!r} does not allow the queue {named.queue!r}"
-            )
-        return named
 
     def _line_requests(self, client: AsyncClient) -> LineRequests:
         responses = ResponseStore(self._store.redis, self._store.keys, self._queues.settings.response_ttl_s)
