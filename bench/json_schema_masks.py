@@ -1,9 +1,10 @@
 """What does a JSON schema cost: the time that a new schema adds to the first token, and the time of a token's mask?
 
 The vocabulary is that of `--model` (tiny: 151,936 tokens). `new_schema_ms`: a schema that was not used before, from the
-request to the compiled constraint, with the process that tries it. `again_ms`: the same schema in a later job.
-`mask_ms`: to accept a token and compute the mask of the next. `disagreeing_ms`: to sample a token whose logits are
-random, so the model mostly wants tokens that the schema does not allow, less the same without a schema.
+request to the compiled constraint. Its keywords are of the usual kinds, so no other process tries it. `again_ms`: the
+same schema in a later job. `mask_ms`: to accept a token and compute the mask of the next. `disagreeing_ms`: to sample a
+token whose logits are random, so the model mostly wants tokens that the schema does not allow, less the same without a
+schema.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
+from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 
 
 def nested_schema(depth: int) -> dict[str, Any]:
@@ -41,9 +42,11 @@ BAD_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("schema", "reason"), BAD_SCHEMAS.values(), ids=BAD_SCHEMAS)
-def test_a_bad_schema_is_refused_with_a_reason(sandbox: GrammarSandbox, schema: dict[str, Any], reason: str) -> None:
+def test_a_bad_schema_is_refused_with_a_reason(
+    sandbox: GrammarSandbox, vocab: Vocab, schema: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(JobRejected) as refused:
-        sandbox.compile(JobParams(json_schema=schema))
+        ConstraintTokenizer(vocab).compile(sandbox.compile(JobParams(json_schema=schema)))
     assert refused.value.code == ErrorCode.INVALID_GRAMMAR
     assert reason in refused.value.message
 

@@ -3,7 +3,7 @@
 The limits of llguidance bound each step of a compiled grammar, and most compilations. They do not bound the
 intersection of regular expressions, such as `&` in Lark or `allOf` with several `pattern`. The compilation of 40
 patterns takes minutes, even with the smallest `initial_lexer_fuel`. Such a grammar ends only the sandbox process, and
-only the job with this grammar fails.
+only the job with this grammar fails. A plain JSON schema cannot be such a grammar, so it is not compiled twice.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
 from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabulary, pack_vocabulary
+from llamaq.worker.generation.grammar.json_schemas import is_plain_schema, json_schema_grammar
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ class GrammarSandbox:
     def compile(self, request: JobParams) -> str:
         """Return the constraint of a request in the form that `ConstraintTokenizer.compile` takes.
 
+        That method may still refuse a plain JSON schema, which is not tried here.
+
         Raises:
             JobRejected: The grammar is too large, does not compile, or needs too much time or memory.
             EngineError: The process does not start, was killed, or `close` was called.
@@ -81,15 +85,27 @@ class GrammarSandbox:
         trial = _trial_request(request)
         result = self._cached_result(trial)  # does not wait for the trial of another grammar
         if result is None:
-            with ExitStack() as turn:
-                turn.enter_context(self._process_lock)
-                result = self._cached_result(trial)
-                if result is None:
-                    result = self._run_trial(trial, turn)
-                    self._cache_result(trial, result)
+            schema = request.json_schema
+            result = self._convert(trial, schema) if schema and is_plain_schema(schema) else self._try(trial)
         if isinstance(result, JobRejected):
             raise JobRejected(result.code, result.message)
         return result
+
+    def _convert(self, trial: str, schema: dict[str, Any]) -> str:
+        """Return the result of a plain JSON schema, without a trial."""
+        result = json_schema_grammar(schema)
+        self._cache_result(trial, result)
+        return result
+
+    def _try(self, trial: str) -> str | JobRejected:
+        """Return the result of a grammar, after the trials that run before it."""
+        with ExitStack() as turn:
+            turn.enter_context(self._process_lock)
+            result = self._cached_result(trial)
+            if result is None:
+                result = self._run_trial(trial, turn)
+                self._cache_result(trial, result)
+            return result
 
     def _cached_result(self, trial: str) -> str | JobRejected | None:
         with self._results_lock:

@@ -19,10 +19,10 @@ from typing import IO, Any
 from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS, rewrite_schema
 from llamaq.worker.generation.grammar.endless_terminals import with_bounded_forcing
 from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark, lark_string
 from llamaq.worker.generation.grammar.grammar_vocabulary import CopiedVocabulary, GrammarVocabulary
+from llamaq.worker.generation.grammar.json_schemas import json_schema_grammar
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 
@@ -49,10 +49,7 @@ class GrammarTrial:
             JobRejected: The constraint cannot be used. The message gives the reason.
         """
         compiled = _convert(request, self._tokenizer.end_tokens, self._token_of)
-        constraint = self._tokenizer.compile_on_this_stack(compiled)
-        if not constraint.allowed_tokens():
-            message = "the grammar cannot be used: no token of this model's vocabulary is allowed first"
-            raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)
+        self._tokenizer.compile_on_this_stack(compiled)
         return compiled
 
     def _token_of(self, text: str) -> int | None:
@@ -65,14 +62,12 @@ class GrammarTrial:
 def _convert(request: dict[str, Any], end_tokens: frozenset[int], token_of: Callable[[str], int | None]) -> str:
     """Return the constraint of a request in the form that llguidance compiles. See `gbnf_to_lark` for the others."""
     kind, value = request["kind"], request["value"]
-    name = "JSON schema" if kind == "json_schema" else kind
     try:
         match kind:
             case "grammar":
                 return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"], end_tokens, token_of))
             case "json_schema":
-                options: Any = SCHEMA_OPTIONS  # a typed dictionary of llguidance, which `common` does not import
-                return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(value)), overrides=options)
+                return json_schema_grammar(value)
             case "regex":
                 return LLMatcher.grammar_from_regex(value)
             case "choice":
@@ -80,7 +75,7 @@ def _convert(request: dict[str, Any], end_tokens: frozenset[int], token_of: Call
             case "lark":
                 return LLMatcher.grammar_from_lark(with_bounded_forcing(value))
     except ValueError as exc:
-        raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the {name} cannot be used: {exc}") from exc
+        raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the {kind} cannot be used: {exc}") from exc
     raise AssertionError(kind)
 
 

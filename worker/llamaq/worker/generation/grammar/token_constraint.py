@@ -97,7 +97,9 @@ class TokenConstraint:
         self._allowed: TokenSet | None = None
         self._check("the grammar cannot be used")
         self._allowed = self._compute_allowed()
-        self._check("the grammar cannot be used, because no token of this model's vocabulary is allowed first")
+        if not self._allowed:
+            message = "the grammar cannot be used: no token of this model's vocabulary is allowed first"
+            raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)
 
     def copy(self) -> Self:
         """Return an independent constraint in the same state."""

@@ -1,0 +1,170 @@
+"""Plain JSON schemas: they compile without a trial, and in a short time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from tests.support.grammars import is_whole_output
+
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.job_request import JobParams
+from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.generation.grammar.json_schemas import is_plain_schema, json_schema_grammar
+from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
+from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
+
+TEXT: dict[str, Any] = {"type": "string"}
+MAX_COMPILATION_S = 1.0
+"""Processor time for the most expensive plain schema, which takes 0.08 s on a usual machine."""
+
+
+def record(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def any_of(*schemas: Any) -> dict[str, Any]:
+    return {"anyOf": list(schemas)}
+
+
+def array(items: Any, **keywords: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, **keywords}
+
+
+def nested_array(depth: int, size: int) -> dict[str, Any]:
+    return array(nested_array(depth - 1, size) if depth else TEXT, minItems=size, maxItems=size + 5)
+
+
+def texts(**keywords: Any) -> dict[str, Any]:
+    return {"type": "string", **keywords}
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "optional": any_of(TEXT, {"type": "null"}),
+    "several types": {"type": ["string", "null"], "maxLength": 5, "title": "A", "default": None},
+    "record": record(name=texts(minLength=1, maxLength=40), age={"type": "integer", "minimum": 0, "maximum": 130}),
+    "closed record": record(a=True) | {"additionalProperties": False},
+    "map": {"type": "object", "additionalProperties": {"type": "number", "exclusiveMinimum": 0.5}},
+    "tuple": {"type": "array", "prefixItems": [TEXT, {"type": "boolean"}], "minItems": 2, "maxItems": 2},
+    "values": record(a={"const": "x"}, b={"enum": ["a", 1, None, 2.5, True]}),
+    "pattern": texts(pattern=r"^(\+\d{1,3} )?\d{3,14}(?:-[a-z]+)*$"),
+    "format": array(texts(format="date-time"), maxItems=10),
+    "tree": {
+        "$ref": "#/$defs/node",
+        "$defs": {"node": record(next=any_of({"type": "null"}, {"$ref": "#/$defs/node"}))},
+    },
+}
+NOT_PLAIN: dict[str, dict[str, Any]] = {
+    "parts": {"allOf": [texts(pattern="^a"), texts(pattern="b$")]},
+    "exclusive parts": {"oneOf": [TEXT, {"type": "null"}]},
+    "pattern and length": texts(pattern="^a+$", maxLength=5),
+    "format and length": texts(format="uri", minLength=1),
+    "multiple": {"type": "integer", "multipleOf": 7, "minimum": 8},
+    "pattern of names": {"type": "object", "patternProperties": {"^a": TEXT}},
+    "names": {"type": "object", "propertyNames": {"maxLength": 3}},
+    "reference with a sibling": {"$ref": "#/$defs/a", "pattern": "a", "$defs": {"a": texts(pattern="b")}},
+    "alternatives with a sibling": {"anyOf": [texts(pattern="b")], "pattern": "a"},
+    "repeated group": texts(pattern="(a{100}){100}"),
+    "repeated repetition": texts(pattern="a{100}{100}"),
+    "repeated star": texts(pattern="a*{100}"),
+    "repetition behind a space": texts(pattern="(?x)a{999} {999}"),
+    "many repetitions": texts(pattern="a{1000}"),
+    "long string": texts(maxLength=1001),
+    "long array": array(TEXT, minItems=1001),
+    "large number": {"type": "integer", "maximum": 10**30},
+    "infinite number": {"type": "number", "maximum": float("inf")},
+    "many schemas": record(**{f"a{number}": TEXT for number in range(200)}),
+    "much text": {"enum": ["x" * 17_000]},
+    "deep in a definition": {"$ref": "#/$defs/a", "$defs": {"a": array(array({"not": TEXT}))}},
+    "deep in a tuple": {"type": "array", "prefixItems": [any_of(TEXT, {"allOf": [TEXT]})]},
+    "unknown type": {"type": "nothing"},
+    "properties of a wrong type": {"properties": 5},
+    "definitions of a wrong type": {"$defs": [TEXT]},
+    "schema of a wrong type": {"items": "string"},
+    "values of a wrong type": {"enum": [{"a": 1}]},
+    "unknown keyword": {"type": "string", "x-pattern": "a"},
+}
+EXPENSIVE: dict[str, dict[str, Any]] = {
+    "integers with bounds": any_of(
+        *({"type": "integer", "minimum": -(10**17) - n, "maximum": 10**17 + 7 * n} for n in range(190))
+    ),
+    "numbers with bounds": any_of(
+        *({"type": "number", "minimum": n + 0.123456789, "maximum": 1e15 + n / 7} for n in range(190))
+    ),
+    "classes of letters": any_of(*(texts(pattern=rf"\w{{{n},999}}" * 8) for n in range(1, 100))),
+    "states that multiply": any_of(*(texts(pattern=f"^{f'[ab]*a[ab]{{{n}}}' * 4}$") for n in range(1, 150))),
+    "many stars": texts(pattern="a*" * 4000 + "a?" * 2000),
+    "many alternatives": texts(pattern="|".join(f".*{number}.*" for number in range(1200))),
+    "letters of either case": texts(pattern=r"[a-zA-Z\u00e0-\u00ff\u0400-\u04ff]*" * 300),
+    "groups in groups": texts(pattern="(" * 45 + "a*b|" * 1000 + ")*" * 45),
+    "optional properties": {"properties": {"a" * n: True for n in range(1, 150)}},
+    "arrays of arrays": nested_array(depth=100, size=990),
+    "many arrays": record(**{f"a{n}": array(texts(maxLength=900 + n), minItems=900 - n) for n in range(95)}),
+    "references in a circle": {
+        "$ref": "#/$defs/0",
+        "$defs": {
+            str(n): array(any_of(*({"$ref": f"#/$defs/{other}"} for other in range(13))), minItems=900)
+            for n in range(13)
+        },
+    },
+    "all formats": any_of(
+        *(
+            texts(format=name)
+            for name in (
+                *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+                *("json-pointer", "relative-json-pointer", "uri-reference", "iri", "idn-email"),
+            )
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("schema", PLAIN.values(), ids=PLAIN)
+def test_usual_schemas_are_plain(schema: dict[str, Any]) -> None:
+    assert is_plain_schema(schema)
+
+
+@pytest.mark.parametrize("schema", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_a_schema_that_may_be_expensive_or_is_wrong_is_not_plain(schema: dict[str, Any]) -> None:
+    assert not is_plain_schema(schema)
+
+
+@pytest.mark.parametrize("schema", EXPENSIVE.values(), ids=EXPENSIVE)
+def test_the_most_expensive_plain_schemas_compile_in_a_short_time(vocab: Vocab, schema: dict[str, Any]) -> None:
+    assert is_plain_schema(schema)
+    tokenizer = ConstraintTokenizer(vocab)
+    started_s = time.process_time()
+    tokenizer.compile(json_schema_grammar(schema))
+    assert time.process_time() - started_s < MAX_COMPILATION_S
+
+
+def test_a_plain_schema_needs_no_process(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("subprocess.Popen", fail)
+    sandbox = GrammarSandbox(vocab)
+    try:
+        compiled = sandbox.compile(JobParams(json_schema=record(age={"type": "integer", "minimum": 3})))
+    finally:
+        sandbox.close()
+    assert is_whole_output(vocab, compiled, '{"age": 3}')
+    assert not is_whole_output(vocab, compiled, '{"age": 2}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (texts(pattern="("), "regex parse error"),
+        ({"$ref": "#/$defs/missing"}, "missing"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no token of this model's vocabulary"),
+    ],
+    ids=["bad pattern", "missing reference", "endless reference"],
+)
+def test_a_plain_schema_that_does_not_compile_is_refused(vocab: Vocab, schema: dict[str, Any], reason: str) -> None:
+    assert is_plain_schema(schema)
+    with pytest.raises(JobRejected, match=reason) as refused:
+        ConstraintTokenizer(vocab).compile(json_schema_grammar(schema))
+    assert refused.value.code == ErrorCode.INVALID_GRAMMAR
