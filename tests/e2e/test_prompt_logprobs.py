@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from tests.support.prompt_oracle import PromptOracle
 
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.producer import Client
@@ -18,32 +18,12 @@ TOLERANCE = 1e-3
 ALONE: Any = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 3}
 
 
-class Oracle:
-    """llama-cpp-python with `logits_all`."""
-
-    def __init__(self, model: Path) -> None:
-        import llama_cpp
-
-        self._llama = llama_cpp.Llama(
-            str(model), n_ctx=1024, logits_all=True, flash_attn=True, verbose=False, n_threads=1
-        )
-
-    def logprobs(self, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Return the logarithms of all probabilities at each position, shape (n_tokens, n_vocab)."""
-        self._llama.reset()
-        self._llama.eval(list(tokens))
-        logits = np.array(self._llama.scores[: len(tokens)], np.float64)
-        logits -= logits.max(axis=1, keepdims=True)
-        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        return logits
-
-
 @pytest.fixture(scope="module")
-def oracle(demo_model: Path) -> Oracle:
-    return Oracle(demo_model)
+def oracle(demo_model: Path) -> PromptOracle:
+    return PromptOracle(demo_model)
 
 
-def check(found: PromptLogprobs | None, tokens: Sequence[int], oracle: Oracle, n_top: int) -> None:
+def check(found: PromptLogprobs | None, tokens: Sequence[int], oracle: PromptOracle, n_top: int) -> None:
     """Assert that there is one entry for each token, with the probabilities of the oracle."""
     assert found is not None
     assert found.tokens == tuple(tokens)
@@ -64,7 +44,7 @@ def check(found: PromptLogprobs | None, tokens: Sequence[int], oracle: Oracle, n
         assert (row > own + TOLERANCE).sum() < entry.rank <= (row > own - TOLERANCE).sum()
 
 
-def test_the_values_are_those_of_llama_cpp(client: Client, oracle: Oracle) -> None:
+def test_the_values_are_those_of_llama_cpp(client: Client, oracle: PromptOracle) -> None:
     tokens = client.tokenize(TEXT)
     for n_top in (0, 1, 3, 20):
         result = client.generate(TEXT, **ALONE | {"prompt_logprobs": n_top})
