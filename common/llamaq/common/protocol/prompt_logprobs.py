@@ -103,8 +103,9 @@ def row_bytes(n_top: int) -> int:
 def _scored_token(values: Any) -> ScoredToken | None:
     if values is None:
         return None
-    token, logprob, top, _ = values
-    return ScoredToken(int(token), float(logprob), tuple((int(each), float(value)) for each, value in top))
+    token, logprob, top, rank = values
+    alternatives = tuple((int(each), float(value)) for each, value in top)
+    return ScoredToken(int(token), float(logprob), alternatives, None if rank is None else int(rank))
 
 
 def _rounded(logprob: float) -> float:
