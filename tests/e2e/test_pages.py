@@ -105,9 +105,8 @@ def test_the_examples_of_scoring_print_the_probabilities_of_texts(
     exec(one_text, {})
     lines = capsys.readouterr().out.splitlines()
     with demo.client() as client:
-        assert [int(line.split()[0]) for line in lines] == client.tokenize("Once upon a time there was a little dog")[
-            1:
-        ]
+        tokens = client.tokenize("Once upon a time there was a little dog")
+    assert [int(line.split()[0]) for line in lines] == tokens[1:]
     (commands_of_a_run,) = examples("scoring.md", "bash")
     *writing, running = commands_of_a_run.splitlines()
     subprocess.run("\n".join(writing), shell=True, check=True)

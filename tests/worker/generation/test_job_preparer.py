@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import CONSTRAINTS, JobRequest, Priority
@@ -179,14 +180,14 @@ def test_too_many_probabilities_of_a_prompt_are_refused(vocab: Vocab) -> None:
     for n_top, n_tokens in ((20, 23_809), (4, 23_810)):
         prepare_large(vocab, JobRequest(tokens=tokens[:n_tokens], seed=1, prompt_logprobs=n_top))
     with pytest.raises(
-        JobRejected, match=r"^prompt_logprobs: 23810 tokens with 20 .* ask for fewer alternatives"
+        JobRejected, match=r"prompt_logprobs: 23810 tokens with 20 .* ask for fewer alternatives"
     ) as one:
         prepare_large(vocab, JobRequest(tokens=tokens, seed=1, prompt_logprobs=20))
     assert one.value.code is ErrorCode.INVALID_REQUEST
 
 
 def test_a_worker_whose_device_samples_refuses_to_score_a_prompt(vocab: Vocab) -> None:
-    with pytest.raises(JobRejected, match=r"^prompt_logprobs: not with --backend-sampling") as one:
+    with pytest.raises(JobRejected, match=r"prompt_logprobs: not with --backend-sampling") as one:
         prepare_large(vocab, JobRequest(tokens=(1, 2), seed=1, prompt_logprobs=0), can_score_prompts=False)
     assert one.value.code is ErrorCode.INVALID_REQUEST
     prepare_large(vocab, JobRequest(tokens=(1, 2), seed=1), can_score_prompts=False)
