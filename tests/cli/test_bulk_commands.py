@@ -118,7 +118,7 @@ def test_an_outage_of_redis_is_not_logged_a_second_time_by_the_subscriber(
 
 
 def test_failed_rows_are_named_and_the_exit_code_is_1(served: str, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "in.jsonl", {"prompt": "good"}, {"prompt": "bad", "max_tokens": 0})
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "good"}, {"prompt": "bad", "max_tokens": -2})
     done = run(source, "-o", tmp_path / "out.jsonl")
     assert done.exit_code == EXIT_FAILED
     assert f"1 row has failed: {tmp_path / 'out.errors.jsonl'}" in done.stderr
@@ -138,7 +138,7 @@ def test_a_wrong_option_or_file_is_told_in_one_line(
         "is not a time": (str(source), "-o", target, "--deadline", "soon"),
         "it is not a file": (str(tmp_path), "-o", target),
         "three different files": (str(source), "-o", str(source)),
-        "max_tokens": (str(source), "-o", target, "--max-tokens", "0"),
+        "max_tokens": (str(source), "-o", target, "--max-tokens=-2"),
     }.items():
         assert problem in failing(monkeypatch, capsys, "bulk", "run", *args, code=EXIT_USAGE)
 

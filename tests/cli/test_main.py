@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["generate", "x", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "x", "--max-tokens=-2"], "max_tokens"),
         (["generate", "x", "--metadata", "{"], "--metadata: not JSON"),
         (["generate", "x", "--grammar", "@/nowhere/at.all"], "--grammar"),
         (["generate", "x", "--json-schema", "[" * 100_000], "--json-schema"),

@@ -1,4 +1,4 @@
-"""The examples of docs/http.md, docs/embeddings.md, docs/cache.md and docs/cli.md run as written, with real workers."""
+"""The examples of docs/http.md, embeddings.md, scoring.md, cache.md and cli.md run as written, with real workers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,29 @@ def test_the_row_of_a_bulk_run_for_an_embedding_is_answered(embedder: ServedQueu
     done = CliRunner().invoke(build_app("bulk"), arguments)
     assert done.exit_code == 0, done.output
     assert len(json.loads(answers.read_text())["embeddings"]) == 1
+
+
+def test_the_examples_of_scoring_print_the_probabilities_of_texts(
+    demo: ServedQueue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", demo.url)
+    monkeypatch.setenv("LLAMAQ_QUEUE", demo.queue)
+    one_text, perplexities = examples("scoring.md", "python")
+    exec(one_text, {})
+    lines = capsys.readouterr().out.splitlines()
+    with demo.client() as client:
+        tokens = client.tokenize("Once upon a time there was a little dog")
+    assert [int(line.split()[0]) for line in lines] == tokens[1:]
+    (commands_of_a_run,) = examples("scoring.md", "bash")
+    *writing, running = commands_of_a_run.splitlines()
+    subprocess.run("\n".join(writing), shell=True, check=True)
+    done = CliRunner().invoke(build_app("bulk"), shlex.split(running)[1:], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert [json.loads(line)["text"] for line in Path("scores.jsonl").read_text().splitlines()] == ["", ""]
+    exec(perplexities, {})
+    found = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert 1 < float(found["a"]) < float(found["b"]) / 5
 
 
 @pytest.fixture(scope="session")

@@ -312,7 +312,7 @@ def test_an_idempotency_key_gives_the_same_job(client: Client) -> None:
 
 
 def test_parameters_out_of_bounds_are_refused_at_submit_by_name(client: Client) -> None:
-    for name, value in (("max_tokens", 0), ("top_p", 0), ("stop", [""]), ("priority", "urgent"), ("nonsense", 1)):
+    for name, value in (("max_tokens", -2), ("top_p", 0), ("stop", [""]), ("priority", "urgent"), ("nonsense", 1)):
         options: Any = {name: value}
         with pytest.raises(InvalidRequest, match=name):
             client.submit(STORY, **options)

@@ -42,11 +42,11 @@ def test_no_event_has_a_line_break_of_unicode_in_its_line(separator: str) -> Non
 @pytest.mark.parametrize("endpoint", Endpoint)
 @pytest.mark.parametrize("key", ["logprobs", "finish_reason"])
 async def test_a_stream_keeps_a_first_piece_that_equals_a_key_of_its_chunks(endpoint: Endpoint, key: str) -> None:
-    async def describe(*_: object) -> dict[str, Any]:
+    async def describe(*_: object) -> Any:
         raise AssertionError
 
     chunks = StreamChunks(endpoint, "id", "model", 1, "fingerprint")
-    choice = ChoiceStream(chunks, 0, "job", "", None, describe, ProgressOptions())
+    choice = ChoiceStream(chunks, 0, "job", "", None, describe, describe, ProgressOptions())
     pieces = ["say ", key, " and", " more"]
     events = [await choice.events_of(Chunk(piece, (), number, 0)) for number, piece in enumerate(pieces)]
     lines = [line for event in events for line in event.splitlines() if line]

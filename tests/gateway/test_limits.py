@@ -85,7 +85,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
     {"n": 0}, {"n": "x"}, {"n": True}, {"n": 10**6}, {"n": 10**400}, {"stream": 1}, {"temperature": "hot"},
     {"stop": [""]}, {"stop": 5}, {"seed": 10**400}, {"logit_bias": [1]},
     {"logit_bias": {"1": "b"}}, {"response_format": {"type": "xml"}}, {"response_format": "json"},
-    {"structured_outputs": 1}, {"structured_outputs": {"sql": 1}}, {"metadata": "x"}, {"max_tokens": 0},
+    {"structured_outputs": 1}, {"structured_outputs": {"sql": 1}}, {"metadata": "x"}, {"max_tokens": -2},
     {"max_tokens": 1, "n_predict": 2}, {"tools": [{"type": "function"}]}, {"priority": "high"},
     {"delay_s": 5}, {"run_at": 1}, {"delay_s": 5, "store": True},
     {"grammar": "root ::= 1", "response_format": {"type": "json_object"}},
@@ -134,7 +134,7 @@ async def test_a_length_below_1_has_the_name_that_the_request_has_for_it(redis_u
         refused = [
             await http.post(CHAT, json={**HELLO, "max_completion_tokens": 0}),
             await http.post("/v1/responses", json={"input": "hi", "max_output_tokens": -5}),
-            await http.post(CHAT, json={**HELLO, "max_tokens": 0}),
+            await http.post(CHAT, json={**HELLO, "max_tokens": -2}),
         ]
     assert [each.json()["error"]["param"] for each in refused] == [
         "max_completion_tokens",

@@ -152,6 +152,34 @@ def test_jobs_without_per_token_events_continue_after_their_last_checkpoint(
             assert_equal_up_to_near_ties(client, prompt, result, other)
 
 
+def test_each_token_of_a_prompt_has_one_probability_after_the_kill_of_a_worker(
+    environment: Environment, read: Read
+) -> None:
+    """One job has generated tokens when its worker dies, and the other one is in the middle of its prompt."""
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0, "prompt_logprobs": 2, "ignore_eos": True}
+    long = " ".join(PROMPTS * 12)
+    with environment.client() as client:
+        first = environment.start_worker("--chunk-size", "16", "--n-batch", "32", LINGER_TOKENS="30")
+        reader = read(client.submit(PROMPTS[2], **options))
+        reader.await_tokens(8)
+        chunks = client.stream(long, prompt_progress=True, **options | {"max_tokens": 3})
+        progress = next(chunk.progress for chunk in chunks if chunk.progress and chunk.progress.processed_tokens)
+        kill_process(first)
+        assert progress.processed_tokens < progress.total_tokens / 2
+        second = environment.start_worker("--chunk-size", "16")
+        scored = [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None]
+        result = reader.finish()
+        assert attempts_of(environment, reader.job) == [first.worker_id, second.worker_id]
+        undisturbed = [client.generate(prompt, **options | {"max_tokens": 0}) for prompt in (long, PROMPTS[2])]
+    assert len(scored) == 1
+    for found, other in zip((scored[0], result.prompt_logprobs), undisturbed, strict=True):
+        assert found is not None
+        assert other.prompt_logprobs is not None
+        assert found.tokens == other.prompt_logprobs.tokens
+        values = [[entry.logprob for entry in each if entry is not None] for each in (found, other.prompt_logprobs)]
+        assert values[0] == pytest.approx(values[1], abs=0.2)
+
+
 def test_a_job_survives_the_kill_of_three_workers_in_a_row(environment: Environment, read: Read) -> None:
     with environment.client() as client:
         workers = [environment.start_worker(LINGER_TOKENS="100")]

@@ -97,7 +97,7 @@ async def test_a_missing_seed_is_drawn_and_returned(redis_url: str, queue: str) 
 async def test_an_invalid_parameter_is_refused_without_a_redis_command(queue: str) -> None:
     async with AsyncClient("redis://localhost:1", queue) as client:  # no server listens on this port
         with pytest.raises(InvalidRequest, match="max_tokens"):
-            await client.generate("x", max_tokens=0)
+            await client.generate("x", max_tokens=-2)
         with pytest.raises(InvalidRequest, match="top_p"):
             await client.stream("x", top_p=2)
         with pytest.raises(InvalidRequest, match="exactly one"):

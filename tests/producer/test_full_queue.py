@@ -176,7 +176,7 @@ async def test_a_full_redis_refuses_a_submit_with_an_error_that_names_the_settin
                     await attempt
             assert (await client.submit("hello", idempotency_key="order 7")).id == kept.id
             with pytest.raises(InvalidRequest):
-                await client.submit("x", max_tokens=0)
+                await client.submit("x", max_tokens=-2)
             assert (await client.queue_depth()).waiting == 1
             await client.redis.config_set("maxmemory", 0)
             await client.submit("one waiting job less")

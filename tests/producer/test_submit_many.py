@@ -98,7 +98,7 @@ async def test_a_large_batch_is_sent_in_parts(
 async def test_one_invalid_job_keeps_the_whole_batch_from_being_submitted(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, max_request_bytes=2000) as client:
         for wrong, message in (
-            ({"prompt": "x", "max_tokens": 0}, r"^jobs\[7\]: max_tokens"),
+            ({"prompt": "x", "max_tokens": -2}, r"^jobs\[7\]: max_tokens"),
             (
                 {"prompt": "x", "max_token": 1},
                 r"^jobs\[7\]: max_token: there is no such option; did you mean max_tokens",

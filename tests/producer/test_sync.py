@@ -116,9 +116,9 @@ def test_errors_of_the_asyncio_client_are_raised(redis_url: str, queue: str, mon
     monkeypatch.setattr(auto_cancelled_jobs, "LAST_WAIT_S", 10.0)  # the search for a worker
     with Client(redis_url, queue) as client:
         with pytest.raises(InvalidRequest, match="max_tokens"):
-            client.generate("x", max_tokens=0)
+            client.generate("x", max_tokens=-2)
         with pytest.raises(InvalidRequest, match="max_tokens"):
-            client.stream("x", max_tokens=0)
+            client.stream("x", max_tokens=-2)
         with pytest.raises(InvalidRequest):
             client.job("nonsense")
         with pytest.raises(NoWorker):

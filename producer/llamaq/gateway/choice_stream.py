@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
+from llamaq.gateway.prompt_probabilities import PromptFields
 from llamaq.producer import Chunk, Result
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.answer_parts.parts import CallStarted, Part
@@ -17,6 +19,8 @@ from llamaq.producer.openai_format.tools import delta_of
 
 DescribeLogprobs = Callable[[Sequence[int], Sequence[TokenLogprobs], int], Awaitable[dict[str, Any]]]
 """Returns the object `logprobs` of tokens. The number is their position in the text, in characters."""
+DescribePrompt = Callable[[PromptLogprobs, str], Awaitable[PromptFields]]
+"""Returns what a choice has about the probabilities of its prompt, and of the echoed text."""
 
 
 class ChoiceStream:
@@ -29,6 +33,8 @@ class ChoiceStream:
         echoed: The text before the generated text.
         splitter: Splits the answer into its parts. None: it is content alone.
         describe_logprobs: Describes the probabilities of tokens.
+        describe_prompt: Describes the probabilities of the prompt.
+        scores_echo: Whether the echoed text has probabilities.
         progress: Which fields about the progress of the answer the chunks have.
     """
 
@@ -40,7 +46,10 @@ class ChoiceStream:
         echoed: str,
         splitter: AnswerSplitter | None,
         describe_logprobs: DescribeLogprobs,
+        describe_prompt: DescribePrompt,
         progress: ProgressOptions,
+        *,
+        scores_echo: bool = False,
     ) -> None:
         self._chunks = chunks
         self._index = index
@@ -48,20 +57,24 @@ class ChoiceStream:
         self._echoed = echoed
         self._splitter = splitter
         self._describe_logprobs = describe_logprobs
+        self._describe_prompt = describe_prompt
+        self._scores_echo = scores_echo
+        self._has_prompt = False
+        """Whether the probabilities of the prompt were written."""
         self._progress = ProgressFields(progress)
         self._is_plain = splitter is None and not progress
         """Whether chunks have nothing but text, unless they have probabilities."""
         self._text_event: TextEvent | None = None
         """The chunk for new text without other fields. Most chunks have this form."""
         self._has_begun = False
-        self._n_chars = 0
-        """Number of generated characters so far."""
+        self._n_chars = len(echoed)
+        """Number of characters of the text so far."""
         self._has_call = False
         """Whether the answer calls a tool."""
 
     async def events_of(self, piece: Chunk | Result) -> bytes:
         """Return the encoded chunks for the next piece of the job, or for its end."""
-        if self._has_begun and self._is_plain and isinstance(piece, Chunk) and not piece.logprobs:
+        if self._has_begun and self._is_plain and isinstance(piece, Chunk) and not _has_probabilities(piece):
             self._n_chars += len(piece.text)
             return self._encode_text(piece.text) if piece.text else b""
         return b"".join(map(data, await self._chunks_of(piece)))
@@ -77,6 +90,7 @@ class ChoiceStream:
             return []
         first = [] if self._has_begun else list(self._begin())
         self._has_begun = True
+        first += await self._prompt_of(piece)
         if isinstance(piece, Result):
             return first + self._end(piece)
         if piece.progress is not None:
@@ -86,6 +100,21 @@ class ChoiceStream:
         if new:
             new[-1] |= fields
         return first + new
+
+    async def _prompt_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:
+        """Return the chunk with the probabilities of the prompt, if the piece is the first one that has them."""
+        is_last_chance = self._scores_echo and isinstance(piece, Result)
+        if self._has_prompt or (piece.prompt_logprobs is None and not is_last_chance):
+            return []
+        self._has_prompt, prompt = True, PromptFields()
+        if piece.prompt_logprobs is not None:
+            prompt = await self._describe_prompt(piece.prompt_logprobs, self._echoed)
+        chunk = self._chunks.empty(self._index)
+        if self._scores_echo:
+            chunk = self._chunks.text(self._index, self._echoed, prompt.logprobs)
+        if self._chunks.endpoint is Endpoint.CHAT:
+            return [chunk | prompt.listed]
+        return [chunk | {"choices": [choice | prompt.listed for choice in chunk["choices"]]}]
 
     async def _content_of(self, piece: Chunk) -> list[dict[str, Any]]:
         found, logprobs = [], None
@@ -103,7 +132,7 @@ class ChoiceStream:
     def _begin(self) -> Iterator[dict[str, Any]]:
         if self._chunks.endpoint is Endpoint.CHAT:
             yield self._chunks.first(self._index)
-        elif self._echoed:
+        elif self._echoed and not self._scores_echo:
             yield self._chunks.text(self._index, self._echoed)
 
     def _end(self, result: Result) -> list[dict[str, Any]]:
@@ -113,3 +142,7 @@ class ChoiceStream:
     def _parts(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         self._has_call |= any(isinstance(part, CallStarted) for part in parts)
         return [self._chunks.delta(self._index, delta_of(part, self._job_id)) for part in parts]
+
+
+def _has_probabilities(piece: Chunk) -> bool:
+    return bool(piece.logprobs) or piece.prompt_logprobs is not None

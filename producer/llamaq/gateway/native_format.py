@@ -13,7 +13,7 @@ from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobReques
 from llamaq.common.protocol.queue_and_worker_state import LoraScale, SlotSnapshot, Worker, WorkerCard, adapter_places
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.producer.openai_format.endpoints import Endpoint
-from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
+from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag, refuse_unsupported
 from llamaq.producer.openai_format.response_body import timings_object
 
 RANDOM_SEED = 2**32 - 1
@@ -90,7 +90,8 @@ def read_native_body(body: Mapping[str, Any]) -> GenerationBody:
     """
     if "prompt" not in body:
         raise InvalidRequest("prompt: a text, a list of token ids, or a list of these is required")
-    renamed = {**body, "n": body.get("n_cmpl", body.get("n"))}
+    refuse_unsupported(body)
+    renamed = {**body, "n": body.get("n_cmpl", body.get("n")), "echo": None}  # as llama-server, which ignores it
     return read_body(Endpoint.COMPLETIONS, renamed)
 
 

@@ -13,6 +13,7 @@ from llamaq.common.protocol.job_outcome import JobState, Result, TokenLogprobs
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_status import JobStatus
 from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.producer.call_timeout import CallTimeout, naming_job, timeout_error
 from llamaq.producer.queries.job_progress import with_progress
 from llamaq.producer.queries.job_records import read_result, read_status
@@ -47,6 +48,9 @@ class Chunk:
     such as `<tool_call>`, if the job has `special`. Only tags that begin in `text`."""
     progress: PromptProgress | None = None
     """How much of the prompt is computed, if the job asked for `prompt_progress`. Such a chunk has no text."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The probabilities of the prompt's tokens, in the first chunk with tokens, if the job asked for `prompt_logprobs`.
+    The result has them too, also if no token was generated."""
 
 
 class AsyncJob:
@@ -181,7 +185,15 @@ class AsyncJob:
                     except TimeoutError as exc:
                         raise timeout_error(self.id, "has sent no chunk", timeout_s, reader.redis_error) from exc
                     if isinstance(event, TokenSpan):
-                        yield Chunk(event.text, event.tokens, index, event.offset, event.logprobs, event.tag_offsets)
+                        yield Chunk(
+                            event.text,
+                            event.tokens,
+                            index,
+                            event.offset,
+                            event.logprobs,
+                            event.tag_offsets,
+                            prompt_logprobs=event.prompt_logprobs,
+                        )
                         n_tokens = event.offset + len(event.tokens)
                     elif isinstance(event, PromptProgress):
                         yield Chunk("", (), index, n_tokens, progress=event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from math import inf
 from typing import Any
@@ -15,8 +16,9 @@ from pydantic import ValidationError
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens, TokenSpan
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats, TokenLogprobs
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result, TokenLogprobs
 from llamaq.common.protocol.job_request import JobParams, JobRequest
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, ScoredToken, row_bytes, row_format
 from llamaq.common.protocol.queue_and_worker_state import Worker
 
 LIMIT = 1 << 20
@@ -155,6 +157,60 @@ def test_logprobs_are_decoded_as_they_were_encoded(probabilities: list[TokenLogp
     assert codec.decode_output(codec.encode_output("x", tokens, probabilities)) == span._replace(
         offset=0, text_offset=0
     )
+
+
+scores = st.integers(0, 3).flatmap(
+    lambda n_top: st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).flatmap(
+        lambda tokens: st.builds(
+            PromptLogprobs,
+            st.just(tuple(tokens)),
+            st.just(n_top),
+            st.binary(min_size=row_bytes(n_top) * (len(tokens) - 1), max_size=row_bytes(n_top) * (len(tokens) - 1)),
+            st.none() | st.builds(ScoredToken, st.integers(0, 9), st.floats(-9, 0), st.just(((3, -1.5),))),
+        )
+    )
+)
+
+
+@given(scores)
+def test_the_probabilities_of_a_prompt_are_decoded_as_they_were_encoded(prompt: PromptLogprobs) -> None:
+    data = codec.encode_tokens(0, [7], 0, "x", prompt_logprobs=prompt)
+    assert codec.decode_streamed(data) == TokenSpan(0, (7,), 0, "x", prompt_logprobs=prompt)
+    event = codec.decode_event(data)
+    assert isinstance(event, Tokens)
+    assert event.prompt_logprobs == prompt
+    output = codec.decode_output(codec.encode_output("x", [7], prompt_logprobs=prompt))
+    assert output == TokenSpan(0, (7,), 0, "x", prompt_logprobs=prompt)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        1, "x", [], [[1], 0, b""], [[1, 2], 0, b"1234567", None], [[1, 2], -1, b"", None], [[1], 0, b"", [1]],
+        [["a"], 0, b"", None], [[1, 2], 0, "12345678", None], [[1], 0, b"", [1, -1.0, [2], None]],
+    ],
+)  # fmt: skip
+def test_damaged_probabilities_of_a_prompt_are_refused(damaged: object) -> None:
+    event = {"type": "tokens", "offset": 0, "tokens": [1], "text_offset": 0, "text": "", "prompt_logprobs": damaged}
+    for decode in (codec.decode_streamed, codec.decode_event):
+        with pytest.raises(ProtocolError):
+            decode(msgpack.packb(event))
+
+
+def test_the_entries_of_a_prompt_are_read_as_those_of_a_tuple() -> None:
+    rows = row_format(1).pack(-0.5, 1, 9, -0.5) + row_format(1).pack(-2.25, 3, 8, -0.125)
+    prompt = PromptLogprobs((5, 9, 7), 1, rows)
+    entries = (None, ScoredToken(9, -0.5, ((9, -0.5),), 1), ScoredToken(7, -2.25, ((8, -0.125),), 3))
+    assert tuple(prompt) == prompt[:] == entries
+    assert (prompt[-1], prompt[1:2], len(prompt)) == (entries[2], entries[1:2], 3)
+    with pytest.raises(IndexError):
+        prompt[3]
+    result = Result(
+        job_id="q.0.1", text="", tokens=(), finish_reason=FinishReason.LENGTH, stats=JobStats(), seed=1,
+        prompt_logprobs=prompt,
+    )  # fmt: skip
+    shown = json.loads(result.model_dump_json())["prompt_logprobs"]
+    assert shown == [None, {"token": 9, "logprob": -0.5, "top": [[9, -0.5]], "rank": 1}, shown[2]]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4))

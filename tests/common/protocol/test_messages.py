@@ -36,7 +36,7 @@ def test_the_defaults_of_a_job_are_those_of_the_documentation() -> None:
         ({"messages": []}, "messages is empty"),
         ({"tokens": [-1]}, "tokens.0"),
         ({"tokens": [2**31]}, "tokens.0"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -2}, "max_tokens"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature"),
         ({"prompt": "a", "timeout_s": float("inf")}, "timeout_s"),

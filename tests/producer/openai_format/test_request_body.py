@@ -80,11 +80,20 @@ def test_only_a_completion_echoes_its_prompt() -> None:
     assert not chat(echo=True).is_echoed
 
 
-@pytest.mark.parametrize("logprobs", [0, 1, True])
-def test_an_echo_with_logprobs_is_refused_because_the_prompt_would_have_none(logprobs: object) -> None:
-    with pytest.raises(InvalidRequest, match=r"echo.*logprobs"):
-        read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": logprobs})
-    read_body(Endpoint.COMPLETIONS, {"prompt": "a", "echo": False, "logprobs": logprobs})
+@pytest.mark.parametrize(("logprobs", "n_top"), [(0, 0), (3, 3), (True, 0)])
+def test_an_echoed_prompt_has_as_many_alternatives_as_the_generated_text(logprobs: object, n_top: int) -> None:
+    def job(**fields: object) -> dict[str, Any]:
+        return read_body(Endpoint.COMPLETIONS, {"prompt": "a", "logprobs": logprobs, **fields}).jobs[0]
+
+    assert job(echo=True)["prompt_logprobs"] == n_top
+    assert "prompt_logprobs" not in job()
+    assert job(echo=True, prompt_logprobs=5)["prompt_logprobs"] == 5
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_a_bulk_run_returns_no_probabilities_in_the_form_of_openai(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name}: not supported here"):
+        _ = read_body(Endpoint.COMPLETIONS, {"prompt": "a", name: 1}).only_job
 
 
 def test_a_schema_is_an_object() -> None:

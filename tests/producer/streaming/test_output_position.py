@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaq.common.protocol.job_events import TokenSpan
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.producer.streaming.output_position import OutputPosition
 
 TEXT = "".join(f"{number} " for number in range(40))
@@ -37,3 +38,13 @@ def test_a_position_returns_every_token_and_character_once_for_any_pieces(
     assert tag_offsets == [place for place, character in enumerate(text) if character == " "]
     assert text == TEXT[: len(text)]
     assert (position.tokens, position.chars) == (len(tokens), len(text))
+
+
+def test_the_probabilities_of_a_prompt_come_once_with_the_first_token() -> None:
+    prompt = PromptLogprobs((5,), 0, b"")
+    first, whole = (TokenSpan(0, tokens, 0, "ab", prompt_logprobs=prompt) for tokens in ((1,), (1, 2)))
+    position, late = OutputPosition(), OutputPosition()
+    assert position.advance(first) == first
+    assert position.advance(first) is None
+    assert position.advance(whole) == TokenSpan(1, (2,), 2, "")
+    assert late.advance(whole) == whole

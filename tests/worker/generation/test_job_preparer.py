@@ -7,10 +7,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import CONSTRAINTS, JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -155,3 +157,50 @@ def test_a_spelled_tag_does_not_end_the_reasoning(tag_vocab: Vocab) -> None:
     for expected in (97, 97, closing, 97, 97, 97):
         history.append(sampler.sample(logits.copy(), history, len(prompt)))
         assert history[-1] == expected
+
+
+def test_a_prompt_is_scored_until_its_scores_are_published_with_the_first_token(vocab: Vocab) -> None:
+    request = JobRequest(prompt="Once upon a time", seed=1, prompt_logprobs=3)
+    job = prepare(vocab, request)
+    assert job.prompt_scorer is not None
+    assert job.prompt_scorer.n_top == 3
+    assert job.scores_prompt
+    assert not job.reuses_cells
+    scores = PromptLogprobs(tuple(job.prompt), 3, b"")
+    resumed = prepare_attempt(vocab, request, published=TokenSpan(0, (5,), 0, "", prompt_logprobs=scores))
+    assert isinstance(resumed.job, Job)
+    assert resumed.prompt_logprobs is scores
+    assert resumed.job.prompt_scorer is None
+    assert resumed.job.reuses_cells
+    assert prepare(vocab, JobRequest(prompt="Once", seed=1)).reuses_cells
+
+
+def test_too_many_probabilities_of_a_prompt_are_refused(vocab: Vocab) -> None:
+    tokens = (1,) * 23_810
+    for n_top, n_tokens in ((20, 23_809), (4, 23_810)):
+        prepare_large(vocab, JobRequest(tokens=tokens[:n_tokens], seed=1, prompt_logprobs=n_top))
+    with pytest.raises(
+        JobRejected, match=r"prompt_logprobs: 23810 tokens with 20 .* ask for fewer alternatives"
+    ) as one:
+        prepare_large(vocab, JobRequest(tokens=tokens, seed=1, prompt_logprobs=20))
+    assert one.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_a_worker_whose_device_samples_refuses_to_score_a_prompt(vocab: Vocab) -> None:
+    with pytest.raises(JobRejected, match=r"prompt_logprobs: not with --backend-sampling") as one:
+        prepare_large(vocab, JobRequest(tokens=(1, 2), seed=1, prompt_logprobs=0), can_score_prompts=False)
+    assert one.value.code is ErrorCode.INVALID_REQUEST
+    prepare_large(vocab, JobRequest(tokens=(1, 2), seed=1), can_score_prompts=False)
+
+
+def prepare_large(vocab: Vocab, request: JobRequest, *, can_score_prompts: bool = True) -> None:
+    preparer = JobPreparer(
+        vocab,
+        Mock(spec=GrammarSandbox),
+        WorkerSettings().job_defaults,
+        context_limit=100_000,
+        max_request_bytes=1_000_000,
+        can_score_prompts=can_score_prompts,
+    )
+    lease = Lease("q.0." + "0" * 32, 0, Keys().jobs("q", 0, Priority.BULK), "1-0", 1)
+    preparer.prepare(codec.encode_request(request, 1_000_000), lease, NO_OUTPUT, JobTimes(0.0)).job.close()

@@ -22,6 +22,7 @@ from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import EVENT, Event, PromptProgress, TokenSpan
 from llamaq.common.protocol.job_outcome import JobStats, TokenLogprobs
 from llamaq.common.protocol.job_request import SLICE_TOKENS, JobRequest
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, Worker
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
@@ -211,6 +212,7 @@ def encode_tokens(
     logprobs: Sequence[TokenLogprobs] = (),
     draws: Sequence[float] = (),
     tag_offsets: Sequence[int] = (),
+    prompt_logprobs: PromptLogprobs | None = None,
 ) -> bytes:
     """Return an encoded `tokens` event.
 
@@ -224,6 +226,8 @@ def encode_tokens(
         values["draws"] = draws
     if tag_offsets:
         values["tag_offsets"] = tag_offsets
+    if prompt_logprobs is not None:
+        values["prompt_logprobs"] = prompt_logprobs.packed()
     return _pack(values)
 
 
@@ -263,7 +267,8 @@ def _token_span(values: dict[Any, Any]) -> TokenSpan:
             raise ProtocolError("not an event: tokens contains a value that is not a token id")
     logprobs, draws = _logprobs(values, len(tokens)), _draws(values, len(tokens))
     tag_offsets = _tag_offsets(values) if "tag_offsets" in values else ()
-    return TokenSpan(offset, tokens, text_offset, text, logprobs, draws, tag_offsets)
+    prompt_logprobs = _prompt_logprobs(values) if "prompt_logprobs" in values else None
+    return TokenSpan(offset, tokens, text_offset, text, logprobs, draws, tag_offsets, prompt_logprobs)
 
 
 def _logprobs(values: dict[Any, Any], n_tokens: int) -> tuple[TokenLogprobs, ...]:
@@ -304,6 +309,17 @@ def _tag_offsets(values: dict[Any, Any]) -> tuple[int, ...]:
     return found
 
 
+def _prompt_logprobs(values: dict[Any, Any]) -> PromptLogprobs | None:
+    """Return the optional probabilities of the prompt of an event or an output. Raises `ProtocolError`."""
+    found = values.get("prompt_logprobs")
+    if found is None:
+        return None
+    try:
+        return PromptLogprobs.unpack(found)
+    except ValueError as exc:
+        raise ProtocolError(str(exc)) from exc
+
+
 _TOKENS_PREFIX = encode_tokens(0, (), 0, "")[:13]
 
 
@@ -323,10 +339,17 @@ def is_prompt_progress(data: bytes) -> bool:
 
 
 def encode_output(
-    text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), tag_offsets: Sequence[int] = ()
+    text: str,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprobs] = (),
+    tag_offsets: Sequence[int] = (),
+    prompt_logprobs: PromptLogprobs | None = None,
 ) -> bytes:
     """Return the encoded output of a job, as it is stored in the hash of the job: msgpack, compressed with zlib."""
-    optional = {"logprobs": logprobs, "tag_offsets": tag_offsets}
+    packed = () if prompt_logprobs is None else prompt_logprobs.packed()
+    optional: dict[str, Sequence[object]] = {
+        "logprobs": logprobs, "tag_offsets": tag_offsets, "prompt_logprobs": packed,
+    }  # fmt: skip
     values = {"text": text, "tokens": tokens} | {name: value for name, value in optional.items() if value}
     return _compress(_pack(values))
 
@@ -341,7 +364,9 @@ def decode_output(data: bytes) -> TokenSpan:
     try:
         tokens = tuple(int(token) for token in values["tokens"])
         logprobs, tag_offsets = _logprobs(values, len(tokens)), _tag_offsets(values)
-        return TokenSpan(0, tokens, 0, str(values["text"]), logprobs, tag_offsets=tag_offsets)
+        prompt_logprobs = _prompt_logprobs(values)
+        text = str(values["text"])
+        return TokenSpan(0, tokens, 0, text, logprobs, tag_offsets=tag_offsets, prompt_logprobs=prompt_logprobs)
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise ProtocolError("not a job's output") from exc
 

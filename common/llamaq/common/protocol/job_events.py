@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, TypeAdapter
+from pydantic import BeforeValidator, Field, InstanceOf, TypeAdapter
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, TokenLogprobs
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.protocol.wire_model import WireModel
 
 
@@ -45,6 +46,11 @@ class Tokens(WireModel):
         description="Positions in the job's text, in characters, of the tokens that are tags of reasoning or tool "
         "calls, such as `<tool_call>`, if the job has `special`. Only tags that begin in this event's text.",
     )
+    prompt_logprobs: Annotated[InstanceOf[PromptLogprobs], BeforeValidator(PromptLogprobs.unpack)] | None = Field(
+        None,
+        description="The probabilities of the prompt's tokens, in the event with the first token, if the job asked for "
+        "`prompt_logprobs`: the prompt's tokens, the number of alternatives, and the packed numbers.",
+    )
 
 
 class TokenSpan(NamedTuple):
@@ -61,6 +67,7 @@ class TokenSpan(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     draws: tuple[float, ...] = ()
     tag_offsets: tuple[int, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Finished(WireModel):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, InstanceOf, JsonValue, PlainSerializer
 
 from llamaq.common.protocol.embedding_task import Embedding
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.protocol.wire_model import WireModel
 
 
@@ -140,6 +141,17 @@ class Result(WireModel):
     tokens: tuple[int, ...] = Field(description="The generated token ids.")
     logprobs: tuple[TokenLogprobs, ...] | None = Field(
         None, description="For each token, its `logprob` and the list `top`. None: the job did not ask for `logprobs`."
+    )
+    prompt_logprobs: (
+        Annotated[
+            InstanceOf[PromptLogprobs],
+            PlainSerializer(PromptLogprobs.as_json, return_type=list[dict[str, Any] | None], when_used="json"),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="For each token of the prompt, `token`, `logprob`, `top` and `rank`; None for the first one. None: "
+        "the job did not ask for `prompt_logprobs`, or ended before its prompt was computed.",
     )
     tag_offsets: tuple[int, ...] = Field(
         (),

@@ -98,9 +98,10 @@ class JobParams(TemplateParams, SamplingParams):
 
     max_tokens: int | None = Field(
         None,
-        ge=1,
+        ge=0,
         le=MAX_GENERATED_TOKENS,
-        description="Maximum number of generated tokens. If not set: up to the context limit of the job.",
+        description="Maximum number of generated tokens. 0: only the prompt is computed, for `prompt_logprobs` or for "
+        "the prefix cache. If not set: up to the context limit of the job.",
     )
     seed: int | None = Field(
         None,
@@ -160,6 +161,14 @@ class JobParams(TemplateParams, SamplingParams):
         False,
         description="`logprobs` has the probabilities of the draw, after all samplers. Tokens that the samplers have "
         "removed are no alternatives.",
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Return the natural logarithm of the probability of each token of the prompt after the tokens "
+        "before it, and the same for this number of most probable alternatives at its position, at most 20. The whole "
+        "prompt is then computed: none of it comes from the prefix cache. A prompt may have 500,000 such numbers.",
     )
     reasoning_budget: int | None = Field(
         None,
@@ -464,6 +473,7 @@ class JobOptions(TypedDict, total=False):
     lark: str | None
     logprobs: int | None
     post_sampling_probs: bool
+    prompt_logprobs: int | None
     reasoning_budget: int | None
     reasoning_open: str
     reasoning_close: str

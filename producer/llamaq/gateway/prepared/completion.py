@@ -9,8 +9,10 @@ from importlib.metadata import version
 from typing import Any, Self
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.gateway.infill import with_gap_of_suffix
 from llamaq.gateway.model_knowledge import ModelKnowledge
+from llamaq.gateway.prompt_probabilities import PromptFields, PromptProbabilities, joined
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
@@ -39,6 +41,8 @@ class PreparedCompletion:
     """For each choice, the prompt that its text begins with. Empty: the texts begin with no prompt."""
     jobs: Sequence[dict[str, Any]]
     """The arguments of `submit` for each choice."""
+    has_prompt_logprobs: bool = False
+    """Whether the answer has the field `prompt_logprobs`."""
 
     @classmethod
     async def read(
@@ -67,7 +71,8 @@ class PreparedCompletion:
                 client.connection, body.jobs[0], is_parallel=body.tool_choice.is_parallel, may_reason=may_reason
             )
         more = form_options(form, body.tool_choice, body.jobs[0])
-        return cls(models, client, body, form, echoed, [job | more for job in body.jobs])
+        has_prompt_logprobs = fields.get("prompt_logprobs") is not None
+        return cls(models, client, body, form, echoed, [job | more for job in body.jobs], has_prompt_logprobs)
 
     @property
     def model(self) -> str:
@@ -90,16 +95,27 @@ class PreparedCompletion:
         pieces = await self.models.pieces.of(self.client, tokens_of(tokens, logprobs))
         return logprobs_object(self.body.endpoint, tokens, logprobs, pieces, offset)
 
+    @property
+    def scores_echo(self) -> bool:
+        """Whether the echoed prompts have probabilities."""
+        return self.body.is_echoed and "logprobs" in self.jobs[0]
+
+    async def fields_of_prompt(self, prompt: PromptLogprobs, echoed: str) -> PromptFields:
+        """Return what a choice has about the probabilities of its prompt, whose text in the answer is `echoed`."""
+        writer = PromptProbabilities(self.models.pieces, self.client)
+        logprobs = await writer.echoed(prompt, echoed, self.jobs[0]["logprobs"]) if self.scores_echo else None
+        listed = {"prompt_logprobs": await writer.listed(prompt)} if self.has_prompt_logprobs else {}
+        return PromptFields(logprobs, listed)
+
     async def count_reasoning(self, results: Iterable[Result]) -> int:
         """Return how many tokens of the answers are reasoning."""
         return await self.models.count_reasoning(self.form, *results)
 
     async def answer(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the whole answer."""
-        logprobs = [
-            None if result.logprobs is None else await self.logprobs(result.tokens, result.logprobs)
-            for result in results
-        ]
+        echoed = self.echoed or [""] * len(results)
+        prompts = [await self._fields_of_prompt(*each) for each in zip(results, echoed, strict=True)]
+        logprobs = [await self._logprobs_of(*each) for each in zip(results, echoed, prompts, strict=True)]
         messages = [
             message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], result.job_id)
             for splitter, result in zip(self.splitters(), results, strict=False)
@@ -115,7 +131,24 @@ class PreparedCompletion:
             messages=messages,
             n_reasoning=await self.count_reasoning(results),
         )
+        if self.body.endpoint is Endpoint.CHAT:
+            answer |= prompts[0].listed
+        else:
+            choices = zip(answer["choices"], prompts, strict=True)
+            answer["choices"] = [choice | prompt.listed for choice, prompt in choices]
         return answer | {"system_fingerprint": FINGERPRINT, "timings": timings_object(results[0].stats)}
+
+    async def _fields_of_prompt(self, result: Result, echoed: str) -> PromptFields:
+        if result.prompt_logprobs is None:  # the job did not ask for them, or ended before it had them
+            return PromptFields()
+        return await self.fields_of_prompt(result.prompt_logprobs, echoed)
+
+    async def _logprobs_of(self, result: Result, echoed: str, prompt: PromptFields) -> dict[str, Any] | None:
+        """Return the object `logprobs` of a choice. None: its job has none."""
+        generated = None
+        if result.logprobs is not None:
+            generated = await self.logprobs(result.tokens, result.logprobs, len(echoed))
+        return generated if prompt.logprobs is None else joined(prompt.logprobs, generated)
 
 
 async def _read_echoed(client: AsyncClient, body: GenerationBody) -> list[str]:

@@ -72,7 +72,9 @@ async def _events(
             echoed[index] if echoed else "",
             splitters[index] if splitters else None,
             asked.logprobs,
+            asked.fields_of_prompt,
             progress,
+            scores_echo=asked.scores_echo,
         )
         for index, stream in enumerate(generation.streams)
     ]

@@ -63,6 +63,8 @@ async def answer_line(run: RunParameters, row: Row, results: Sequence[Result], *
         answer["tokens"] = list(result.tokens)
     if result.embeddings is not None:
         answer["embeddings"] = [each.vectors if each.n_rows > 1 else each.vector for each in result.embeddings]
+    if result.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = result.prompt_logprobs.as_json()
     answer |= {"finish_reason": result.finish_reason.value, "usage": usage_object(result.stats), "seed": result.seed}
     if result.metadata:
         answer["metadata"] = result.metadata

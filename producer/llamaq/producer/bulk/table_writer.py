@@ -20,7 +20,7 @@ ROWS_AT_ONCE = 1000
 COPY_BYTES = 1024 * 1024
 COLUMNS = (
     "line", "id", "text", "tokens", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens", "seed",
-    "metadata", "embeddings",
+    "metadata", "embeddings", "prompt_logprobs",
 )  # fmt: skip
 """The columns of a table. `line` is the number of the row in the input, from 1 on."""
 
@@ -59,7 +59,7 @@ def write_compressed(answers: Path, target: Path) -> None:
 
 
 def _record(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of an answer. An id is a text, metadata and embeddings are JSON: a column has one type."""
+    """Return the record of an answer. A column has one type: an id is a text, and nested values are JSON."""
     usage = answer["usage"]
     return {
         "line": answer["line"],
@@ -73,6 +73,7 @@ def _record(answer: dict[str, Any]) -> dict[str, Any]:
         "seed": answer["seed"],
         "metadata": _as_json(answer.get("metadata")),
         "embeddings": _as_json(answer.get("embeddings")),
+        "prompt_logprobs": _as_json(answer.get("prompt_logprobs")),
     }
 
 
@@ -94,7 +95,7 @@ def _write_csv(records: Iterator[dict[str, Any]], path: Path, compression: str |
 def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
     arrow, parquet = pyarrow_module("pyarrow"), pyarrow_module("pyarrow.parquet")
     number, text = arrow.int64(), arrow.string()
-    types = (number, text, text, arrow.list_(arrow.int32()), text, number, number, number, number, text, text)
+    types = (number, text, text, arrow.list_(arrow.int32()), text, number, number, number, number, text, text, text)
     schema = arrow.schema(list(zip(COLUMNS, types, strict=True)))
     with parquet.ParquetWriter(path, schema) as writer:
         while some := list(islice(records, ROWS_AT_ONCE)):

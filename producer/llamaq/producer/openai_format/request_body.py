@@ -89,8 +89,8 @@ class GenerationBody:
         """
         if self.tool_choice.tools:
             raise InvalidRequest("tools: not supported here; leave it out")
-        if "logprobs" in self.jobs[0]:
-            raise InvalidRequest("logprobs: not supported here; leave it out")
+        for name in {"logprobs", "prompt_logprobs"} & self.jobs[0].keys():
+            raise InvalidRequest(f"{name}: not supported here; leave it out")
         if len(self.jobs) != 1:
             raise InvalidRequest("n: a request with several answers, or several prompts, is not supported here")
         return self.jobs[0]
@@ -106,13 +106,13 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
     Raises:
         InvalidRequest: The body has no prompt, or a field that is not supported. The message names the field.
     """
-    refuse_unsupported(body)
+    refuse_unsupported(body, except_for="prompt_logprobs")
     body = with_integers(body)
     prompts = [read_chat(body)] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
     options = read_options(body) | read_logprobs(endpoint, body)
     is_echoed = endpoint is Endpoint.COMPLETIONS and read_flag(body, "echo")
-    if is_echoed and "logprobs" in options:  # clients sum the logprobs of the echoed prompt, which would be missing
-        raise InvalidRequest("echo: llamaq returns no logprobs of the prompt; leave out echo or logprobs")
+    if is_echoed and "logprobs" in options:  # the echoed prompt has probabilities too
+        options.setdefault("prompt_logprobs", options["logprobs"])
     n = _read_count(body.get("n"))
     if n * len(prompts) > MAX_CHOICES:
         raise InvalidRequest(f"n: {n * len(prompts)} answers are more than {MAX_CHOICES}")
@@ -143,14 +143,20 @@ def read_model(body: Mapping[str, Any]) -> str | None:
     return model if isinstance(model, str) and model else None
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
+def refuse_unsupported(body: Mapping[str, Any], *, except_for: str | None = None) -> None:
     """Refuse fields that change the answer and that llamaq does not support.
+
+    Args:
+        body: The body of a request.
+        except_for: A field that the endpoint of the request supports, unlike others.
 
     Raises:
         InvalidRequest: The body has such a field. The message names it.
     """
     for name, harmless in UNSUPPORTED.items():
         value = body.get(name)
+        if name == except_for:
+            continue
         if name == "best_of" and value == body.get("n"):  # all answers are returned, so there is no choice to make
             continue
         if value is not None and value not in harmless:

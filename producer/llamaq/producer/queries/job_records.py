@@ -15,6 +15,7 @@ from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result, TokenLogprobs
 from llamaq.common.protocol.job_status import JobStatus
 from llamaq.common.protocol.keys import JobKeys
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error, decode_output
@@ -111,6 +112,7 @@ async def result_of(redis: Redis, keys: JobKeys, job_id: str, values: Sequence[b
         text=whole.text,
         tokens=whole.tokens,
         logprobs=whole.logprobs or None,
+        prompt_logprobs=whole.prompt_logprobs,
         tag_offsets=whole.tag_offsets,
         embeddings=codec.decode_embeddings(output) if output is not None and end.stats.mode == "embed" else None,
         finish_reason=end.finish_reason,
@@ -134,6 +136,7 @@ async def read_output(redis: Redis, keys: JobKeys) -> TokenSpan:
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     tag_offsets: list[int] = []
+    prompt_logprobs: PromptLogprobs | None = None
     entries: Any = await redis.xrange(keys.events)
     for _, fields in entries:
         event = codec.decode_streamed(fields.get(b"e", b""))
@@ -147,7 +150,16 @@ async def read_output(redis: Redis, keys: JobKeys) -> TokenSpan:
             tokens += new.tokens
             logprobs += new.logprobs
             tag_offsets += new.tag_offsets
-    return TokenSpan(0, tuple(tokens), 0, "".join(texts), tuple(logprobs), tag_offsets=tuple(tag_offsets))
+            prompt_logprobs = new.prompt_logprobs or prompt_logprobs
+    return TokenSpan(
+        0,
+        tuple(tokens),
+        0,
+        "".join(texts),
+        tuple(logprobs),
+        tag_offsets=tuple(tag_offsets),
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 def _int_or_none(text: str | None) -> int | None:

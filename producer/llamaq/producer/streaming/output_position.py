@@ -39,10 +39,19 @@ class OutputPosition:
             return None
         if span.offset != self.tokens:
             tokens, logprobs = tokens[self.tokens - span.offset :], logprobs[self.tokens - span.offset :]
+        prompt_logprobs = None if self.tokens else span.prompt_logprobs
         if span.text_offset != self.chars:
             text = text[self.chars - span.text_offset :]
             tag_offsets = tuple(each for each in tag_offsets if each >= self.chars)
-        new = TokenSpan(self.tokens, tokens, self.chars, text, logprobs, tag_offsets=tag_offsets)
+        new = TokenSpan(
+            self.tokens,
+            tokens,
+            self.chars,
+            text,
+            logprobs,
+            tag_offsets=tag_offsets,
+            prompt_logprobs=prompt_logprobs,
+        )
         self.tokens += len(tokens)
         self.chars += len(text)
         return new

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.worker.core.job import PreparedJob
 
 
@@ -28,12 +29,17 @@ class JobOutput:
     """Positions in the text, in characters, of the tokens that are tags, in ascending order."""
     withheld: str = ""
     """The text of the last tokens that is withheld after the last token. Empty until this attempt adds a token."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The probabilities of the prompt's tokens, from the first token on, if the job asked for them."""
 
     @classmethod
     def of_earlier_attempts(cls, prepared: PreparedJob) -> JobOutput:
         """Return the output that earlier attempts of a job have published."""
         output = cls(
-            logprobs=list(prepared.logprobs), draws=list(prepared.draws), tag_offsets=list(prepared.tag_offsets)
+            logprobs=list(prepared.logprobs),
+            draws=list(prepared.draws),
+            tag_offsets=list(prepared.tag_offsets),
+            prompt_logprobs=prepared.prompt_logprobs,
         )
         for token, text in zip(prepared.job.generated_before, prepared.texts, strict=True):
             output.add(token, text)
@@ -70,7 +76,14 @@ class JobOutput:
         text = "".join(self.texts[offset:]) + final_text
         tag_offsets = self._tag_offsets_in(text_offset, text) if self.tag_offsets else ()
         return codec.encode_tokens(
-            offset, self.tokens[offset:], text_offset, text, self.logprobs[offset:], self.draws[offset:], tag_offsets
+            offset,
+            self.tokens[offset:],
+            text_offset,
+            text,
+            self.logprobs[offset:],
+            self.draws[offset:],
+            tag_offsets,
+            None if offset else self.prompt_logprobs,
         )
 
     def encode_withheld(self) -> bytes:
@@ -83,7 +96,8 @@ class JobOutput:
 
     def encode_all(self, text: str) -> bytes:
         """Return the field `output` of a job that has ended, with this text."""
-        return codec.encode_output(text, self.tokens, self.logprobs, self._tag_offsets_in(0, text))
+        tag_offsets = self._tag_offsets_in(0, text)
+        return codec.encode_output(text, self.tokens, self.logprobs, tag_offsets, self.prompt_logprobs)
 
     def _tag_offsets_in(self, text_offset: int, text: str) -> Sequence[int]:
         """Return the offsets of the tags that begin in this text, which is `text_offset` characters after the start."""

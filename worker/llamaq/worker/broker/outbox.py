@@ -31,7 +31,7 @@ from llamaq.worker.broker.job_flushes import JobFlushes
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
-from llamaq.worker.core.outputs import JobEnded, NewToken, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.outputs import JobEnded, NewToken, PromptAdvanced, PromptScored, SlotAcquired, SlotLost
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
@@ -243,6 +243,8 @@ class Outbox:
                 job.lose_slot()
             elif isinstance(message, PromptAdvanced):
                 job.add_prompt_progress(message.progress)
+            elif isinstance(message, PromptScored):
+                job.output.prompt_logprobs = message.prompt_logprobs
             elif isinstance(message, JobEnded):
                 job.end(message)
                 self._partitions[job.lease.partition].job_ended.set()

@@ -14,6 +14,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, TokenSpan
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.redis.write_refusals import is_job_key_error
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ async def read_published(redis: Redis, keys: Keys, job_id: str) -> TokenSpan:
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     draws: list[float] = []
+    prompt_logprobs: PromptLogprobs | None = None
     cursor = "-"
     while entries := await _read_events(redis, keys, job_id, cursor):
         cursor = f"({entries[-1][0].decode()}"
@@ -44,10 +46,11 @@ async def read_published(redis: Redis, keys: Keys, job_id: str) -> TokenSpan:
                 log.warning("job.bad_event id=%s", job_id)
                 continue
             if isinstance(event, TokenSpan) and event.offset == len(tokens):
+                prompt_logprobs = event.prompt_logprobs or prompt_logprobs
                 tokens.extend(event.tokens)
                 logprobs.extend(event.logprobs)
                 draws.extend(event.draws)
-    return TokenSpan(0, tuple(tokens), 0, "", tuple(logprobs), tuple(draws))
+    return TokenSpan(0, tuple(tokens), 0, "", tuple(logprobs), tuple(draws), prompt_logprobs=prompt_logprobs)
 
 
 async def _decode(data: bytes) -> Event | TokenSpan:

@@ -81,6 +81,12 @@ class PrefillChunk(NamedTuple):
     """Number of tokens, from 1 to `slot.n_pending`."""
 
     @property
+    def n_scored(self) -> int:
+        """Number of tokens at the start of the chunk whose logits give the probability of the next prompt token."""
+        run = self.slot.active
+        return min(self.n_tokens, run.n_unscored) if run.scores_prompt else 0
+
+    @property
     def is_last(self) -> bool:
         """Whether no pending token is left after the chunk, so that the engine samples after it."""
         return self.n_tokens == self.slot.n_pending
@@ -179,3 +185,5 @@ class SlotResult(NamedTuple):
     no_room: bool = False
     """True when KV memory has no room for the slot's part, even in a batch without other parts. The sequence is then
     unchanged."""
+    prompt_rows: bytes = b""
+    """The rows of `PromptLogprobs` that a chunk has computed, if its run scores the prompt."""

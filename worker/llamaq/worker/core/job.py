@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import priority_of
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.draft import Drafting
-from llamaq.worker.core.job_parts import N_LARGEST, Detokenizer, Sampler
+from llamaq.worker.core.job_parts import N_LARGEST, Detokenizer, PromptScorer, Sampler
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import pack
 
@@ -86,6 +87,9 @@ class Job(BaseJob):
     """The speculation of this job. None: the next tokens are not drafted."""
     system_tokens: int = 0
     """Number of tokens of the system messages at the start of a chat prompt, 0 when unknown."""
+    prompt_scorer: PromptScorer | None = None
+    """Computes the probabilities of the prompt's tokens. None: the job does not ask for them, or an earlier attempt has
+    published them."""
     packed: bytes = field(init=False)
     """The prompt and `generated_before`, packed. Packed when the job is created, to save time on the engine thread."""
 
@@ -101,6 +105,19 @@ class Job(BaseJob):
         """Whether the largest `N_LARGEST` logits do not suffice to draw the next token."""
         n_largest = self.sampler.n_largest
         return n_largest is None or n_largest > N_LARGEST
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the next run computes the probabilities of the prompt's tokens, and therefore the whole prompt.
+
+        They are complete when the first token is generated.
+        """
+        return self.prompt_scorer is not None and not self.generated_before
+
+    @property
+    def reuses_cells(self) -> bool:
+        """Whether the next run may reuse KV cells of other jobs. Cells do not have the logits that scores need."""
+        return self.request.cache_prompt and not self.scores_prompt
 
     @property
     def n_history(self) -> int:
@@ -130,3 +147,5 @@ class PreparedJob:
     """`Sampler.draw_probability` of each of these tokens, if the sampler has it."""
     tag_offsets: list[int] = field(default_factory=list)
     """`Detokenizer.tag_offset` of those of these tokens that have it."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The probabilities of the prompt's tokens, if earlier attempts have published them."""

@@ -124,6 +124,25 @@ class Sampler(Protocol):
         """Free the memory that the sampler holds outside of Python. May be called twice."""
 
 
+class PromptScorer(Protocol):
+    """Computes the probabilities of a prompt's tokens, in the form of `PromptLogprobs`."""
+
+    n_top: int
+    """Number of alternatives at each position."""
+
+    def score(self, rows: npt.NDArray[np.float32], tokens: Sequence[int]) -> bytes:
+        """Return the rows of `PromptLogprobs` for some tokens of the prompt.
+
+        Args:
+            rows: The logits at the position before each of these tokens, shape (n_tokens, n_vocab). They are not
+                changed.
+            tokens: The tokens.
+
+        Raises:
+            JobRejected: A logit is plus infinity or NaN.
+        """
+
+
 class Detokenizer(Protocol):
     """Turns the tokens of one job into text. The text has only whole UTF-8 characters and no part of a stop string."""
 

@@ -10,6 +10,7 @@ from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import PromptProgress
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, TokenLogprobs
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.worker.core.job import BaseJob, Job
 
 
@@ -33,6 +34,14 @@ class PromptAdvanced:
 
     job: Job
     progress: PromptProgress
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The probabilities of a prompt's tokens. Precedes the first token of a job that asks for `prompt_logprobs`."""
+
+    job: Job
+    prompt_logprobs: PromptLogprobs
 
 
 class NewToken(NamedTuple):
@@ -67,7 +76,7 @@ class JobEnded:
     """The result of an embedding job that is complete."""
 
 
-Output = SlotAcquired | SlotLost | PromptAdvanced | NewToken | JobEnded
+Output = SlotAcquired | SlotLost | PromptAdvanced | PromptScored | NewToken | JobEnded
 
 
 class TickOutcome(NamedTuple):

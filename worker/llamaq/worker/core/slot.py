@@ -8,6 +8,7 @@ from enum import Enum
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, ScoredToken, row_bytes
 from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot
 from llamaq.worker.core.admission import Admission
 from llamaq.worker.core.cache_scope import Scope
@@ -80,6 +81,8 @@ class Run:
     """The cells after the first `n_adjacent_copied` tokens are scattered in the sequence that they were copied from."""
     is_released: bool = False
     """Whether the run has left its slot."""
+    prompt_rows: bytearray = field(default_factory=bytearray)
+    """The rows of `PromptLogprobs` of the tokens whose probabilities are known, if the job asks for them."""
     prompt_planned_s: float | None = None
     """When the first chunk of this run was planned, on the scheduler's clock, if the job asks for `prompt_progress`."""
     admitted_s: float = 0.0
@@ -113,6 +116,35 @@ class Run:
     def n_pending(self) -> int:
         """Number of tokens of the history that are not in KV memory yet: 1 in DECODE, 1 or more in PREFILL."""
         return len(self.tokens) - self.n_past
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the run computes the probabilities of the prompt's tokens now."""
+        return self.job.scores_prompt and len(self.tokens) == self.n_prompt
+
+    @property
+    def n_unscored(self) -> int:
+        """Number of tokens of the prompt after `n_past` whose logits give the probability of a next prompt token."""
+        return max(0, self.n_prompt - 1 - self.n_past)
+
+    def add_prompt_rows(self, rows: bytes) -> None:
+        """Add the rows that the last chunk has computed. Rows of tokens whose cells were lost are computed again.
+
+        Invariant: there is a row for each token whose logits were computed, except for the last token of the prompt.
+        """
+        self.prompt_rows += rows
+        del self.prompt_rows[self.n_prompt_row_bytes :]
+
+    @property
+    def n_prompt_row_bytes(self) -> int:
+        """Size of the rows of the tokens whose logits were computed, 0 if the job does not ask for probabilities."""
+        scorer = self.job.prompt_scorer
+        return 0 if scorer is None else (self.n_prompt - 1 - self.n_unscored) * row_bytes(scorer.n_top)
+
+    def prompt_logprobs(self, end: ScoredToken | None) -> PromptLogprobs:
+        """Return the probabilities of the whole prompt, with the end token that the model drew after it."""
+        n_top = 0 if self.job.prompt_scorer is None else self.job.prompt_scorer.n_top
+        return PromptLogprobs(tuple(self.job.prompt), n_top, bytes(self.prompt_rows), end)
 
     def promised_cells(self, margin: int) -> int:
         """Return how many cells the job still needs for its history and for the next `margin` tokens."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from itertools import islice
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -201,7 +200,7 @@ class Engine:
             run = part.slot.active
             if isinstance(part, PrefillChunk):
                 tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
-                batch.add_chunk(tokens, run.n_past, run.seq_id, has_row=part.is_last)
+                batch.add_chunk(tokens, run.n_past, run.seq_id, has_row=part.is_last, n_first_rows=part.n_scored)
             elif part.forced:
                 batch.add_chunk((run.tokens[run.n_past], *part.forced), run.n_past, run.seq_id, has_row=True)
             elif part.draft.tokens:
@@ -212,10 +211,15 @@ class Engine:
         single = [part for part in parts if _is_single_token(part)]
         others = [part for part in parts if not _is_single_token(part)] if len(single) < len(parts) else []
         rows = self._rows(single, others)
-        single_rows, other_rows = rows[: len(single)], iter(rows[len(single) :])
+        single_rows = rows[: len(single)]
         drawn = self._draw_rows(single, single_rows)
         results = [_sample_single(*one) for one in zip(single, single_rows, drawn, strict=True)]
-        return results + [_sample_rows(part, [*islice(other_rows, _n_rows(part))]) for part in others]
+        first = len(single)
+        for part in others:
+            n_rows = _n_rows(part)
+            results.append(_sample_rows(part, rows[first : first + n_rows]))
+            first += n_rows
+        return results
 
     def _rows(self, single: Sequence[Part], others: Sequence[Part]) -> LogitRows | Sequence[Row]:
         """Return what the last decode computed for the rows of these parts, in the order of the batch."""
@@ -271,16 +275,20 @@ def _sample_single(part: Part, row: Row, drawn: int | None) -> SlotResult:
         return SlotResult(part.slot, run.n_past + 1, error=exc)
 
 
-def _sample_rows(part: Part, rows: Sequence[Row]) -> SlotResult:
+def _sample_rows(part: Part, rows: LogitRows | Sequence[Row]) -> SlotResult:
     """Sample the next token of a part. As long as it equals the next token of the draft, sample one more.
 
-    Forced tokens count as sampled. The token after them is sampled.
+    Forced tokens count as sampled. The token after them is sampled. The first rows of a chunk whose run scores the
+    prompt give the probabilities of prompt tokens.
     """
     run = part.slot.active
     n_past, n_history = _n_past_after(part), len(run.tokens)
     draft, forced = (part.draft.tokens, part.forced) if isinstance(part, DecodeToken) else ((), ())
     sampled = [SampledToken(token) for token in forced]
+    prompt_rows = b""
     try:
+        if isinstance(part, PrefillChunk) and part.n_scored:
+            prompt_rows, rows = _score(run, rows[: part.n_scored]), rows[part.n_scored :]
         run.tokens += forced
         for row, drafted in zip(rows, (*draft, None), strict=False):
             sampled.append(_sample_token(run, row))
@@ -291,7 +299,19 @@ def _sample_rows(part: Part, rows: Sequence[Row]) -> SlotResult:
         return SlotResult(part.slot, n_past, tuple(sampled), error=exc)
     finally:
         del run.tokens[n_history:]  # only the scheduler appends tokens
-    return SlotResult(part.slot, n_past, tuple(sampled))
+    return SlotResult(part.slot, n_past, tuple(sampled), prompt_rows=prompt_rows)
+
+
+def _score(run: Run, rows: LogitRows | Sequence[Row]) -> bytes:
+    """Return the probabilities of the prompt tokens that follow the tokens of these rows.
+
+    Raises:
+        JobRejected: A logit is not a number.
+    """
+    if run.job.prompt_scorer is None or not isinstance(rows, np.ndarray):
+        raise TypeError(f"{run.job!r} has no rows of all logits, or needs none")
+    start = run.n_past + 1
+    return run.job.prompt_scorer.score(rows, run.tokens[start : start + len(rows)])
 
 
 def _sample_token(run: Run, row: Row, drawn: int | None = None) -> SampledToken:
@@ -342,7 +362,7 @@ def _n_rows(part: Part) -> int:
     """Return the number of rows of logits that belong to a part."""
     if isinstance(part, DecodeToken):
         return 1 + len(part.draft)
-    return 1 if part.is_last else 0
+    return part.n_scored + part.is_last
 
 
 def _without_tokens_ahead(part: Part) -> Part:

@@ -98,6 +98,11 @@ class Model:
         return tuple(LoraScale(name=each.path.name, scale=each.scale) for each in self.options.lora)
 
     @property
+    def n_vocab(self) -> int:
+        """Number of tokens of the vocabulary."""
+        return int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.pointer)))
+
+    @property
     def n_ctx_train(self) -> int:
         """Length in tokens of the longest context that the model was trained on."""
         return int(llama_cpp.llama_model_n_ctx_train(self.pointer))
@@ -186,7 +191,7 @@ class Context:
         self.n_ctx: int = llama_cpp.llama_n_ctx(self.pointer)
         self.n_batch: int = llama_cpp.llama_n_batch(self.pointer)
         self.n_seq_max: int = llama_cpp.llama_n_seq_max(self.pointer)
-        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
+        self.n_vocab: int = model.n_vocab
         if not options.embeddings and not has_gpu():  # with a GPU, the rows may be in memory that its driver manages
             return_unused_rows(fast_calls.get_logits(self.pointer), self.n_seq_max * self.n_vocab * LOGIT_BYTES)
         self.n_embd = model.n_embd

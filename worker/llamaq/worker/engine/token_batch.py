@@ -57,8 +57,18 @@ class TokenBatch:
         self._has_row[start:end] = 1
         self.struct.n_tokens = end
 
-    def add_chunk(self, tokens: Sequence[int], position: int, seq_id: int, *, has_row: bool) -> None:
-        """Append consecutive tokens of one sequence, from `position` on. Only the last token may have a row."""
+    def add_chunk(
+        self, tokens: Sequence[int], position: int, seq_id: int, *, has_row: bool, n_first_rows: int = 0
+    ) -> None:
+        """Append consecutive tokens of one sequence, from `position` on.
+
+        Args:
+            tokens: The tokens.
+            position: Position of the first token in its sequence.
+            seq_id: The sequence.
+            has_row: Whether the last token has a row.
+            n_first_rows: Number of tokens at the start that have a row too.
+        """
         start = len(self)
         end = start + len(tokens)
         self._tokens[start:end] = tokens
@@ -66,13 +76,12 @@ class TokenBatch:
         self._seq_ids[start:end] = seq_id
         self._has_row[start:end] = 0
         self._has_row[end - 1] = has_row
+        self._has_row[start : start + n_first_rows] = 1
         self.struct.n_tokens = end
 
     def add_draft(self, tokens: Sequence[int], position: int, seq_id: int) -> None:
         """Append consecutive tokens of one sequence, from `position` on. Every token has a row."""
-        start = len(self)
-        self.add_chunk(tokens, position, seq_id, has_row=True)
-        self._has_row[start : len(self)] = 1
+        self.add_chunk(tokens, position, seq_id, has_row=True, n_first_rows=len(tokens))
 
     def add_text(self, tokens: Sequence[int], seq_id: int) -> None:
         """Append a whole sequence. Every token has a row."""

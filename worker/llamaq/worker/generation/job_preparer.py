@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import CONSTRAINTS, JobDefaults, JobRequest
+from llamaq.common.protocol.prompt_logprobs import MAX_VALUES
 from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.claimed_request import QUICK_BYTES, read_request
@@ -21,6 +22,7 @@ from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenize
 from llamaq.worker.generation.marked_tags import MarkedTags
 from llamaq.worker.generation.ngram_drafter import NgramDrafter
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
+from llamaq.worker.generation.sampling.prompt_scorer import PromptScorer
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, SequenceBreakers
 from llamaq.worker.generation.system_prefix import SystemPrefixFinder
@@ -45,6 +47,7 @@ class JobPreparer:
         has_draft_model: Whether the draft model of the worker makes the drafts. Otherwise the job's own text does.
         counts_system_tokens: Whether `Job.system_tokens` is set for every chat, so that the cache can save the state at
             the end of the system messages. Otherwise it is set only for chats with `cache_public="system"`.
+        can_score_prompts: Whether the engine returns the logits of all tokens of a prompt.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class JobPreparer:
         draft_max: int = 0,
         has_draft_model: bool = False,
         counts_system_tokens: bool = False,
+        can_score_prompts: bool = True,
     ) -> None:
         self._vocab = vocab
         self._grammar_sandbox = grammar_sandbox
@@ -74,6 +78,7 @@ class JobPreparer:
         self._draft_max = draft_max
         self._has_draft_model = has_draft_model
         self._counts_system_tokens = counts_system_tokens
+        self._can_score_prompts = can_score_prompts
         self._has_slow_defaults = bool(defaults.grammar or defaults.dry_multiplier)
 
     def is_quick(self, payload: bytes) -> bool:
@@ -108,6 +113,7 @@ class JobPreparer:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "seed: missing; submit draws a seed for requests without one")
         prompt = self._tokenize(request)
         self._check_tokens(request, prompt)
+        self._check_scores(request, prompt)
         detokenizer = self._detokenizer(request)
         texts, tag_offsets = _detokenize(detokenizer, published.tokens)
         system_tokens = self._system_tokens(request, prompt)
@@ -126,8 +132,10 @@ class JobPreparer:
             adapter_scales=scales,
             drafting=self._drafting(request, [*prompt, *published.tokens]),
             system_tokens=system_tokens,
+            prompt_scorer=_prompt_scorer(request, published),
         )
-        return PreparedJob(job, texts, list(published.logprobs), list(published.draws), tag_offsets)
+        logprobs, draws = list(published.logprobs), list(published.draws)
+        return PreparedJob(job, texts, logprobs, draws, tag_offsets, published.prompt_logprobs)
 
     def _detokenizer(self, request: JobRequest) -> StreamDetokenizer:
         """Return the detokenizer of a job. Only a job that asks for the texts of control tokens has offsets of tags."""
@@ -165,6 +173,24 @@ class JobPreparer:
                 message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
 
+    def _check_scores(self, request: JobRequest, prompt: Sequence[int]) -> None:
+        """Refuse `prompt_logprobs` that this worker cannot compute, or that would be too large."""
+        if request.prompt_logprobs is None:
+            return
+        if not self._can_score_prompts:
+            message = (
+                "prompt_logprobs: not with --backend-sampling, which returns the logits of one token of a sequence"
+            )
+            raise JobRejected(ErrorCode.INVALID_REQUEST, message)
+        n_top = request.prompt_logprobs
+        n_values = len(prompt) * (1 + n_top)
+        if n_values > MAX_VALUES:
+            raise JobRejected(
+                ErrorCode.INVALID_REQUEST,
+                f"prompt_logprobs: {len(prompt)} tokens with {n_top} alternatives each are {n_values} probabilities, "
+                f"more than {MAX_VALUES}; ask for fewer alternatives, or split the prompt",
+            )
+
     def _sampler(self, request: JobRequest, prompt: Sequence[int], published: TokenSpan) -> LogitSampler:
         grammar, breakers, params = None, SequenceBreakers(), self._defaults.resolve(request)
         if params.dry_multiplier:
@@ -198,6 +224,16 @@ class JobPreparer:
             tags.piece,
             b"".join(map(tags.piece, prompt)),
         )
+
+
+def _prompt_scorer(request: JobRequest, published: TokenSpan) -> PromptScorer | None:
+    """Return what computes the probabilities of the prompt's tokens. None: nobody asks for them, or they are published.
+
+    They are published with the first token.
+    """
+    if request.prompt_logprobs is None or published.tokens:
+        return None
+    return PromptScorer(request.prompt_logprobs)
 
 
 def _detokenize(detokenizer: StreamDetokenizer, tokens: Sequence[int]) -> tuple[list[str], list[int]]:

@@ -97,7 +97,7 @@ class PrefixLookup:
             job: The job.
             admitted_before: Only running jobs with a smaller admission number can be the leader. None allows all.
         """
-        if not job.request.cache_prompt:
+        if not job.reuses_cells:
             return NO_HIT
         tokens = job.packed[:-TOKEN_BYTES]
         match = self._cache.match(tokens, job.scope, admitted_before)

@@ -287,5 +287,7 @@ class SlotPool:
             raise AssertionError(f"{slot!r}: follows {run.leader!r}")
         if run.tokens[: run.n_prompt] != run.job.prompt:
             raise AssertionError(f"{slot!r}: the history does not begin with the prompt")
+        if run.scores_prompt and len(run.prompt_rows) != run.n_prompt_row_bytes:
+            raise AssertionError(f"{slot!r}: there are {len(run.prompt_rows)} bytes of probabilities of the prompt")
         if self.ledger.held(run.seq_id) != run.n_past:
             raise AssertionError(f"{slot!r}: n_past={run.n_past}, but {self.ledger.held(run.seq_id)} cells are held")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine.llama_bindings import LOGIT_BYTES, Model
 from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
 from llamaq.worker.engine.model_files import resolve_model_file
@@ -17,6 +17,17 @@ from llamaq.worker.engine.thread_pool import ThreadOptions
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
+
+
+SCORED_BYTES = 64 * 1024 * 1024
+"""Largest size of the logits of one tick for `prompt_logprobs`: 110 tokens of a vocabulary of 151,936. llama.cpp
+reserves memory for this number of rows, and other streams wait until the engine has read them."""
+MIN_SCORED_TOKENS = 16
+
+
+def n_scored_tokens(n_vocab: int) -> int:
+    """Return how many prompt tokens of one tick may have their logits computed for `prompt_logprobs`."""
+    return max(MIN_SCORED_TOKENS, SCORED_BYTES // (LOGIT_BYTES * n_vocab))
 
 
 def computes_on_gpu(settings: WorkerSettings) -> bool:

@@ -22,7 +22,13 @@ from llamaq.worker.process.cache_factory import (
     make_saved_slot_files,
 )
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model
-from llamaq.worker.process.engine_options import computes_on_gpu, context_options, fit_to_sliding_window, load_model
+from llamaq.worker.process.engine_options import (
+    computes_on_gpu,
+    context_options,
+    fit_to_sliding_window,
+    load_model,
+    n_scored_tokens,
+)
 from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.process.speculation_factory import make_speculation, n_draft_tokens
 from llamaq.worker.scheduling.scheduler import Scheduler
@@ -80,7 +86,8 @@ class GenerationParts:
         return KvMemory(pool, engine.sequences, cache, self._offload, held_cells=held_cells)
 
     def _make_scheduler(self, strategy: BatchStrategy, worker: str) -> Scheduler:
-        limits = TickLimits(budget=self.engine.context.n_batch, chunk_size=self._settings.chunk_size)
+        context = self.engine.context
+        limits = TickLimits(context.n_batch, self._settings.chunk_size, n_scored_tokens(context.n_vocab))
         return Scheduler(
             self._memory,
             GuardedStrategy(strategy, limits),
@@ -156,6 +163,7 @@ class GenerationParts:
             draft_max=0 if self._settings.speculation == "off" else self._settings.draft_max,
             has_draft_model=self.drafter is not None,
             counts_system_tokens=not engine.sequences.can_cut,
+            can_score_prompts=not self._settings.backend_sampling,
         )
 
 
@@ -169,6 +177,9 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
     model = load_model(path, settings)
     settings = fit_to_sliding_window(settings, model)
     n_sequences = choose_n_sequences(settings, model)
+    n_rows = settings.n_parallel + n_draft_tokens(settings)
+    if not settings.backend_sampling:  # with it, no prompt is scored
+        n_rows += n_scored_tokens(model.n_vocab)
     options = context_options(
         settings,
         n_ctx=settings.n_ctx,
@@ -176,7 +187,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         n_ubatch=settings.ubatch_tokens,
         n_seq_max=n_sequences,
         has_scratch_sequence=n_sequences > settings.n_parallel,
-        n_logits=min(settings.n_parallel + n_draft_tokens(settings), settings.batch_budget),
+        n_logits=min(n_rows, settings.batch_budget),
         backend_sampling=settings.backend_sampling,
         kv_unified=settings.kv_unified,
     )

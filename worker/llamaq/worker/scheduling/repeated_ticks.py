@@ -193,7 +193,7 @@ class RepeatedTicks:
 
     def _continues(self, result: SlotResult) -> bool:
         """Whether the stream has got tokens, and none of them is its last one."""
-        slot, n_past, sampled, error, _ = result
+        slot, n_past, sampled, error, _, _ = result
         run, n_sampled = slot.active, len(sampled)
         has_cells = n_past >= len(run.tokens) + n_sampled - 1
         if error is not None or not n_sampled or not has_cells or sampled[-1].token in self._end_tokens:
@@ -202,7 +202,7 @@ class RepeatedTicks:
 
     def _record(self, results: Iterable[SlotResult], repetition: _Repetition) -> None:
         """Record the sampled tokens and the cells of the streams, and the outcomes of the drafts."""
-        for slot, n_past, sampled, _, _ in results:
+        for slot, n_past, sampled, _, _, _ in results:
             slot.active.tokens += [one.token for one in sampled]
             self._memory.record_progress(slot, n_past)
         if repetition.batch is repetition.without_drafts:
@@ -233,7 +233,7 @@ class RepeatedTicks:
             ended_s: When the engine ended.
         """
         outputs: list[NewToken] = []
-        for slot, _, sampled, _, _ in results:
+        for slot, _, sampled, _, _, _ in results:
             job = slot.active.job
             outputs += [new_token(job, one, ended_s) for one in sampled]
             if job.detokenizer.stop_string is not None:

@@ -10,10 +10,11 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
     outcome = scheduler.apply(batch, results)
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
-outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced` for each chunk if the
-job asks for it, the tokens of the run, and a `SlotLost` if the job is preempted. The last output of a job is its
-`JobEnded`. Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one
-`JobEnded` for the job, or the job is removed without a `JobEnded`, by `release` or one of the methods `withdraw_...`.
+outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced` for each chunk and a
+`PromptScored` if the job asks for them, the tokens of the run, and a `SlotLost` if the job is preempted. The last
+output of a job is its `JobEnded`. Every job that `submit` accepts leaves the scheduler in one of two ways: `apply`
+returns exactly one `JobEnded` for the job, or the job is removed without a `JobEnded`, by `release` or one of the
+methods `withdraw_...`.
 
 Between `plan` and `apply`, further batches may be computed without a plan, see `RepeatedTicks`.
 """
@@ -26,12 +27,21 @@ from collections.abc import Callable, Iterable
 
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.prompt_logprobs import ScoredToken
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.draft import NO_DRAFT
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, Lease
-from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost, TickOutcome
+from llamaq.worker.core.outputs import (
+    JobEnded,
+    Output,
+    PromptAdvanced,
+    PromptScored,
+    SlotAcquired,
+    SlotLost,
+    TickOutcome,
+)
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
@@ -339,6 +349,10 @@ class Scheduler:
         self._memory.record_progress(slot, result.n_past)
         if has_advanced and slot.state is SlotState.PREFILL and run.job.request.prompt_progress:
             self._report_progress(run, now_s)
+        if run.scores_prompt:
+            run.add_prompt_rows(result.prompt_rows)
+            if result.sampled:
+                self._report_scores(run, result.sampled[0])
         finish = self._append_tokens(slot, result.sampled, now_s) or result.error
         draft = part.draft if isinstance(part, DecodeToken) else NO_DRAFT
         n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
@@ -353,6 +367,13 @@ class Scheduler:
     def _report_progress(self, run: Run, now_s: float) -> None:
         self._outputs.append(PromptAdvanced(run.job, progress_of(run, now_s)))
 
+    def _report_scores(self, run: Run, sampled: SampledToken) -> None:
+        """Report the probabilities of a prompt that is computed, after which a token was sampled."""
+        end = None
+        if sampled.token in self._end_tokens and sampled.logprobs is not None and run.max_length > run.n_prompt:
+            end = ScoredToken(sampled.token, *sampled.logprobs)
+        self._outputs.append(PromptScored(run.job, run.prompt_logprobs(end)))
+
     def _append_tokens(self, slot: Slot, sampled: Iterable[SampledToken], now_s: float) -> FinishReason | None:
         """Append sampled tokens to the history, up to the last token of the job.
 
@@ -362,11 +383,13 @@ class Scheduler:
         run = slot.active
         job, tokens = run.job, run.tokens
         for one in sampled:
+            if run.prefilled_s is None:
+                run.prefilled_s = now_s
+            if len(tokens) >= run.max_length:
+                return FinishReason.LENGTH  # the job wants no token
             is_first = job.first_token_s is None
             if is_first:
                 job.first_token_s = now_s
-            if run.prefilled_s is None:
-                run.prefilled_s = now_s
             if one.token in self._end_tokens:
                 return FinishReason.STOP  # an end token ends the text and is not part of it
             tokens.append(one.token)

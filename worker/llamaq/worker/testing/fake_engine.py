@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
@@ -115,8 +116,9 @@ class FakeEngine:
         self.sequences.append(run.seq_id, [*run.tokens[run.n_past : run.n_past + n_own], *draft, *forced])
         self.computed += part.n_tokens
         n_past = self.sequences.n_held(run.seq_id)
+        prompt_rows = self._score(run, part.n_scored) if isinstance(part, PrefillChunk) else b""
         if n_past < len(run.tokens):
-            return SlotResult(slot, n_past)
+            return SlotResult(slot, n_past, prompt_rows=prompt_rows)
         sampled = [SampledToken(token) for token in forced]
         try:
             for drafted in (*draft, None):
@@ -125,14 +127,25 @@ class FakeEngine:
                     break
         except JobRejected as exc:
             return SlotResult(slot, n_past, tuple(sampled), error=exc)
-        return SlotResult(slot, n_past, tuple(sampled))
+        return SlotResult(slot, n_past, tuple(sampled), prompt_rows=prompt_rows)
+
+    def _score(self, run: Run, n_tokens: int) -> bytes:
+        """Return the probabilities of the next `n_tokens` tokens of the prompt."""
+        if run.job.prompt_scorer is None or not n_tokens:
+            return b""
+        ends = range(run.n_past + 1, run.n_past + 1 + n_tokens)
+        rows = np.array([self._logits(run.tokens[:end]) for end in ends])
+        return run.job.prompt_scorer.score(rows, [run.tokens[end] for end in ends])
+
+    def _logits(self, history: Sequence[int]) -> npt.NDArray[np.float32]:
+        logits = np.zeros(self.n_vocab, np.float32)
+        logits[self._next_token(tuple(history))] = 1
+        return logits
 
     def _sample(self, run: Run, accepted: Sequence[int]) -> SampledToken:
         history = [*run.tokens, *accepted]
-        logits = np.zeros(self.n_vocab, np.float32)
-        logits[self._next_token(tuple(history))] = 1
         sampler = run.job.sampler
-        token = sampler.sample(logits, history, run.n_prompt)
+        token = sampler.sample(self._logits(history), history, run.n_prompt)
         return SampledToken(token, sampler.logprobs, sampler.draw_probability)
 
     def _check(self, batch: Batch) -> None:

@@ -17,6 +17,7 @@ from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.job_parts import RowDraw
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
+from llamaq.worker.generation.sampling.prompt_scorer import PromptScorer
 
 
 class ByteVocab:
@@ -131,6 +132,7 @@ def make_job(
     detokenizer = StreamDetokenizer(ByteVocab().piece, request.stop)
     for token in resumed:
         detokenizer.feed(token)
+    n_top = None if resumed else request.prompt_logprobs
     return Job(
         lease=Lease(job_id or f"default.0.{next(_numbers):032x}", 0, "jobs", "0-1", attempt),
         request=request,
@@ -141,4 +143,5 @@ def make_job(
         times=JobTimes(queue_ms=queue_ms),
         context_limit=context_limit,
         drafting=drafting,
+        prompt_scorer=None if n_top is None else PromptScorer(n_top),
     )

@@ -16,7 +16,7 @@ tokens of the interactive jobs come earlier. Prompts of bulk jobs never wait for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from llamaq.common.protocol.job_request import Priority
@@ -178,12 +178,22 @@ def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[
     if not in_prefill:
         return ()
     by_admission = sorted(in_prefill, key=lambda slot: slot.active.admitted_s)
-    needs = {slot: min(slot.n_pending, chunk_size) for slot in by_admission}
+    shares = equal_shares({slot: min(slot.n_pending, chunk_size) for slot in by_admission}, limit)
+    return tuple(PrefillChunk(slot, shares[slot]) for slot in in_prefill if shares[slot] > 0)
+
+
+def equal_shares(needs: Mapping[Slot, int], limit: int) -> dict[Slot, int]:
+    """Divide `limit` tokens equally between slots. What a slot does not need is divided between the others.
+
+    Args:
+        needs: Largest number of tokens for each slot. Of slots with equal needs, the first ones get a remainder.
+        limit: Largest number of tokens for all slots together.
+    """
     shares: dict[Slot, int] = {}
     for n_left, slot in zip(range(len(needs), 0, -1), sorted(needs, key=needs.__getitem__), strict=True):
         shares[slot] = min(needs[slot], -(-limit // n_left))
         limit -= shares[slot]
-    return tuple(PrefillChunk(slot, shares[slot]) for slot in in_prefill if shares[slot] > 0)
+    return shares
 
 
 def _count(chunks: tuple[PrefillChunk, ...]) -> int:

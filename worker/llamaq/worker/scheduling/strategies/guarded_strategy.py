@@ -21,6 +21,7 @@ from llamaq.worker.scheduling.strategies.batch_strategies import (
 )
 from llamaq.worker.scheduling.strategies.latency_target import LatencyTarget
 from llamaq.worker.scheduling.strategies.plan_rules import PlanFault, check_plan
+from llamaq.worker.scheduling.strategies.scored_tokens_limit import with_bounded_scores
 from llamaq.worker.scheduling.strategies.tick_times import TickTime
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class TickLimits:
     """Upper bound on the number of tokens in the batch (`--n-batch`). At least the number of slots."""
     chunk_size: int
     """Upper bound on the number of prompt tokens of one slot in the batch (`--chunk-size`). At least 1."""
+    scored_tokens: int = 64
+    """Upper bound on the prompt tokens in the batch whose logits are computed for `prompt_logprobs`. At least 1."""
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
@@ -75,7 +78,8 @@ class GuardedStrategy:
 
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         """Return a batch that obeys all rules, even if the batch of the strategy does not."""
-        return _end_chunks_at_checkpoints(self._checked_plan(slots, queue_depth))
+        batch = with_bounded_scores(self._checked_plan(slots, queue_depth), self.limits.scored_tokens)
+        return _end_chunks_at_checkpoints(batch)
 
     def record_tick(self, batch: Batch, seconds: float) -> None:
         """Pass the time of a tick to the strategy, if it is a `TickTimeReader`. An exception is logged."""

@@ -1,0 +1,116 @@
+"""The probabilities of a prompt's tokens in answers: in vLLM's field `prompt_logprobs`, and in an echoed prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, ScoredToken
+from llamaq.gateway.token_bytes_cache import TokenBytesCache, starts_of
+from llamaq.producer import AsyncClient
+from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.logprobs import Pieces, logprobs_object
+
+MAX_QUICK_BYTES = 64 * 1024
+"""Larger probabilities are written on a thread, because this takes long."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFields:
+    """What an answer has about the probabilities of one prompt."""
+
+    logprobs: dict[str, Any] | None = None
+    """The object `logprobs` of the echoed prompt. None: no prompt is echoed with probabilities."""
+    listed: dict[str, Any] = field(default_factory=dict)
+    """The field `prompt_logprobs`, if the request has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProbabilities:
+    """Writes the probabilities of prompts as the answers to one request have them.
+
+    Args:
+        cache: The bytes of tokens.
+        client: The client of the queue.
+    """
+
+    cache: TokenBytesCache
+    client: AsyncClient
+
+    async def listed(self, prompt: PromptLogprobs) -> list[dict[str, Any] | None]:
+        """Return vLLM's field `prompt_logprobs`: for each token but the first, a map from token ids to probabilities.
+
+        Raises:
+            LlamaqError: No worker of the queue has answered.
+        """
+        pieces = await self._pieces(prompt)
+        return await _off_the_loop(prompt, lambda: [_by_id(entry, pieces) for entry in prompt])
+
+    async def echoed(self, prompt: PromptLogprobs, text: str, n_top: int) -> dict[str, Any]:
+        """Return the object `logprobs` of an echoed prompt, in the form of a completion.
+
+        If the answer ended at once, the end token is part of it: clients such as lm-eval remove the last entry, which
+        they expect to be that of a generated token.
+
+        Args:
+            prompt: The probabilities.
+            text: The text of the prompt in the answer.
+            n_top: Largest number of alternatives at each position.
+
+        Raises:
+            LlamaqError: No worker of the queue has answered.
+        """
+        pieces = await self._pieces(prompt)
+        return await _off_the_loop(prompt, lambda: _echoed_object(prompt, text, n_top, pieces))
+
+    async def _pieces(self, prompt: PromptLogprobs) -> Pieces:
+        tokens = set(prompt.tokens)
+        for entry in (*prompt, prompt.end):
+            tokens.update(token for token, _ in (entry.top if entry else ()))
+        return await self.cache.of(self.client, tokens | ({prompt.end.token} if prompt.end else set()))
+
+
+def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the object `logprobs` of a completion for a text and the text after it."""
+    return first if second is None else {name: first[name] + second[name] for name in first}
+
+
+async def _off_the_loop(prompt: PromptLogprobs, write: Callable[[], T]) -> T:
+    """Return what `write` returns. It is called on a thread if it takes long."""
+    return await asyncio.to_thread(write) if len(prompt.rows) > MAX_QUICK_BYTES else write()
+
+
+def _by_id(entry: ScoredToken | None, pieces: Pieces) -> dict[str, Any] | None:
+    """Return a map from token ids to probabilities, for a token and its alternatives."""
+    if entry is None:
+        return None
+    found = {str(entry.token): _probability(entry.logprob, entry.rank, pieces[entry.token])}
+    for rank, (token, logprob) in enumerate(entry.top, 1):
+        found.setdefault(str(token), _probability(logprob, rank, pieces[token]))
+    return found
+
+
+def _probability(logprob: float, rank: int | None, piece: bytes) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": piece.decode(errors="replace")}
+
+
+def _echoed_object(prompt: PromptLogprobs, text: str, n_top: int, pieces: Pieces) -> dict[str, Any]:
+    scored = [*prompt[1:], *((prompt.end,) if prompt.end else ())]
+    entries = [entry for entry in scored if entry is not None]
+    tokens = (prompt.tokens[0], *(entry.token for entry in entries))
+    logprobs = [TokenLogprobs(0.0, ()), *(TokenLogprobs(entry.logprob, entry.top[:n_top]) for entry in entries)]
+    found = logprobs_object(Endpoint.COMPLETIONS, tokens, logprobs, pieces)
+    found["token_logprobs"][0] = found["top_logprobs"][0] = None  # nothing comes before the first token
+    return found | {"text_offset": list(_offsets(tokens, len(prompt), text, pieces))}
+
+
+def _offsets(tokens: Sequence[int], n_prompt: int, text: str, pieces: Pieces) -> Iterator[int]:
+    """Yield where the text of each token begins in the echoed text. It may lack control tokens, such as BOS."""
+    n_all = len(b"".join(pieces[token] for token in tokens[:n_prompt]).decode(errors="replace"))
+    for start in starts_of(tokens, pieces):
+        yield max(0, start - n_all + len(text))

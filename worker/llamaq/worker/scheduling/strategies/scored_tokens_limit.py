@@ -1,0 +1,27 @@
+"""Bounds how many tokens of a tick have their logits computed for the probabilities of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llamaq.worker.core.batch import Batch, PrefillChunk
+from llamaq.worker.core.slot import Slot
+from llamaq.worker.scheduling.strategies.batch_strategies import equal_shares
+
+
+def with_bounded_scores(batch: Batch, limit: int) -> Batch:
+    """Return the batch with at most `limit` tokens in the chunks of runs that score their prompts.
+
+    Each of these tokens has a row of logits in the memory of llama.cpp, and the engine reads the whole row. The runs
+    get equal shares. A run without a share waits for the next tick.
+
+    Args:
+        batch: The batch of a strategy.
+        limit: Largest number of tokens, at least 1.
+    """
+    needs = {chunk.slot: chunk.n_tokens for chunk in batch.prefill if chunk.slot.active.scores_prompt}
+    if sum(needs.values()) <= limit:
+        return batch
+    shares: dict[Slot, int] = equal_shares(needs, limit)
+    chunks = [PrefillChunk(chunk.slot, shares.get(chunk.slot, chunk.n_tokens)) for chunk in batch.prefill]
+    return replace(batch, prefill=tuple([chunk for chunk in chunks if chunk.n_tokens > 0]))
