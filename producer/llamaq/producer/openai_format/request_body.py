@@ -37,7 +37,6 @@ PROGRESS_FIELDS = ("prompt_progress", "return_progress", "timings_per_token")
 """Fields for which the job of a stream publishes the progress of its prompt."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
@@ -46,10 +45,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
-    "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "prompt_logprobs": (0,),
-    "stop_token_ids": ([],),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),

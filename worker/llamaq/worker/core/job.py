@@ -86,10 +86,15 @@ class Job(BaseJob):
     """The speculation of this job. None: the next tokens are not drafted."""
     system_tokens: int = 0
     """Number of tokens of the system messages at the start of a chat prompt, 0 when unknown."""
+    stop_tokens: frozenset[int] = field(init=False)
+    """Tokens that end this job, besides the model's end-of-generation tokens."""
+    end_token: int | None = None
+    """The token that ended this job. None: no token did."""
     packed: bytes = field(init=False)
     """The prompt and `generated_before`, packed. Packed when the job is created, to save time on the engine thread."""
 
     def __post_init__(self) -> None:
+        self.stop_tokens = frozenset(self.request.stop_token_ids)
         self.packed = pack([*self.prompt, *self.generated_before])
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.draft import NO_DRAFT
-from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
+from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason, is_end
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.outputs import JobEnded, Output, PromptAdvanced, SlotAcquired, SlotLost, TickOutcome
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
@@ -367,7 +367,8 @@ class Scheduler:
                 job.first_token_s = now_s
             if run.prefilled_s is None:
                 run.prefilled_s = now_s
-            if one.token in self._end_tokens:
+            if is_end(job, one.token, self._end_tokens):
+                job.end_token = one.token
                 return FinishReason.STOP  # an end token ends the text and is not part of it
             tokens.append(one.token)
             self._outputs.append(new_token(job, one, now_s, is_first=is_first))

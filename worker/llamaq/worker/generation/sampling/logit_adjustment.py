@@ -20,6 +20,7 @@ class LogitAdjustment:
 
     Attributes:
         masked: The tokens that are masked.
+        row_masked: The same in ascending order, for `RowDraw`.
         has_bias: Whether there is a bias.
         raises_logits: Whether the bias raises a logit.
         n_changed: Number of tokens whose logits change, at most.
@@ -34,6 +35,7 @@ class LogitAdjustment:
         self._bias = np.fromiter(bias.values(), np.float32)
         self._masked = np.fromiter(masked, np.int64)
         self.masked = frozenset(self._masked.tolist())
+        self.row_masked = tuple(sorted(self.masked))
         self.has_bias = self._bias.size > 0
         self.raises_logits = bool((self._bias > 0).any())
         self.n_changed = self._bias.size + len(self.masked)
