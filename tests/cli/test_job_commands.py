@@ -80,6 +80,8 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "5",
         "--allowed-token-ids",
         "6",
+        "--bad-words",
+        "seven",
     ]
     options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
     arguments = ["submit", "x", "--redis-url", redis_url, "--queue", queue, *options, *flags]

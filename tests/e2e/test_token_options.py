@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,6 +133,18 @@ def test_a_grammar_may_use_only_allowed_tokens(client: Client, tokenizer: Tokeni
     with pytest.raises(JobFailed, match="allowed_token_ids") as failed:
         client.generate(STORY, **grammar, allowed_token_ids=allowed[1:])
     assert failed.value.code == "grammar_exhausted"
+
+
+# ---- bad_words
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8}], ids=repr)
+def test_bad_words_are_not_generated(client: Client, story: Result, tokenizer: Tokenizer, options: Any) -> None:
+    words = sorted(set(re.findall(r"\w+", story.text)), key=lambda word: len(tokenizer.encode(" " + word)))
+    bad = [*words[:2], *words[-2:]]  # of one token, and of several
+    result = client.generate(STORY, **options, max_tokens=60, ignore_eos=True, bad_words=bad)
+    assert len(result.tokens) == 60
+    assert not set(bad) & set(re.findall(r"\w+", result.text))
 
 
 # ---- errors

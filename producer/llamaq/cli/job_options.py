@@ -21,6 +21,7 @@ _LISTS = {
     "stop": list[str],
     "dry_sequence_breakers": list[str],
     "choice": list[str],
+    "bad_words": list[str],
     "stop_token_ids": list[int],
     "allowed_token_ids": list[int],
 }

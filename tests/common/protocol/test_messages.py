@@ -50,6 +50,8 @@ def test_the_defaults_of_a_job_are_those_of_the_documentation() -> None:
         ({"prompt": "a", "min_tokens": 6, "max_tokens": 5}, "min_tokens: 6 is more than max_tokens, which is 5"),
         ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
         ({"prompt": "a", "stop_token_ids": [1] * 257}, "stop_token_ids"),
+        ({"prompt": "a", "bad_words": [""]}, "bad_words"),
+        ({"prompt": "a", "bad_words": ["x"] * 257}, "bad_words"),
         ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
         ({"prompt": "a", "allowed_token_ids": [1] * 4097}, "allowed_token_ids"),
         ({"prompt": "a", "allowed_token_ids": [2**31]}, "allowed_token_ids"),

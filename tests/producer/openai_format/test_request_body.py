@@ -50,7 +50,8 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"guided_regex": "[0-9]"}, {"regex": "[0-9]"}),
         ({"guided_choice": ["x"]}, {"choice": ["x"]}),
         ({"guided_grammar": "root ::= 1"}, {"grammar": "root ::= 1"}),
-        ({"bad_words": [], "use_beam_search": False}, {}),
+        ({"use_beam_search": False}, {}),
+        ({"bad_words": ["x"]}, {"bad_words": ["x"]}),
         (
             {"min_tokens": 2.0, "stop_token_ids": [5], "allowed_token_ids": None},
             {"min_tokens": 2, "stop_token_ids": [5]},
@@ -187,7 +188,7 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
         {"chat_template_kwargs": {"x": 2**64}}, {"chat_template_kwargs": {"x": ["\ud800"]}},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": -(2**64)}}}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": 2**64}}}]}]},
-        {"bad_words": ["x"]}, {"truncate_prompt_tokens": 5},
+        {"truncate_prompt_tokens": 5},
         {"use_beam_search": True}, {"best_of": 3},
         {"chat_template": "{{ messages }}"}, {"documents": [{"text": "x"}]},
         {"json_schema": -1}, {"json_schema": 1.5}, {"json_schema": True},

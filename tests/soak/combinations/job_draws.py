@@ -127,7 +127,7 @@ class JobDraws:
         if self._has_grammars and rng.random() < 0.3:
             name = rng.choice(list(CONSTRAINTS))
             return chosen | {name: rng.choice(CONSTRAINTS[name])}
-        return chosen | self._allowed_tokens()
+        return chosen | self._restrictions()
 
     def _ends(self) -> Options:
         chosen = self._some({
@@ -149,11 +149,13 @@ class JobDraws:
             chosen["stop_token_ids"] = rng.sample(range(0, N_PLAIN_TOKENS, 2), rng.choice([1, 20, 100]))
         return chosen
 
-    def _allowed_tokens(self) -> Options:
-        """Return the tokens that a job without a grammar may generate. One of them is odd, and thus no stop token."""
-        rng = self._rng
-        if rng.random() < 0.9:
+    def _restrictions(self) -> Options:
+        """Return what a job without a grammar may generate. One of the allowed tokens is odd, so no stop token."""
+        rng, what = self._rng, self._rng.random()
+        if what < 0.8:
             return {}
+        if what < 0.9:
+            return {"bad_words": rng.sample(STOPS, 3)}
         some = rng.sample(range(N_PLAIN_TOKENS), rng.choice([1, 30, 400]))
         return {"allowed_token_ids": [*some, rng.randrange(1, N_PLAIN_TOKENS, 2)]}
 

@@ -28,6 +28,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 256
 MAX_LOGIT_BIASES = 4096
 MAX_ALLOWED_TOKENS = 4096
+MAX_BAD_WORDS = 256
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 MAX_LOGPROBS = 20
@@ -131,6 +132,14 @@ class JobParams(TemplateParams, SamplingParams):
         max_length=MAX_ALLOWED_TOKENS,
         description="The only tokens that may be generated, at most 4096. An end-of-generation token is masked too, "
         "unless the list names it, or the grammar allows no other token.",
+    )
+    bad_words: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
+        (),
+        max_length=MAX_BAD_WORDS,
+        fail_fast=True,
+        description="At most 256 texts that are not generated, each of 1 to 256 characters. If the output ends with "
+        "all tokens of such a text but the last one, the last one is masked. The same holds for the text after a "
+        "space. The same letters in other tokens are not masked.",
     )
     grammar: str | None = Field(
         None,
@@ -487,6 +496,7 @@ class JobOptions(TypedDict, total=False):
     seed: int | None
     logit_bias: dict[int, float]
     allowed_token_ids: list[int] | tuple[int, ...] | None
+    bad_words: list[str] | tuple[str, ...]
     grammar: str | None
     grammar_root: str | None
     json_schema: dict[str, Any] | None

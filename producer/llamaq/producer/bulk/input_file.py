@@ -33,7 +33,7 @@ JSON_COLUMNS = frozenset({
     "tokens", "tools",
 })  # fmt: skip
 """Columns of a CSV file whose cells are JSON."""
-LIST_COLUMNS = frozenset({"choice", "dry_sequence_breakers", "samplers", "stop"})
+LIST_COLUMNS = frozenset({"bad_words", "choice", "dry_sequence_breakers", "samplers", "stop"})
 """Columns of a CSV file whose cells are JSON if they begin with `[`, and otherwise one text."""
 MAX_ROW_CHARS = 2**26
 """Longest row of a CSV file. It bounds the memory. Requests that are too large, but shorter, are refused one by one."""

@@ -38,7 +38,6 @@ PROGRESS_FIELDS = ("prompt_progress", "return_progress", "timings_per_token")
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),

@@ -18,6 +18,7 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 from llamaq.worker.generation.grammar.token_set import TokenSet
+from llamaq.worker.generation.sampling.bad_words import BadWords
 from llamaq.worker.generation.sampling.candidates import Logits
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
@@ -157,6 +158,95 @@ def test_the_end_of_the_reasoning_is_not_forced_before_the_minimum_if_it_ends_th
     assert [drawn(n, 0, stop) == 9 for n in (0, 1)] == [False, True]
     assert [drawn(n, 3, stop) == 9 for n in (0, 1, 2, 3)] == [False, False, False, True]
     assert drawn(1, 3, ENDS) == 9  # another closing tag is forced at once
+
+
+# ---- bad_words
+
+
+def test_a_bad_word_is_known_with_and_without_a_space_before_it() -> None:
+    encoded: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        encoded.append(text)
+        return [len(encoded)]
+
+    words = BadWords.encode([" foo", "bar", "\n"], encode)
+    assert encoded == ["foo", " foo", "bar", " bar", "\n", " \n"]
+    assert words.single_tokens == {1, 2, 3, 4, 5, 6}
+
+
+def test_the_last_token_of_a_bad_word_is_masked_after_the_others() -> None:
+    words = BadWords([(5,), (1, 2), (9, 1, 3), (7, 7, 4), (1, 5)])
+    assert words.single_tokens == {5}
+    assert words.last_tokens == {2, 3, 4}
+    assert words.completed_after([1], 1) == []  # the prompt is no part of the output
+    assert words.completed_after([8, 1], 1) == [2]
+    assert words.completed_after([9, 1], 1) == [2]
+    assert words.completed_after([8, 9, 1], 1) == [2, 3]
+    assert words.completed_after([8, 7], 1) == []
+    assert words.completed_after([8, 7, 7, 7], 1) == [4]
+
+
+@each_chain
+def test_no_bad_word_is_drawn(params: dict[str, Any]) -> None:
+    """The tokens 21, 60 and 61 are the most probable ones, and 60 and 61 are bad after 20 and 21."""
+    logits = random_logits(N_VOCAB, 1)
+    logits[[60, 61, 70]] = 50, 49, 48
+    sampler = new_sampler(params, bad_words=BadWords([(70,), (20, 60), (20, 21, 61)]), draws=[0.5] * 2)
+    free = new_sampler(params, draws=[0.5] * 2)
+    for n, banned in ((0, {70}), (1, {70, 60}), (2, {70, 61}), (3, {70})):
+        drawn = draw(sampler, logits, n)  # the history has the tokens 20, 21, 22
+        assert drawn not in banned
+        assert draw(free, logits, n) in {60, 61, 70}
+
+
+@pytest.mark.parametrize("params", CHAINS[:4], ids=repr)
+@given(seed=st.integers(0, 10**6), n_generated=st.integers(0, 3))
+def test_the_largest_logits_give_the_same_draw_with_bad_words(
+    params: dict[str, Any], seed: int, n_generated: int
+) -> None:
+    logits = random_logits(N_VOCAB, seed)
+    likely = np.argsort(-logits)[:50].tolist()
+    words = BadWords([(20, token) for token in likely[:30]] + [(20, 21, token) for token in likely[20:]])
+    all_logits, few_logits = (new_sampler(params, seed=seed, bad_words=words) for _ in range(2))
+    assert few_logits.n_largest is not None
+    assert few_logits.row_draw(0) is None
+    tokens = np.argsort(-logits)[: few_logits.n_largest].astype(np.int32)
+    history = [*PROMPT, *range(20, 20 + n_generated)]
+    assert few_logits.sample_largest(tokens, logits[tokens], history, len(PROMPT)) == draw(
+        all_logits, logits, n_generated
+    )
+
+
+def test_bad_words_of_one_token_cost_no_draw_its_shortcut() -> None:
+    sampler = new_sampler({"temperature": 0.8}, bad_words=BadWords([(70,)]))
+    assert (found := sampler.row_draw(0)) is not None
+    assert found.masked == (70,)
+
+
+@each_chain
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_logit_of_a_bad_word_that_is_no_number_fails_the_job(params: dict[str, Any], value: float) -> None:
+    logits = random_logits(N_VOCAB, 1)
+    logits[60] = value
+    sampler = new_sampler(params, bad_words=BadWords([(20, 60)]))
+    if sampler.checks_logits:  # otherwise the engine checks
+        with pytest.raises(JobRejected) as refused:
+            draw(sampler, logits, 1)
+        assert refused.value.code == ErrorCode.DECODE_FAILED
+
+
+def test_the_last_token_of_a_bad_word_is_not_forced_by_a_grammar(vocab: Vocab) -> None:
+    a, b = token_of(vocab, "a"), token_of(vocab, "b")
+    grammar = constraint_of(vocab, f"root ::= <[{a}]> <[{b}]> <[{a}]>")
+    sampler = new_sampler({"temperature": 0}, grammar=grammar, bad_words=BadWords([(a, b)]))
+    sampler.prepare([0], 1, 1, ())
+    assert list(sampler.forced_tokens([0], 1)) == [a]
+    logits = np.zeros(vocab.n_tokens, np.float32)
+    assert sampler.sample(logits.copy(), [0], 1) == a
+    with pytest.raises(JobRejected, match="no token") as refused:
+        sampler.sample(logits.copy(), [0, a], 1)
+    assert refused.value.code == ErrorCode.GRAMMAR_EXHAUSTED
 
 
 # ---- allowed_token_ids

@@ -21,6 +21,7 @@ from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenize
 from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.marked_tags import MarkedTags
 from llamaq.worker.generation.ngram_drafter import NgramDrafter
+from llamaq.worker.generation.sampling.bad_words import BadWords
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, SequenceBreakers
@@ -189,6 +190,7 @@ class JobPreparer:
             end_tokens=self._vocab.end_tokens.union(request.stop_token_ids),
             min_tokens=request.min_tokens,
             only=self._only_tokens(request),
+            bad_words=BadWords.encode(request.bad_words, self._vocab.encode_part),
             grammar=grammar,
             reasoning=self._reasoning_budget(request, prompt),
             n_logprobs=request.logprobs,

@@ -18,9 +18,10 @@ from llamaq.worker.core.job_parts import RowDraw
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
+from llamaq.worker.generation.sampling.bad_words import NO_BAD_WORDS, BadWords
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
-from llamaq.worker.generation.sampling.logit_adjustment import LogitAdjustment, check_finite
+from llamaq.worker.generation.sampling.logit_adjustment import LogitAdjustment, check_finite, mask
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
@@ -46,6 +47,7 @@ class LogitSampler:
         end_tokens: Tokens that end the job.
         min_tokens: The first `min_tokens` draws mask the end tokens.
         only: The only tokens that may be drawn. None: all.
+        bad_words: Sequences of tokens that are not drawn.
         grammar: Restricts the tokens.
         reasoning: Bounds the reasoning. None: it is not bounded.
         n_logprobs: Number of alternatives in `logprobs`. None: `logprobs` is always None.
@@ -64,6 +66,7 @@ class LogitSampler:
         end_tokens: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         only: TokenSet | None = None,
+        bad_words: BadWords = NO_BAD_WORDS,
         grammar: TokenConstraint | None = None,
         reasoning: ReasoningBudget | None = None,
         n_logprobs: int | None = None,
@@ -80,7 +83,9 @@ class LogitSampler:
         """Number of alternatives in `logprobs`, if these are the probabilities of the draw."""
         self._is_greedy = is_greedy(params)
         self._uniform = UniformNumbers(seed)
-        self._adjustment = LogitAdjustment(logit_bias or {}, masked_tokens)
+        self._adjustment = LogitAdjustment(logit_bias or {}, bad_words.single_tokens.union(masked_tokens))
+        self._bad_words = bad_words if bad_words.last_tokens else None
+        """The bad words of several tokens. None: there are none."""
         self._min_tokens = min_tokens
         self._early_adjustment = self._adjustment
         """The adjustment of the first `min_tokens` draws."""
@@ -97,7 +102,7 @@ class LogitSampler:
             only=only,
             n_best=self._n_best(),
             can_force=self._can_force,
-            never=self._adjustment.masked | end_tokens,
+            never=self._adjustment.masked | end_tokens | bad_words.last_tokens,
             end_tokens=end_tokens,
             min_tokens=min_tokens,
         )
@@ -120,9 +125,10 @@ class LogitSampler:
         self._takes_all = not is_restricted and not chain.penalties
         """Whether neither a restriction nor a penalty changes the logits."""
         n_largest = None if is_restricted or needs_all_logits else chain.n_largest
-        self.n_largest = None if n_largest is None else n_largest + self._early_adjustment.n_changed
+        n_masked = 0 if self._bad_words is None else len(self._bad_words.last_tokens)
+        self.n_largest = None if n_largest is None else n_largest + self._early_adjustment.n_changed + n_masked
         self.checks_logits = self._top_k_draw is not None and not is_restricted
-        is_row_draw = self._takes_all and not has_logprobs and not adjustment.has_bias
+        is_row_draw = self._takes_all and self._bad_words is None and not has_logprobs and not adjustment.has_bias
         self._row_draw = self._top_k_draw if is_row_draw else None
         """The draw, if a token depends on the logits alone."""
 
@@ -149,8 +155,7 @@ class LogitSampler:
             if self._row_draw is not None:
                 return drawn
             if self._takes_best:
-                masked = self._adjustment_at(len(history) - n_prompt).masked
-                if drawn not in masked and self._allowed.allows(drawn, history, n_prompt):
+                if not self._masks(drawn, history, n_prompt) and self._allowed.allows(drawn, history, n_prompt):
                     return drawn
                 logits[drawn] = -inf
         n_logprobs = self._n_model_logprobs
@@ -171,6 +176,8 @@ class LogitSampler:
         order = tokens.argsort()
         candidates = Candidates(logits.take(order), tokens.take(order).astype(np.intp))
         self._adjustment_at(len(history) - n_prompt).apply_to_some(candidates)
+        if self._bad_words is not None:
+            candidates.add(np.array(self._bad_words.completed_after(history, n_prompt), np.intp), -inf)
         for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
         if self._top_k_draw is not None:
@@ -185,6 +192,18 @@ class LogitSampler:
         """Return the adjustment of the draw after `position` generated tokens."""
         return self._adjustment if position >= self._min_tokens else self._early_adjustment
 
+    def _adjust(self, logits: Logits, history: Sequence[int], n_prompt: int) -> None:
+        """Apply the bias and the masks in place."""
+        self._adjustment_at(len(history) - n_prompt).apply(logits)
+        if self._bad_words is not None:
+            mask(logits, self._bad_words.completed_after(history, n_prompt))
+
+    def _masks(self, token: int, history: Sequence[int], n_prompt: int) -> bool:
+        """Whether `_adjust` masks a token."""
+        if token in self._adjustment_at(len(history) - n_prompt).masked:
+            return True
+        return self._bad_words is not None and token in self._bad_words.completed_after(history, n_prompt)
+
     def _n_best(self) -> int | None:
         """Return the number of tokens with the largest logits among which the token is drawn. None: all tokens."""
         if self._chain.penalties:
@@ -196,7 +215,7 @@ class LogitSampler:
     def _sample_top_k(self, top_k: TopKDraw, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Do the same as `_sample`, with the fast draw. Every logit is checked."""
         if self._takes_all:
-            self._adjustment_at(len(history) - n_prompt).apply(logits)
+            self._adjust(logits, history, n_prompt)
         else:
             candidates = self._penalized(logits, history, n_prompt)
             if len(candidates) <= SORT_LIMIT:
@@ -234,7 +253,7 @@ class LogitSampler:
 
     def _penalized(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
         """Apply bias, masks, grammar, and the penalties at the beginning of the chain. Changes `logits`."""
-        self._adjustment_at(len(history) - n_prompt).apply(logits)
+        self._adjust(logits, history, n_prompt)
         candidates = self._allowed.restrict(logits, history, n_prompt)
         for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
