@@ -168,6 +168,41 @@ def test_a_minimum_above_the_maximum_is_refused_on_submit(client: Client) -> Non
 # ---- HTTP
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_answers_and_chunks_have_the_token_ids_on_request(
+    demo: ServedQueue, client: Client, tokenizer: Tokenizer, is_chat: bool
+) -> None:
+    prompts = [HELLO] if is_chat else [STORY, "The", tokenizer.encode("A cat")]
+    request: dict[str, Any] = {"messages": HELLO} if is_chat else {"prompt": "to be replaced"}
+    request |= {"model": demo.queue, "temperature": 0, "max_tokens": 12, "extra_body": {"return_token_ids": True}}
+    async with openai_client(demo) as api:
+        create: Any = api.chat.completions.create if is_chat else api.completions.create
+        for prompt in prompts:
+            named = {} if is_chat else {"prompt": prompt}
+            tokens = tokenizer.encode_chat(prompt) if is_chat else prompt
+            if isinstance(tokens, str):
+                tokens = tokenizer.encode(tokens)
+            expected = client.generate_tokens(tokens, temperature=0, max_tokens=12)
+            stop = expected.text[-4:-1]  # its beginning is withheld for some tokens
+            answer = (await create(**request | named, n=2)).model_dump()
+            assert [choice["token_ids"] for choice in answer["choices"]] == [list(expected.tokens)] * 2
+            places = [answer] if is_chat else answer["choices"]
+            assert [place["prompt_token_ids"] for place in places] == [list(tokens)] * len(places)
+            chunks = [chunk.model_dump() async for chunk in await create(**request | named, stop=stop, stream=True)]
+            assert (chunks[0] if is_chat else chunks[0]["choices"][0])["prompt_token_ids"] == list(tokens)
+            later = chunks[1:] if is_chat else [chunk["choices"][0] for chunk in chunks[1:]]
+            assert not any("prompt_token_ids" in place for place in later)
+            streamed = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or []]
+            assert streamed == list(client.generate_tokens(tokens, temperature=0, max_tokens=12, stop=stop).tokens)
+
+
+async def test_an_answer_without_return_token_ids_has_none(demo: ServedQueue) -> None:
+    async with openai_client(demo) as api:
+        answer = await api.chat.completions.create(model=demo.queue, messages=HELLO, max_tokens=2)
+    assert "prompt_token_ids" not in answer.model_dump()
+    assert "token_ids" not in answer.model_dump()["choices"][0]
+
+
 async def test_the_openai_package_sends_the_options_of_vllm(demo: ServedQueue, client: Client) -> None:
     plain = client.chat(HELLO, temperature=0, max_tokens=30, ignore_eos=True)
     stop = plain.tokens[10]

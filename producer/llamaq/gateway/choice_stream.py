@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
+from llamaq.gateway.token_id_fields import TokenIdFields
 from llamaq.producer import Chunk, Result
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.answer_parts.parts import CallStarted, Part
@@ -30,6 +31,7 @@ class ChoiceStream:
         splitter: Splits the answer into its parts. None: it is content alone.
         describe_logprobs: Describes the probabilities of tokens.
         progress: Which fields about the progress of the answer the chunks have.
+        token_ids: Adds the tokens to the chunks. None: the chunks have no tokens.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ChoiceStream:
         splitter: AnswerSplitter | None,
         describe_logprobs: DescribeLogprobs,
         progress: ProgressOptions,
+        token_ids: TokenIdFields | None = None,
     ) -> None:
         self._chunks = chunks
         self._index = index
@@ -49,7 +52,8 @@ class ChoiceStream:
         self._splitter = splitter
         self._describe_logprobs = describe_logprobs
         self._progress = ProgressFields(progress)
-        self._is_plain = splitter is None and not progress
+        self._token_ids = token_ids
+        self._is_plain = splitter is None and not progress and token_ids is None
         """Whether chunks have nothing but text, unless they have probabilities."""
         self._text_event: TextEvent | None = None
         """The chunk for new text without other fields. Most chunks have this form."""
@@ -64,7 +68,10 @@ class ChoiceStream:
         if self._has_begun and self._is_plain and isinstance(piece, Chunk) and not piece.logprobs:
             self._n_chars += len(piece.text)
             return self._encode_text(piece.text) if piece.text else b""
-        return b"".join(map(data, await self._chunks_of(piece)))
+        chunks = await self._chunks_of(piece)
+        if self._token_ids is not None:
+            self._token_ids.write(chunks, () if isinstance(piece, Result) else piece.tokens)
+        return b"".join(map(data, chunks))
 
     def _encode_text(self, text: str) -> bytes:
         if self._text_event is None:
@@ -72,20 +79,20 @@ class ChoiceStream:
         return self._text_event.encode(text)
 
     async def _chunks_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:
-        fields = {} if isinstance(piece, Result) else self._progress.of(piece)
+        fields = self._progress.end(piece.stats) if isinstance(piece, Result) else self._progress.of(piece)
         if fields is None:
             return []
         first = [] if self._has_begun else list(self._begin())
         self._has_begun = True
         if isinstance(piece, Result):
-            return first + self._end(piece)
+            return _with_usage(first + self._end(piece), fields)
         if piece.progress is not None:
             *before, last = first or [self._chunks.empty(self._index)]
             return [*before, last | fields]
         new = await self._content_of(piece)
         if new:
             new[-1] |= fields
-        return first + new
+        return _with_usage(first + new, fields)
 
     async def _content_of(self, piece: Chunk) -> list[dict[str, Any]]:
         found, logprobs = [], None
@@ -113,3 +120,11 @@ class ChoiceStream:
     def _parts(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         self._has_call |= any(isinstance(part, CallStarted) for part in parts)
         return [self._chunks.delta(self._index, delta_of(part, self._job_id)) for part in parts]
+
+
+def _with_usage(chunks: list[dict[str, Any]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the chunks, each with the field `usage` if the request asks for it."""
+    if "usage" in fields:
+        for chunk in chunks:
+            chunk["usage"] = fields["usage"]
+    return chunks

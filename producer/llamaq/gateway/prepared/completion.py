@@ -11,13 +11,14 @@ from typing import Any, Self
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.gateway.infill import with_gap_of_suffix
 from llamaq.gateway.model_knowledge import ModelKnowledge
-from llamaq.gateway.request_tokenization import with_tokens
+from llamaq.gateway.request_tokenization import prompt_tokens_of, with_tokens
+from llamaq.gateway.token_id_fields import write_token_ids
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import logprobs_object, tokens_of
-from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
 from llamaq.producer.openai_format.response_body import completion_object, timings_object
 from llamaq.producer.openai_format.tools import form_options, message_of
 
@@ -39,6 +40,8 @@ class PreparedCompletion:
     """For each choice, the prompt that its text begins with. Empty: the texts begin with no prompt."""
     jobs: Sequence[dict[str, Any]]
     """The arguments of `submit` for each choice."""
+    has_token_ids: bool = False
+    """Whether the answer has the tokens of prompts and choices."""
 
     @classmethod
     async def read(
@@ -67,7 +70,8 @@ class PreparedCompletion:
                 client.connection, body.jobs[0], is_parallel=body.tool_choice.is_parallel, may_reason=may_reason
             )
         more = form_options(form, body.tool_choice, body.jobs[0])
-        return cls(models, client, body, form, echoed, [job | more for job in body.jobs])
+        has_token_ids = read_flag(fields, "return_token_ids")
+        return cls(models, client, body, form, echoed, [job | more for job in body.jobs], has_token_ids)
 
     @property
     def model(self) -> str:
@@ -89,6 +93,11 @@ class PreparedCompletion:
         """Return the object `logprobs` of some tokens, `offset` characters after the beginning of the text."""
         pieces = await self.models.pieces.of(self.client, tokens_of(tokens, logprobs))
         return logprobs_object(self.body.endpoint, tokens, logprobs, pieces, offset)
+
+    async def prompts(self) -> list[list[int]]:
+        """Return the tokens of the prompt of each choice."""
+        found = [await prompt_tokens_of(self.client, job) for job in self.jobs[:: self.body.n]]
+        return [found[index // self.body.n] for index in range(len(self.jobs))]
 
     async def count_reasoning(self, results: Iterable[Result]) -> int:
         """Return how many tokens of the answers are reasoning."""
@@ -115,6 +124,8 @@ class PreparedCompletion:
             messages=messages,
             n_reasoning=await self.count_reasoning(results),
         )
+        if self.has_token_ids:
+            write_token_ids(self.body.endpoint, answer, await self.prompts(), [result.tokens for result in results])
         return answer | {"system_fingerprint": FINGERPRINT, "timings": timings_object(results[0].stats)}
 
 
