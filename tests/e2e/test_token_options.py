@@ -172,7 +172,7 @@ def test_a_minimum_above_the_maximum_is_refused_on_submit(client: Client) -> Non
 async def test_answers_and_chunks_have_the_token_ids_on_request(
     demo: ServedQueue, client: Client, tokenizer: Tokenizer, is_chat: bool
 ) -> None:
-    prompts = [HELLO] if is_chat else [STORY, "The", tokenizer.encode("A cat")]
+    prompts: list[Any] = [HELLO] if is_chat else [STORY, "The", tokenizer.encode("A cat")]
     request: dict[str, Any] = {"messages": HELLO} if is_chat else {"prompt": "to be replaced"}
     request |= {"model": demo.queue, "temperature": 0, "max_tokens": 12, "extra_body": {"return_token_ids": True}}
     async with openai_client(demo) as api:

@@ -110,14 +110,15 @@ async def test_chunks_have_no_usage_without_both_options(redis_url: str, queue: 
 
 
 def test_the_usage_of_a_resumed_job_counts_its_prompt_alone() -> None:
+    """The progress of the second attempt is that of the prompt and of the token that the first one has generated."""
     fields = ProgressFields(ProgressOptions(has_usage=True))
-    begun = PromptProgress(total_tokens=30, cached_tokens=5, processed_tokens=30, time_ms=1.0)
-    resumed = PromptProgress(total_tokens=31, cached_tokens=31, processed_tokens=31, time_ms=1.0)
-    assert fields.of(Chunk(0, "", (), 0, 1, progress=begun)) is None
-    for n_tokens, progress in ((1, None), (1, resumed), (2, None)):
-        found = fields.of(Chunk(0, "" if progress else "a", () if progress else (7,), 0, 1, progress=progress))
-        assert progress is not None or (found is not None and found["usage"]["completion_tokens"] == n_tokens)
-        assert progress is not None or (found is not None and found["usage"]["prompt_tokens"] == 30)
+    for n_tokens in (1, 2):
+        n_ready = 29 + n_tokens
+        progress = PromptProgress(total_tokens=n_ready, cached_tokens=0, processed_tokens=n_ready, time_ms=1.0)
+        assert fields.of(Chunk("", (), 0, 0, progress=progress)) is None
+        found = fields.of(Chunk("a", (7,), 0, 0))
+        assert found is not None
+        assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (30, n_tokens)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/completion"])

@@ -59,8 +59,8 @@ class ChatRequest(Body):
     stream: bool = STREAM
     stream_options: dict[str, JsonValue] | None = Field(
         None,
-        description="`include_usage`: a last chunk with the usage. `continuous_usage_stats` beside it: the usage so far "
-        "in each chunk.",
+        description="`include_usage`: a last chunk with the usage. `continuous_usage_stats` too: the usage so far in "
+        "each chunk.",
     )
     return_token_ids: bool = Field(False, description="Return the token ids of the prompt and of the answer too.")
     return_progress: bool = RETURN_PROGRESS

@@ -91,6 +91,8 @@ class LogitSampler:
         """The adjustment of the first `min_tokens` draws."""
         if min_tokens:
             self._early_adjustment = LogitAdjustment(logit_bias or {}, self._adjustment.masked | end_tokens)
+        self._maskable = self._early_adjustment.masked | bad_words.last_tokens
+        """The tokens that some draws mask."""
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         accepts_masked = self._feedback is None or self._feedback.accepts_masked
         self._chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
@@ -155,7 +157,8 @@ class LogitSampler:
             if self._row_draw is not None:
                 return drawn
             if self._takes_best:
-                if not self._masks(drawn, history, n_prompt) and self._allowed.allows(drawn, history, n_prompt):
+                is_masked = drawn in self._maskable and self._masks(drawn, history, n_prompt)
+                if not is_masked and self._allowed.allows(drawn, history, n_prompt):
                     return drawn
                 logits[drawn] = -inf
         n_logprobs = self._n_model_logprobs
