@@ -45,7 +45,8 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object"}')
     given = {
-        "max_tokens": "9", "temperature": "0.5", "top_k": "3", "top_p": "0.9", "min_p": "0.1", "typical_p": "0.8",
+        "max_tokens": "9", "min_tokens": "2", "temperature": "0.5", "top_k": "3", "top_p": "0.9", "min_p": "0.1",
+        "typical_p": "0.8",
         "top_n_sigma": "2", "xtc_probability": "0.1", "xtc_threshold": "0.2", "dynatemp_range": "0.3",
         "dynatemp_exponent": "2",
         "repeat_penalty": "1.1", "frequency_penalty": "0.2", "presence_penalty": "0.3", "penalty_last_n": "5",
@@ -63,6 +64,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     flags = [
         "--special",
         "--ignore-eos",
+        "--include-stop-str-in-output",
         "--post-sampling-probs",
         "--no-cache-prompt",
         "--no-stream",
@@ -72,6 +74,14 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "one",
         "--stop",
         "two",
+        "--stop-token-ids",
+        "4",
+        "--stop-token-ids",
+        "5",
+        "--allowed-token-ids",
+        "6",
+        "--bad-words",
+        "seven",
     ]
     options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
     arguments = ["submit", "x", "--redis-url", redis_url, "--queue", queue, *options, *flags]
@@ -84,6 +94,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     request = asyncio.run(start_next())
     assert (request.max_tokens, request.temperature, request.logit_bias) == (9, 0.5, {4: -1.5})
     assert (request.json_schema, request.stop, request.metadata) == ({"type": "object"}, ("one", "two"), {"user": "u"})
+    assert (request.stop_token_ids, request.allowed_token_ids) == ((4, 5), (6,))
     assert (request.cache_salt, request.cache_public, request.slot) == ("salt", 5, 1)
     assert (request.cache_prompt, request.stream, request.cancel_on_disconnect) == (False, False, True)
     changed = {

@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
 PROGRESS = [{"total": 30, "cache": 5, "processed": n_processed, "time_ms": 0} for n_processed in (5, 30)]
 
 
-async def events_of(redis_url: str, queue: str, path: str, **fields: bool) -> list[dict[str, Any]]:
+async def events_of(redis_url: str, queue: str, path: str, **fields: Any) -> list[dict[str, Any]]:
     """Return the events of a stream whose job computes its prompt in one chunk and generates two tokens."""
     body = {**BODIES[path], "stream": True, **fields}
     has_first = asyncio.Event()
@@ -90,11 +90,49 @@ async def test_each_event_has_timings_on_request(redis_url: str, queue: str, pat
     assert [(each["cache_n"], each["prompt_n"], each["predicted_n"]) for each in found] == [(5, 25, 1), (5, 25, 2)]
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_each_chunk_has_the_usage_so_far_on_request(redis_url: str, queue: str, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = await events_of(redis_url, queue, path, stream_options=options)
+    assert not [event for event in events if "prompt_progress" in event]
+    counts = [(event["usage"]["completion_tokens"], event["usage"]["prompt_tokens"]) for event in events[:-2]]
+    assert counts == ([(1, 30)] if path == CHAT else []) + [(1, 30), (2, 30)]
+    assert events[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+    assert events[-2]["usage"]["completion_tokens"] == events[-1]["usage"]["completion_tokens"] == 2
+    assert events[-1]["choices"] == []
+
+
+@pytest.mark.parametrize("options", [{"include_usage": True}, {"continuous_usage_stats": True}])
+async def test_chunks_have_no_usage_without_both_options(redis_url: str, queue: str, options: dict[str, bool]) -> None:
+    events = await events_of(redis_url, queue, CHAT, stream_options=options)
+    assert not [event for event in events if event["choices"] and "usage" in event]
+
+
+def test_the_usage_of_a_resumed_job_counts_its_prompt_alone() -> None:
+    """The progress of the second attempt is that of the prompt and of the token that the first one has generated."""
+    fields = ProgressFields(ProgressOptions(has_usage=True))
+    for n_tokens in (1, 2):
+        n_ready = 29 + n_tokens
+        progress = PromptProgress(total_tokens=n_ready, cached_tokens=0, processed_tokens=n_ready, time_ms=1.0)
+        assert fields.of(Chunk("", (), 0, 0, progress=progress)) is None
+        found = fields.of(Chunk("a", (7,), 0, 0))
+        assert found is not None
+        assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (30, n_tokens)
+
+
 @pytest.mark.parametrize("path", [CHAT, "/completion"])
 async def test_a_stream_that_does_not_ask_has_neither(redis_url: str, queue: str, path: str) -> None:
     events = await events_of(redis_url, queue, path)  # the fake worker publishes progress all the same
     assert not [event for event in events if "prompt_progress" in event]
     assert ["timings" in event for event in events] == [False] * (len(events) - 1) + [True]
+
+
+def test_only_a_stream_with_usage_in_each_chunk_asks_its_job_for_progress() -> None:
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert read_options({"stream": True, "stream_options": both}) == {"prompt_progress": True}
+    assert read_options({"stream_options": both}) == {}
+    assert read_options({"stream": True, "stream_options": {"include_usage": True}}) == {}
 
 
 def test_only_a_stream_asks_its_job_for_progress() -> None:

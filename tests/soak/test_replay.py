@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.soak.combinations.local_worker import LocalWorker
-from tests.soak.combinations.replay import Replay
+from tests.soak.combinations.replay import Replay, faults_of_end
 from tests.soak.combinations.setting_draws import write_model_files
 from tests.soak.combinations.tracked_job import TrackedJob, job_of
 
@@ -132,3 +132,22 @@ def test_the_replay_finds_a_changed_output(worker: LocalWorker, replay: Replay, 
     tracked = run(worker, GREEDY)
     change(tracked)
     assert any(message in fault for fault in replay.faults_of(tracked, [256]))
+
+
+@pytest.mark.parametrize(
+    ("options_for", "message"),
+    [
+        (lambda _: {"min_tokens": MAX_TOKENS + 1}, "it ended after 6 tokens instead of 7"),
+        (lambda tokens: {"stop_token_ids": tokens[1:2]}, "it has the stop tokens"),
+        (lambda tokens: {"allowed_token_ids": tokens[:1]}, "which are not allowed"),
+    ],
+)
+def test_an_output_that_breaks_an_option_of_its_job_is_a_fault(
+    worker: LocalWorker, options_for: Callable[[list[int]], dict[str, Any]], message: str
+) -> None:
+    """The sampler of the replay would do the same as that of the worker."""
+    tracked = run(worker, GREEDY)
+    change_end(tracked, reason=FinishReason.STOP)
+    assert not any(message in fault for fault in faults_of_end(tracked, [256]))
+    tracked.request = tracked.request.model_copy(update=options_for(tracked.tokens))
+    assert any(message in fault for fault in faults_of_end(tracked, [256]))

@@ -49,7 +49,7 @@ class ErrorCode(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     """The prompt is so long that the context of one job on this worker has no room for an output."""
     INVALID_TOKEN = "invalid_token"
-    """A token id, in the prompt or in `logit_bias`, is not in the vocabulary of the model."""
+    """A token id, in the prompt or in an option such as `logit_bias`, is not in the vocabulary of the model."""
     INVALID_GRAMMAR = "invalid_grammar"
     """The grammar or JSON schema does not compile, is too large, or takes too long."""
     GRAMMAR_EXHAUSTED = "grammar_exhausted"

@@ -17,10 +17,16 @@ from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.common.protocol.sampling import SamplingParams
 
 _JSON = ("json_schema", "logit_bias", "lora", "metadata", "tools", "chat_template_kwargs")
-_FORMS = {
-    "stop": "May be given several times.",
-    "dry_sequence_breakers": "May be given several times.",
-    "choice": "May be given several times.",
+_LISTS = {
+    "stop": list[str],
+    "dry_sequence_breakers": list[str],
+    "choice": list[str],
+    "bad_words": list[str],
+    "stop_token_ids": list[int],
+    "allowed_token_ids": list[int],
+}
+"""The types of the options that may be given several times."""
+_FORMS = dict.fromkeys(_LISTS, "May be given several times.") | {
     "grammar": "The grammar itself, or @FILE.",
     "regex": "The expression itself, or @FILE.",
     "lark": "The grammar itself, or @FILE.",
@@ -62,8 +68,8 @@ def _help(name: str) -> str:
 
 def _option_type(name: str) -> Any:
     """Return the type that the option is parsed as. Pydantic checks the value later."""
-    if name in ("stop", "choice", "dry_sequence_breakers"):
-        return list[str]
+    if name in _LISTS:
+        return _LISTS[name]
     if name == "run_at":
         return str
     annotation = JobParams.model_fields[name].annotation

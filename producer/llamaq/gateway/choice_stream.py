@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
@@ -10,6 +10,7 @@ from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
 from llamaq.gateway.prompt_probabilities import PromptFields
+from llamaq.gateway.token_id_fields import TokenIdFields
 from llamaq.producer import Chunk, Result
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.answer_parts.parts import CallStarted, Part
@@ -36,6 +37,7 @@ class ChoiceStream:
         describe_prompt: Describes the probabilities of the prompt.
         scores_echo: Whether the echoed text has probabilities.
         progress: Which fields about the progress of the answer the chunks have.
+        token_ids: Adds the tokens to the chunks. None: the chunks have no tokens.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ChoiceStream:
         progress: ProgressOptions,
         *,
         scores_echo: bool = False,
+        token_ids: TokenIdFields | None = None,
     ) -> None:
         self._chunks = chunks
         self._index = index
@@ -62,7 +65,8 @@ class ChoiceStream:
         self._has_prompt = False
         """Whether the probabilities of the prompt were written."""
         self._progress = ProgressFields(progress)
-        self._is_plain = splitter is None and not progress
+        self._token_ids = token_ids
+        self._is_plain = splitter is None and not progress and token_ids is None
         """Whether chunks have nothing but text, unless they have probabilities."""
         self._text_event: TextEvent | None = None
         """The chunk for new text without other fields. Most chunks have this form."""
@@ -77,7 +81,10 @@ class ChoiceStream:
         if self._has_begun and self._is_plain and isinstance(piece, Chunk) and not _has_probabilities(piece):
             self._n_chars += len(piece.text)
             return self._encode_text(piece.text) if piece.text else b""
-        return b"".join(map(data, await self._chunks_of(piece)))
+        chunks = await self._chunks_of(piece)
+        if self._token_ids is not None:
+            self._token_ids.write(chunks, () if isinstance(piece, Result) else piece.tokens)
+        return b"".join(map(data, chunks))
 
     def _encode_text(self, text: str) -> bytes:
         if self._text_event is None:
@@ -85,21 +92,21 @@ class ChoiceStream:
         return self._text_event.encode(text)
 
     async def _chunks_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:
-        fields = {} if isinstance(piece, Result) else self._progress.of(piece)
+        fields = self._progress.end(piece.stats) if isinstance(piece, Result) else self._progress.of(piece)
         if fields is None:
             return []
         first = [] if self._has_begun else list(self._begin())
         self._has_begun = True
         first += await self._prompt_of(piece)
         if isinstance(piece, Result):
-            return first + self._end(piece)
+            return _with_usage(first + self._end(piece), fields)
         if piece.progress is not None:
             *before, last = first or [self._chunks.empty(self._index)]
             return [*before, last | fields]
         new = await self._content_of(piece)
         if new:
             new[-1] |= fields
-        return first + new
+        return _with_usage(first + new, fields)
 
     async def _prompt_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:
         """Return the chunk with the probabilities of the prompt, if the piece is the first one that has them."""
@@ -146,3 +153,11 @@ class ChoiceStream:
 
 def _has_probabilities(piece: Chunk) -> bool:
     return bool(piece.logprobs) or piece.prompt_logprobs is not None
+
+
+def _with_usage(chunks: list[dict[str, Any]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the chunks, each with the field `usage` if the request asks for it."""
+    if "usage" in fields:
+        for chunk in chunks:
+            chunk["usage"] = fields["usage"]
+    return chunks

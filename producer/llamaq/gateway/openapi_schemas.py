@@ -58,8 +58,11 @@ class ChatRequest(Body):
     model: str | None = MODEL
     stream: bool = STREAM
     stream_options: dict[str, JsonValue] | None = Field(
-        None, description="`include_usage`: a last chunk with the usage."
+        None,
+        description="`include_usage`: a last chunk with the usage. `continuous_usage_stats` too: the usage so far in "
+        "each chunk.",
     )
+    return_token_ids: bool = Field(False, description="Return the token ids of the prompt and of the answer too.")
     return_progress: bool = RETURN_PROGRESS
     timings_per_token: bool = TIMINGS_PER_TOKEN
     n: int = Field(1, ge=1, le=128, description="Number of answers.")

@@ -1,4 +1,6 @@
-"""The fields of llama-server that show in a stream how far an answer is: `prompt_progress` and `timings`."""
+"""The fields that show in a stream how far an answer is: `prompt_progress` and `timings` of llama-server, and vLLM's
+`usage` in each chunk.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any, Self
 
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.producer import Chunk, PromptProgress
-from llamaq.producer.openai_format.request_body import read_flag
-from llamaq.producer.openai_format.response_body import timings_object
+from llamaq.producer.openai_format.request_body import has_usage_in_chunks, read_flag
+from llamaq.producer.openai_format.response_body import timings_object, usage_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class ProgressOptions:
     """Whether the stream has events about the prompt: `return_progress`, or our own `prompt_progress`."""
     has_timings: bool = False
     """Whether each event has `timings`: `timings_per_token`."""
+    has_usage: bool = False
+    """Whether each event has `usage`: `stream_options.continuous_usage_stats`."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
@@ -30,10 +34,10 @@ class ProgressOptions:
             InvalidRequest: A field is not a boolean.
         """
         has_progress = read_flag(body, "return_progress") or read_flag(body, "prompt_progress")
-        return cls(has_progress, read_flag(body, "timings_per_token"))
+        return cls(has_progress, read_flag(body, "timings_per_token"), has_usage_in_chunks(body))
 
     def __bool__(self) -> bool:
-        return self.has_progress or self.has_timings
+        return self.has_progress or self.has_timings or self.has_usage
 
 
 NO_PROGRESS = ProgressOptions()
@@ -50,6 +54,8 @@ class ProgressFields:
         self._options = options
         self._clock = clock
         self._prompt: PromptProgress | None = None
+        self._n_prompt = 0
+        """Number of tokens of the prompt. The progress of a later attempt counts the generated tokens too."""
         self._n_first = 0
         """Number of tokens in the first chunk with tokens."""
         self._n_tokens = 0
@@ -61,19 +67,33 @@ class ProgressFields:
         fields: dict[str, Any] = {}
         if chunk.progress is not None:
             self._prompt = chunk.progress
+            self._n_prompt = self._n_prompt or chunk.progress.total_tokens
             if not self._options.has_progress:
                 return None
             fields["prompt_progress"] = progress_object(chunk.progress)
-        if self._options.has_timings:
-            fields["timings"] = self._timings(len(chunk.tokens))
-        return fields
-
-    def _timings(self, n_new: int) -> dict[str, Any]:
-        """Return the object `timings` after `n_new` more tokens."""
-        now_s = self._clock()
+        now_s, n_new = self._clock(), len(chunk.tokens)
         if n_new and not self._n_tokens:
             self._n_first, self._first_s = n_new, now_s
         self._n_tokens += n_new
+        if self._options.has_timings:
+            fields["timings"] = self._timings(now_s)
+        if self._options.has_usage:
+            fields["usage"] = self._usage()
+        return fields
+
+    def end(self, stats: JobStats) -> dict[str, Any]:
+        """Return the fields for the event at the end of the job, besides those that it always has."""
+        return {"usage": usage_object(stats)} if self._options.has_usage else {}
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the object `usage` of the tokens so far."""
+        n_cached = 0 if self._prompt is None else min(self._prompt.cached_tokens, self._n_prompt)
+        return usage_object(
+            JobStats(prompt_tokens=self._n_prompt, generated_tokens=self._n_tokens, prefix_cache_tokens=n_cached)
+        )
+
+    def _timings(self, now_s: float) -> dict[str, Any]:
+        """Return the object `timings` of the tokens so far."""
         prompt = self._prompt
         prompt_ms = 0.0 if prompt is None else prompt.time_ms
         n_computed = 0 if prompt is None else prompt.processed_tokens - prompt.cached_tokens

@@ -8,6 +8,7 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.producer import AsyncClient
+from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS
 from llamaq.producer.queries import text_commands
 
 MAX_TEXTS = 256
@@ -31,6 +32,24 @@ async def with_tokens(client: AsyncClient, fields: Mapping[str, Any]) -> dict[st
     if fields.get("logit_bias"):
         changed["logit_bias"] = await _plain_biases(tokenizer, fields["logit_bias"])
     return {**fields, **changed}
+
+
+async def prompt_tokens_of(client: AsyncClient, job: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of the prompt of a job.
+
+    Args:
+        client: The client of the queue.
+        job: The arguments of `submit`.
+
+    Raises:
+        LlamaqError: No worker of the queue has answered.
+    """
+    if "tokens" in job:
+        return list(job["tokens"])
+    chat = {name: job[name] for name in ("messages", *TEMPLATE_FIELDS) if name in job}
+    prompt = chat if "messages" in job else {"text": job["prompt"]}
+    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, **prompt)
+    return list(reply.tokens)
 
 
 class _Tokenizer:

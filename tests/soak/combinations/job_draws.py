@@ -126,8 +126,8 @@ class JobDraws:
             }
         if self._has_grammars and rng.random() < 0.3:
             name = rng.choice(list(CONSTRAINTS))
-            chosen[name] = rng.choice(CONSTRAINTS[name])
-        return chosen
+            return chosen | {name: rng.choice(CONSTRAINTS[name])}
+        return chosen | self._restrictions()
 
     def _ends(self) -> Options:
         chosen = self._some({
@@ -137,7 +137,27 @@ class JobDraws:
         })  # fmt: skip
         if self._rng.random() < 0.2:
             chosen["stop"] = self._rng.sample(STOPS, self._rng.choice([1, 3]))
+        return chosen | self._token_options(chosen.get("max_tokens"))
+
+    def _token_options(self, max_tokens: int | None) -> Options:
+        """Return the options about the tokens that end a job, and about those that it may generate."""
+        rng = self._rng
+        chosen = self._some({"min_tokens": (0.2, [1, 3, 12]), "include_stop_str_in_output": (0.3, [True])})
+        if max_tokens is not None and "min_tokens" in chosen:
+            chosen["min_tokens"] = min(chosen["min_tokens"], max_tokens)
+        if rng.random() < 0.15:
+            chosen["stop_token_ids"] = rng.sample(range(0, N_PLAIN_TOKENS, 2), rng.choice([1, 20, 100]))
         return chosen
+
+    def _restrictions(self) -> Options:
+        """Return what a job without a grammar may generate. One of the allowed tokens is odd, so no stop token."""
+        rng, what = self._rng, self._rng.random()
+        if what < 0.8:
+            return {}
+        if what < 0.9:
+            return {"bad_words": rng.sample(STOPS, 3)}
+        some = rng.sample(range(N_PLAIN_TOKENS), rng.choice([1, 30, 400]))
+        return {"allowed_token_ids": [*some, rng.randrange(1, N_PLAIN_TOKENS, 2)]}
 
     def _sharing(self) -> Options:
         return self._some({

@@ -86,7 +86,7 @@ class Replay:
         text += detokenizer.finish()
         if text != tracked.text:
             yield f"the text is {tracked.text!r} instead of {text!r}"
-        yield from _faults_of_end(tracked, context_limits)
+        yield from faults_of_end(tracked, context_limits)
 
     def _job_at(self, tracked: TrackedJob, position: int) -> Job:
         """Return the job with a sampler that has drawn the first `position` tokens."""
@@ -96,7 +96,8 @@ class Replay:
         """Return the tokens that the replay may draw at a position. None: nothing is drawn there."""
         if position < len(tracked.published):
             return (tracked.tokens[position],)
-        return tuple(self._end_tokens) if tracked.reason is FinishReason.STOP else None
+        ends = self._end_tokens.union(tracked.request.stop_token_ids)
+        return tuple(ends) if tracked.reason is FinishReason.STOP else None
 
     def _rows(self, job: Job, history: Sequence[int]) -> Iterator[Logits]:
         """Yield the logits after the prompt, and after each generated token."""
@@ -175,7 +176,8 @@ def _all_of(logprobs: TokenLogprobs, token: int) -> list[tuple[int, float]]:
     return [(token, logprobs.logprob), *logprobs.top]
 
 
-def _faults_of_end(tracked: TrackedJob, context_limits: Sequence[int]) -> Iterator[str]:
+def faults_of_end(tracked: TrackedJob, context_limits: Sequence[int]) -> Iterator[str]:
+    """Yield how the tokens and the end of a job differ from what its options say."""
     n_tokens, request, end = len(tracked.published), tracked.request, tracked.end
     assert end is not None
     if end.stats.generated_tokens != n_tokens:
@@ -184,6 +186,13 @@ def _faults_of_end(tracked: TrackedJob, context_limits: Sequence[int]) -> Iterat
         wanted = [min(limit - len(tracked.prompt), request.max_tokens or limit) for limit in context_limits]
         if not min(wanted) <= n_tokens <= max(wanted):
             yield f"it ended with `length` after {n_tokens} tokens instead of {wanted}"
+    if tracked.reason is FinishReason.STOP and n_tokens < request.min_tokens and not request.constraints:
+        yield f"it ended after {n_tokens} tokens instead of {request.min_tokens}"
+    tokens = {token.token for token in tracked.published}
+    if stops := tokens.intersection(request.stop_token_ids):
+        yield f"it has the stop tokens {stops}"
+    if request.allowed_token_ids is not None and (others := tokens.difference(request.allowed_token_ids)):
+        yield f"it has the tokens {others}, which are not allowed"
     if tracked.reason is FinishReason.CANCELLED and not tracked.is_cancelled:
         yield "it was cancelled without a request"
     if tracked.reason is FinishReason.DEADLINE and request.timeout_s is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,8 +42,8 @@ def make_draft_model(
     return DraftModel(model, options(model), n_vocab=n_vocab, end_tokens=ends, p_min=p_min)
 
 
-def make_slot(index: int, history: list[int]) -> Slot:
-    job = make_job(history)
+def make_slot(index: int, history: list[int], stop_token_ids: Sequence[int] = ()) -> Slot:
+    job = make_job(history, stop_token_ids=stop_token_ids)
     return Slot(index, SlotState.DECODE, Run(job, index, list(history), len(history) - 1))
 
 
@@ -101,6 +101,16 @@ def test_a_draft_ends_before_an_end_token_an_unknown_token_and_an_improbable_one
         draft = draft_model.add_drafts(plan).decode[0].draft
         assert (draft.tokens, draft.stopped_early) == (expected, stopped_early)
         draft_model.context.close()
+
+
+def test_a_draft_ends_before_a_stop_token_of_its_job(model: Model) -> None:
+    history = [20, 30, 40, 50]
+    tokens = greedy(model, history, 4)
+    draft_model = make_draft_model(model)
+    slot = make_slot(1, history, stop_token_ids=[tokens[2]])
+    draft = draft_model.add_drafts(batch_of(DraftPart(slot, 0, 4, 4))).decode[0].draft
+    assert draft.tokens == tokens[: tokens.index(tokens[2])]
+    draft_model.context.close()
 
 
 def test_a_sequence_without_the_planned_tokens_is_reported_and_gets_no_draft(model: Model) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -8,9 +9,9 @@ from hypothesis import strategies as st
 from llamaq.worker.generation.detokenizer import StopMatcher, StreamDetokenizer, TagDetokenizer
 
 
-def stream(parts: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
+def stream(parts: list[bytes], stop: list[str], **options: Any) -> tuple[list[str], bool]:
     """Return the text released after each token and at the end, and whether a stop string was found."""
-    detokenizer = StreamDetokenizer(parts.__getitem__, stop)
+    detokenizer = StreamDetokenizer(parts.__getitem__, stop, **options)
     released = [detokenizer.feed(token) for token in range(len(parts))]
     return [*released, detokenizer.finish()], detokenizer.stop_string is not None
 
@@ -54,6 +55,48 @@ def test_the_withheld_text_is_what_the_end_would_release(text: str, stop: list[s
     for token in range(len(parts)):
         detokenizer.feed(token)
         assert detokenizer.withheld == stream(parts[: token + 1], stop)[0][-1]
+
+
+@given(text=texts, stop=stops, cuts=st.lists(st.integers(0, 60)), min_tokens=st.integers(0, 8))
+@example(text="abab", stop=["ab", "bab"], cuts=[2], min_tokens=1)
+def test_a_stop_string_that_is_complete_within_the_minimum_of_tokens_does_not_end_the_text(
+    text: str, stop: list[str], cuts: list[int], min_tokens: int
+) -> None:
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[start:end] for start, end in pairwise(places)]
+    n_before = ([0, *accumulate(map(len, parts))])[min(min_tokens, len(parts))]
+    ends = [(end, max(map(len, found))) for end in range(n_before + 1, len(text) + 1)
+            if (found := [each for each in stop if text[:end].endswith(each)])]  # fmt: skip
+    wanted = text[: ends[0][0] - ends[0][1]] if ends else text
+    tokens = [part.encode() for part in parts]
+    released, stopped = stream(tokens, stop, min_tokens=min_tokens)
+    assert ("".join(released), stopped) == (wanted, bool(ends))
+    released, stopped = stream(tokens, stop, min_tokens=min_tokens, includes_stop=True)
+    assert ("".join(released), stopped) == (text[: ends[0][0]] if ends else text, bool(ends))
+
+
+def test_the_text_ends_with_a_stop_string_that_is_included() -> None:
+    released, stopped = stream([b"Hi", b" STO", b"P!", b" more"], [" STOP"], includes_stop=True)
+    assert released == ["Hi", " STO", "P", "", ""]  # nothing is withheld, because the whole stop string is released
+    assert stopped
+    detokenizer = StreamDetokenizer([b"a\xc3", b"b"].__getitem__, ["\ufffd"], includes_stop=True)
+    assert [detokenizer.feed(0), detokenizer.withheld] == ["a", "\ufffd"]
+    assert [detokenizer.feed(1), detokenizer.stop_string] == ["\ufffd", "\ufffd"]
+
+
+def test_an_incomplete_character_within_the_minimum_of_tokens_completes_no_stop_string() -> None:
+    detokenizer = StreamDetokenizer([b"a\xc3"].__getitem__, ["a\ufffd"], min_tokens=1)
+    assert [detokenizer.feed(0), detokenizer.withheld, detokenizer.finish()] == ["", "a\ufffd", "a\ufffd"]
+    assert detokenizer.stop_string is None
+
+
+def test_tags_are_found_beside_the_options_of_stop_strings() -> None:
+    options: Any = {"min_tokens": 1, "includes_stop": True}
+    detokenizer = TagDetokenizer([b"end", b"<t>", b"x end."].__getitem__, ["end"], {1: 3}, **options)
+    assert [(detokenizer.feed(token), detokenizer.tag_offset) for token in range(3)] == [
+        ("end", None), ("<t>", 3), ("x end", None),
+    ]  # fmt: skip
+    assert detokenizer.stop_string == "end"
 
 
 @given(text=texts, stop=stops)
@@ -110,7 +153,7 @@ def test_a_replacement_character_for_an_incomplete_character_may_complete_a_stop
 
 def test_the_longest_of_several_complete_stop_strings_counts() -> None:
     matcher = StopMatcher(["b", "ab"])
-    assert matcher.read("xab!") == (3, 2)
+    assert matcher.read("xab!") == (3, "ab")
 
 
 def test_the_stop_string_that_was_found_is_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -113,6 +114,60 @@ def test_a_suppressed_token_is_never_drawn(vocab: Vocab, monkeypatch: pytest.Mon
     assert prepare(vocab, request).sampler.sample(logits.copy(), [1], 1) == best
     monkeypatch.setitem(vocab.__dict__, "suppressed_tokens", frozenset({best}))
     assert prepare(vocab, request).sampler.sample(logits.copy(), [1], 1) == second
+
+
+@pytest.mark.parametrize(
+    ("options", "is_drawn"),
+    [
+        ({}, True),
+        ({"ignore_eos": True}, False),
+        ({"ignore_eos": True, "stop_token_ids": "end"}, True),
+        ({"min_tokens": 1}, False),
+        ({"min_tokens": 1, "published": (5,)}, True),
+        ({"allowed_token_ids": [300]}, False),
+        ({"allowed_token_ids": [300], "stop_token_ids": "end"}, False),
+        ({"allowed_token_ids": "end"}, True),
+    ],
+    ids=repr,
+)
+def test_an_end_token_is_drawn_unless_an_option_masks_it(vocab: Vocab, options: dict[str, Any], is_drawn: bool) -> None:
+    ends = sorted(vocab.end_tokens)
+    options = {name: ends if value == "end" else value for name, value in options.items()}
+    published = options.pop("published", ())
+    logits = np.zeros(vocab.n_tokens, np.float32)
+    logits[ends] = 9
+    request = JobRequest(prompt="x", seed=1, temperature=0, **options)
+    sampler = prepare(vocab, request, published=TokenSpan(0, published, 0, "")).sampler
+    assert (sampler.sample(logits, [1, *published], 1) in ends) is is_drawn
+
+
+def test_a_stop_token_is_masked_before_the_minimum_of_tokens(vocab: Vocab) -> None:
+    logits = np.zeros(vocab.n_tokens, np.float32)
+    logits[300] = 9
+    job = prepare(vocab, JobRequest(prompt="x", seed=1, temperature=0, stop_token_ids=[300], min_tokens=2))
+    assert [job.sampler.sample(logits.copy(), [1, *[5] * n], 1) == 300 for n in range(4)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_a_token_outside_the_vocabulary_is_refused_by_the_name_of_its_option(vocab: Vocab, name: str) -> None:
+    prepare(vocab, JobRequest(prompt="x", seed=1, **{name: [vocab.n_tokens - 1]}))
+    with pytest.raises(JobRejected, match=f": {name}: token id {vocab.n_tokens} is not in") as refused:
+        prepare(vocab, JobRequest(prompt="x", seed=1, **{name: [1, vocab.n_tokens]}))
+    assert refused.value.code == ErrorCode.INVALID_TOKEN
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_the_detokenizer_has_the_options_of_stop_strings(vocab: Vocab, special: bool) -> None:
+    tokens = [token for letter in "ab ab" for token in vocab.encode_part(letter)]
+    request = JobRequest(
+        prompt="x", seed=1, stop=("ab",), min_tokens=2, include_stop_str_in_output=True, special=special
+    )
+    published = TokenSpan(0, tuple(tokens[:1]), 0, "")
+    attempt = prepare_attempt(vocab, request, published=published)
+    assert isinstance(attempt.job, Job)
+    detokenizer = attempt.job.detokenizer
+    assert "".join([*attempt.texts, *map(detokenizer.feed, tokens[1:])]).replace("  ", " ") == vocab.decode(tokens)
+    assert detokenizer.stop_string == "ab"
 
 
 def test_the_budget_of_reasoning_knows_the_prompt_and_the_tags_of_the_job(vocab: Vocab) -> None:

@@ -132,6 +132,18 @@ def test_an_end_token_ends_the_repetition() -> None:
     assert rig.tokens(job) == letters(END_AT, [0])
 
 
+def test_a_stop_token_of_a_job_ends_the_repetition() -> None:
+    n_tokens, stop = next((n, token) for n, token in enumerate(letters(40)) if n > 2 and token not in letters(n))
+    job, other = make_job(max_tokens=40, stop_token_ids=[stop]), make_job(max_tokens=40)
+    rig = Rig(job, other)
+    rig.prefill()
+    assert rig.tick() == n_tokens - 1
+    assert rig.end(job).reason is FinishReason.STOP
+    assert rig.tokens(job) == letters(n_tokens)
+    rig.tick()
+    assert rig.tokens(other) == letters(40)
+
+
 def test_an_error_of_one_job_ends_the_repetition() -> None:
     faulty, other = make_job(max_tokens=40, sampler=GreedySampler(fails_at=6)), make_job(max_tokens=40)
     rig = Rig(faulty, other)

@@ -115,6 +115,45 @@ def test_an_end_token_as_first_token_gives_an_empty_result() -> None:
     assert (end.reason, end.stats.generated_tokens, end.stats.ttft_ms) == (FinishReason.STOP, 0, 0.0)
 
 
+def test_a_token_of_stop_token_ids_ends_its_job_as_an_end_token_does() -> None:
+    rig = Rig(next_token=model_that_generates("done", after=6))
+    job, other = make_job("Hello", max_tokens=50, stop_token_ids=[ord("n"), ord("x")]), make_job("Hello")
+    rig.submit(job)
+    rig.submit(other)
+    outputs = rig.finish()
+    ends = {output.job.id: output for output in outputs if isinstance(output, JobEnded)}
+    assert bytes(tokens_of(outputs, job.id)) == b"do"
+    assert bytes(tokens_of(outputs, other.id)) == b"done"
+    assert [ends[each.id].reason for each in (job, other)] == [FinishReason.STOP, FinishReason.STOP]
+    assert [ends[each.id].stats.stop_token for each in (job, other)] == [ord("n"), None]
+    assert ends[job.id].stats.generated_tokens == 2
+
+
+def test_an_end_token_is_named_as_stop_token_only_if_the_job_names_it() -> None:
+    for stop_token_ids, stop_token in (([EOS], EOS), ([5], None)):
+        rig = Rig(next_token=model_that_generates("done", after=6))
+        rig.submit(make_job("Hello", max_tokens=50, stop_token_ids=stop_token_ids))
+        assert only_end(rig.finish()).stats.stop_token == stop_token
+
+
+@pytest.mark.parametrize("resumed", [b"", b"go", b"good EN"])
+def test_a_stop_string_within_the_minimum_of_tokens_does_not_end_a_job(resumed: bytes) -> None:
+    """The count continues over attempts."""
+    rig = Rig(next_token=model_that_generates("good END and the END, at last", after=6))
+    job = make_job("Hello", max_tokens=50, stop=["END"], min_tokens=8, resumed=resumed)
+    rig.submit(job)
+    outputs = rig.finish()
+    assert (resumed + bytes(tokens_of(outputs, job.id))) == b"good END and the END"
+    assert only_end(outputs).stats.stop_string == "END"
+
+
+def test_the_text_ends_with_a_stop_string_that_the_job_includes() -> None:
+    rig = Rig(next_token=model_that_generates("good END and more", after=6))
+    rig.submit(make_job("Hello", max_tokens=50, stop=["END"], include_stop_str_in_output=True))
+    outputs = rig.finish()
+    assert (text_of(outputs), only_end(outputs).reason) == ("good END", FinishReason.STOP)
+
+
 def test_a_stop_string_split_over_tokens_ends_the_job_and_is_never_in_the_text() -> None:
     rig = Rig(next_token=model_that_generates("good END and more", after=6))
     rig.submit(make_job("Hello", max_tokens=50, stop=["END"]))
@@ -274,6 +313,7 @@ def test_a_resumed_job_continues_at_the_next_token() -> None:
         (b"abcd", {"max_tokens": 40, "stop": ["cd"]}, FinishReason.STOP),
         (b"abcd", {"max_tokens": 4, "stop": ["cd"]}, FinishReason.STOP),
         ([97, EOS], {"max_tokens": 40}, FinishReason.STOP),
+        (b"abcd", {"max_tokens": 40, "stop_token_ids": [ord("d")]}, FinishReason.STOP),
     ],
 )
 def test_a_resumed_job_that_is_finished_ends_without_a_slot(

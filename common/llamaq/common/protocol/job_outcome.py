@@ -124,6 +124,9 @@ class JobStats(WireModel):
     worker: str | None = Field(None, description="Id of the worker that ran the job. None: no worker ran it.")
     seed: int | None = Field(None, description="Seed of the random draws. None: the job was not prepared.")
     stop_string: str | None = Field(None, description="The stop string that ended the job. None: none did.")
+    stop_token: int | None = Field(
+        None, description="The token of `stop_token_ids` that ended the job. None: none did."
+    )
     mode: Literal["stream", "generate", "embed"] = Field(
         "stream",
         description="`stream` if the job published its tokens as they were generated; `generate` after the call "

@@ -25,7 +25,10 @@ MAX_GENERATED_TOKENS = 1_000_000
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 256
 MAX_LOGIT_BIASES = 4096
+MAX_ALLOWED_TOKENS = 4096
+MAX_BAD_WORDS = 256
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 MAX_LOGPROBS = 20
@@ -103,6 +106,14 @@ class JobParams(TemplateParams, SamplingParams):
         description="Maximum number of generated tokens. 0: only the prompt is computed, for `prompt_logprobs` or for "
         "the prefix cache. If not set: up to the context limit of the job.",
     )
+    min_tokens: int = Field(
+        0,
+        ge=0,
+        le=MAX_GENERATED_TOKENS,
+        description="The job does not end before this number of tokens: end-of-generation tokens and `stop_token_ids` "
+        "are masked until then, unless the grammar allows no other token, and a stop string that is complete within "
+        "these tokens is ignored.",
+    )
     seed: int | None = Field(
         None,
         ge=0,
@@ -115,6 +126,21 @@ class JobParams(TemplateParams, SamplingParams):
             max_length=MAX_LOGIT_BIASES,
             description="Maps a token id to a number that is added to its logit.",
         )
+    )
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True)] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_ALLOWED_TOKENS,
+        description="The only tokens that may be generated, at most 4096. An end-of-generation token is masked too, "
+        "unless the list names it, or the grammar allows no other token.",
+    )
+    bad_words: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
+        (),
+        max_length=MAX_BAD_WORDS,
+        fail_fast=True,
+        description="At most 256 texts that are not generated, each of 1 to 256 characters. If the output ends with "
+        "all tokens of such a text but the last one, the last one is masked. The same holds for the text after a "
+        "space. The same letters in other tokens are not masked.",
     )
     grammar: str | None = Field(
         None,
@@ -195,10 +221,20 @@ class JobParams(TemplateParams, SamplingParams):
         fail_fast=True,
         description="Strings that end the job, each of 1 to 256 characters. The output does not contain them.",
     )
+    include_stop_str_in_output: bool = Field(
+        False, description="The output contains the stop string that ended the job. It ends with this string."
+    )
+    stop_token_ids: tuple[TokenId, ...] = Field(
+        (),
+        max_length=MAX_STOP_TOKENS,
+        fail_fast=True,
+        description="Tokens that end the job, as end-of-generation tokens do, at most 256. The output does not contain "
+        "them.",
+    )
     ignore_eos: bool = Field(
         False,
-        description="Mask every end-of-generation token, so that the job continues to `max_tokens`, or until its "
-        "grammar allows no other token.",
+        description="Mask every end-of-generation token that `stop_token_ids` does not name, so that the job continues "
+        "to `max_tokens`, or until its grammar allows no other token.",
     )
     special: bool = Field(
         False,
@@ -321,6 +357,8 @@ class JobParams(TemplateParams, SamplingParams):
     def _check_constraints(self) -> Self:
         if self.delay_s is not None and self.run_at is not None:
             raise ValueError("delay_s and run_at exclude each other: give one")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens: {self.min_tokens} is more than max_tokens, which is {self.max_tokens}")
         constraints = self.constraints
         if len(constraints) > 1:
             raise ValueError(f"{' and '.join(constraints)} exclude each other: give one")
@@ -463,8 +501,11 @@ class JobOptions(TypedDict, total=False):
     add_generation_prompt: bool
     continue_final_message: bool
     max_tokens: int | None
+    min_tokens: int
     seed: int | None
     logit_bias: dict[int, float]
+    allowed_token_ids: list[int] | tuple[int, ...] | None
+    bad_words: list[str] | tuple[str, ...]
     grammar: str | None
     grammar_root: str | None
     json_schema: dict[str, Any] | None
@@ -478,6 +519,8 @@ class JobOptions(TypedDict, total=False):
     reasoning_open: str
     reasoning_close: str
     stop: str | list[str] | tuple[str, ...]
+    include_stop_str_in_output: bool
+    stop_token_ids: list[int] | tuple[int, ...]
     ignore_eos: bool
     special: bool
     cache_prompt: bool

@@ -13,13 +13,14 @@ from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.gateway.infill import with_gap_of_suffix
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.prompt_probabilities import PromptFields, PromptProbabilities, joined
-from llamaq.gateway.request_tokenization import with_tokens
+from llamaq.gateway.request_tokenization import prompt_tokens_of, with_tokens
+from llamaq.gateway.token_id_fields import write_token_ids
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import logprobs_object, tokens_of
-from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
 from llamaq.producer.openai_format.response_body import completion_object, timings_object
 from llamaq.producer.openai_format.tools import form_options, message_of
 
@@ -43,6 +44,8 @@ class PreparedCompletion:
     """The arguments of `submit` for each choice."""
     has_prompt_logprobs: bool = False
     """Whether the answer has the field `prompt_logprobs`."""
+    has_token_ids: bool = False
+    """Whether the answer has the tokens of prompts and choices."""
 
     @classmethod
     async def read(
@@ -71,8 +74,16 @@ class PreparedCompletion:
                 client.connection, body.jobs[0], is_parallel=body.tool_choice.is_parallel, may_reason=may_reason
             )
         more = form_options(form, body.tool_choice, body.jobs[0])
-        has_prompt_logprobs = fields.get("prompt_logprobs") is not None
-        return cls(models, client, body, form, echoed, [job | more for job in body.jobs], has_prompt_logprobs)
+        return cls(
+            models,
+            client,
+            body,
+            form,
+            echoed,
+            [job | more for job in body.jobs],
+            has_prompt_logprobs=fields.get("prompt_logprobs") is not None,
+            has_token_ids=read_flag(fields, "return_token_ids"),
+        )
 
     @property
     def model(self) -> str:
@@ -107,6 +118,11 @@ class PreparedCompletion:
         listed = {"prompt_logprobs": await writer.listed(prompt)} if self.has_prompt_logprobs else {}
         return PromptFields(logprobs, listed)
 
+    async def prompts(self) -> list[list[int]]:
+        """Return the tokens of the prompt of each choice."""
+        found = [await prompt_tokens_of(self.client, job) for job in self.jobs[:: self.body.n]]
+        return [found[index // self.body.n] for index in range(len(self.jobs))]
+
     async def count_reasoning(self, results: Iterable[Result]) -> int:
         """Return how many tokens of the answers are reasoning."""
         return await self.models.count_reasoning(self.form, *results)
@@ -136,6 +152,8 @@ class PreparedCompletion:
         else:
             choices = zip(answer["choices"], prompts, strict=True)
             answer["choices"] = [choice | prompt.listed for choice, prompt in choices]
+        if self.has_token_ids:
+            write_token_ids(self.body.endpoint, answer, await self.prompts(), [result.tokens for result in results])
         return answer | {"system_fingerprint": FINGERPRINT, "timings": timings_object(results[0].stats)}
 
     async def _fields_of_prompt(self, result: Result, echoed: str) -> PromptFields:

@@ -22,6 +22,7 @@ from llamaq.gateway.prepared.completion import FINGERPRINT, PreparedCompletion
 from llamaq.gateway.progress_fields import ProgressOptions
 from llamaq.gateway.prompt_too_long_error import chat_of, explaining_long_prompts
 from llamaq.gateway.queue_of_request import generation_for, model_for
+from llamaq.gateway.token_id_fields import TokenIdFields
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_flag, read_model
@@ -64,6 +65,7 @@ async def _events(
     body, echoed, splitters = asked.body, asked.echoed, asked.splitters()
     answer_id = completion_id(body.endpoint, generation.streams[0].job.id)
     chunks = StreamChunks(body.endpoint, answer_id, asked.model, int(time.time()), FINGERPRINT)
+    prompts = await asked.prompts() if asked.has_token_ids else []
     choices = [
         ChoiceStream(
             chunks,
@@ -75,6 +77,7 @@ async def _events(
             asked.fields_of_prompt,
             progress,
             scores_echo=asked.scores_echo,
+            token_ids=TokenIdFields(body.endpoint, prompts[index]) if prompts else None,
         )
         for index, stream in enumerate(generation.streams)
     ]

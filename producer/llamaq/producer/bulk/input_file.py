@@ -28,11 +28,12 @@ READ_ERRORS = (OSError, ValueError, csv.Error)
 """Errors of a file that cannot be read. Those of pyarrow are among them."""
 PARQUET_ROWS_AT_ONCE = 16
 """Rows that are decoded at once. Each may be as large as the largest request, also in a file of a few bytes."""
-JSON_COLUMNS = frozenset(
-    {"chat_template_kwargs", "json_schema", "logit_bias", "messages", "metadata", "tokens", "tools"}
-)
+JSON_COLUMNS = frozenset({
+    "allowed_token_ids", "chat_template_kwargs", "json_schema", "logit_bias", "messages", "metadata", "stop_token_ids",
+    "tokens", "tools",
+})  # fmt: skip
 """Columns of a CSV file whose cells are JSON."""
-LIST_COLUMNS = frozenset({"choice", "dry_sequence_breakers", "samplers", "stop"})
+LIST_COLUMNS = frozenset({"bad_words", "choice", "dry_sequence_breakers", "samplers", "stop"})
 """Columns of a CSV file whose cells are JSON if they begin with `[`, and otherwise one text."""
 MAX_ROW_CHARS = 2**26
 """Longest row of a CSV file. It bounds the memory. Requests that are too large, but shorter, are refused one by one."""

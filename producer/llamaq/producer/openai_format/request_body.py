@@ -37,19 +37,14 @@ PROGRESS_FIELDS = ("prompt_progress", "return_progress", "timings_per_token")
 """Fields for which the job of a stream publishes the progress of its prompt."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
-    "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "prompt_logprobs": (0,),
-    "stop_token_ids": ([],),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -116,7 +111,6 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
     n = _read_count(body.get("n"))
     if n * len(prompts) > MAX_CHOICES:
         raise InvalidRequest(f"n: {n * len(prompts)} answers are more than {MAX_CHOICES}")
-    stream_options = body.get("stream_options")
     return GenerationBody(
         endpoint,
         read_model(body),
@@ -124,7 +118,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         n=n,
         tool_choice=read_tools(body) if endpoint is Endpoint.CHAT else ToolChoice(),
         is_streamed=read_flag(body, "stream"),
-        has_usage_chunk=isinstance(stream_options, Mapping) and stream_options.get("include_usage") is True,
+        has_usage_chunk=_read_stream_options(body).get("include_usage") is True,
         is_stored=read_flag(body, "store"),
         is_echoed=is_echoed,
     )
@@ -183,7 +177,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     if _is_bulk(body):
         options["priority"] = Priority.BULK
     asks_for_progress = [read_flag(body, name) for name in PROGRESS_FIELDS]
-    if any(asks_for_progress) and read_flag(body, "stream"):
+    if (any(asks_for_progress) or has_usage_in_chunks(body)) and read_flag(body, "stream"):
         options["prompt_progress"] = True
     return options
 
@@ -225,6 +219,17 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"{name}: true or false is required, not {str(value)[:50]!r}")
     return bool(value)
+
+
+def has_usage_in_chunks(body: Mapping[str, Any]) -> bool:
+    """Return whether each chunk of a stream has the usage so far: vLLM's `stream_options.continuous_usage_stats`."""
+    options = _read_stream_options(body)
+    return options.get("include_usage") is True and options.get("continuous_usage_stats") is True
+
+
+def _read_stream_options(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    options = body.get("stream_options")
+    return options if isinstance(options, Mapping) else {}
 
 
 def read_fields(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -75,7 +75,16 @@ def _choice(
         choice["message"] = {"role": "assistant", "content": result.text}
     else:
         choice["text"] = echoed + result.text
-    return choice | {"logprobs": logprobs, "finish_reason": FINISH_REASONS[result.finish_reason]}
+    return choice | {"logprobs": logprobs, "finish_reason": FINISH_REASONS[result.finish_reason]} | stop_reason(result)
+
+
+def stop_reason(result: Result) -> dict[str, Any]:
+    """Return vLLM's field `stop_reason`: the stop string or the token of `stop_token_ids` that has ended a job. Without
+    one: no field.
+    """
+    stats = result.stats
+    found = stats.stop_token if stats.stop_string is None else stats.stop_string
+    return {} if found is None else {"stop_reason": found}
 
 
 def usage_object(*stats: JobStats, n: int = 1, n_reasoning: int | None = None) -> dict[str, Any]:

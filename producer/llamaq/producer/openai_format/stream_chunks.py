@@ -8,7 +8,7 @@ from typing import Any
 
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.producer.openai_format.endpoints import Endpoint
-from llamaq.producer.openai_format.response_body import FINISH_REASONS, timings_object, usage_object
+from llamaq.producer.openai_format.response_body import FINISH_REASONS, stop_reason, timings_object, usage_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class StreamChunks:
         """Return the chunk that ends a choice, which may have ended with a tool call."""
         reason = FINISH_REASONS[result.finish_reason]
         chunk = self._chunk(index, self._no_content, "tool_calls" if is_call and reason == "stop" else reason)
+        chunk["choices"][0] |= stop_reason(result)
         return chunk | {"timings": timings_object(result.stats)}
 
     def usage(self, results: Sequence[Result], n: int, n_reasoning: int) -> dict[str, Any]:

@@ -122,14 +122,15 @@ def test_a_draft_never_exceeds_max_tokens(max_tokens: int) -> None:
     assert max(map(len, rig.engine.sequences.memory.values())) == 6 + max_tokens - 1
 
 
-def test_an_end_token_ends_the_job_in_the_middle_of_a_draft() -> None:
-    tokens = [*b"some words", EOS, *b"more words"]
+@pytest.mark.parametrize("end", [EOS, ord("#")])
+def test_an_end_token_or_stop_token_ends_the_job_in_the_middle_of_a_draft(end: int) -> None:
+    tokens = [*b"some words", end, *b"more words"]
     model: NextToken = lambda history: tokens[len(history) - 6]  # noqa: E731
     rig = Rig(next_token=model)
-    outputs = rig.run(make_job("Hello", max_tokens=50, drafting=drafting(Oracle(model))))
+    outputs = rig.run(make_job("Hello", max_tokens=50, stop_token_ids=[35], drafting=drafting(Oracle(model))))
     assert bytes(tokens_of(outputs)) == b"some words"
     assert end_of(outputs).reason is FinishReason.STOP
-    assert all(EOS not in draft.tokens for draft in rig.drafts)
+    assert all(end not in draft.tokens for draft in rig.drafts)
 
 
 def test_a_stop_string_in_the_middle_of_a_draft_ends_the_job_and_the_cache_has_accepted_tokens_only() -> None:

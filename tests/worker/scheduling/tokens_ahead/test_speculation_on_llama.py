@@ -25,6 +25,7 @@ from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
+from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.ngram_drafter import NgramDrafter
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.kv_cache.kv_memory import KvMemory
@@ -58,13 +59,17 @@ JOBS: dict[str, dict[str, Any]] = {
     "drawn logprobs": {"temperature": 3, "few": FEW, "logprobs": 3, "post_sampling_probs": True},
     "grammar": {"temperature": 1, "grammar": 'root ::= ("red " | "blue ")+ "."'},
     "stop": {"temperature": 0, "few": 1, "stop": ["aaaaaaa"]},
+    "stop token": {"temperature": 3, "few": FEW, "stop_token_ids": [302], "min_tokens": 24},
+    "late stop": {"temperature": 0, "few": 1, "stop": ["aaaaaaa"], "min_tokens": 10},
+    "listed": {"temperature": 3, "allowed_token_ids": range(300, 300 + FEW)},
     "short": {"temperature": 0, "few": 1, "max_tokens": 11},
 }
 OF_SAMPLER = SamplingDefaults.model_fields.keys()
+OF_REQUEST = ("max_tokens", "min_tokens", "stop", "stop_token_ids")
 
 
 ACCEPTED = {
-    "ngram": {"one", "few", "logprobs", "stop", "short"},
+    "ngram": {"one", "few", "logprobs", "stop", "short", "listed"},
     "model": {"greedy", "sampled"},  # the draft model does not know the few tokens that the other jobs choose from
 }
 """Jobs whose drafts are accepted."""
@@ -143,18 +148,21 @@ class Rig:
             constraint = self._constraints.compile(
                 llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(grammar, "root"))
             )
-        job = make_job(
-            prompt, max_tokens=options.get("max_tokens", MAX_TOKENS), stop=options.get("stop", []), resumed=resumed
-        )
+        of_request = {name: options[name] for name in OF_REQUEST if name in options}
+        job = make_job(prompt, resumed=resumed, **{"max_tokens": MAX_TOKENS} | of_request)
+        only = options.get("allowed_token_ids")
         job.sampler = LogitSampler(
             SamplingDefaults(**{name: value for name, value in options.items() if name in OF_SAMPLER}),
             seed=seed,
             logit_bias=dict.fromkeys(few, 40.0),
+            end_tokens=vocab.end_tokens | job.stop_tokens,
+            min_tokens=job.request.min_tokens,
+            only=None if only is None else TokenSet.of(only, vocab.n_tokens),
             grammar=constraint,
             n_logprobs=options.get("logprobs"),
             has_drawn_logprobs="post_sampling_probs" in options,
         )
-        job.detokenizer = StreamDetokenizer(vocab.piece, tuple(options.get("stop", ())))
+        job.detokenizer = StreamDetokenizer(vocab.piece, job.request.stop, min_tokens=job.request.min_tokens)
         if self.kind != "off":
             job.drafting = Drafting(NgramDrafter(prompt) if self.kind == "ngram" else None, 12)
         return job
@@ -220,11 +228,18 @@ def test_every_job_has_the_output_of_a_worker_without_speculation(rigs: tuple[Ri
             )
             assert (end.reason, end.error) == (expected_end.reason, expected_end.error), name
             assert end.stats.stop_string == expected_end.stats.stop_string
+            assert end.stats.stop_token == expected_end.stats.stop_token
     assert n_equal >= 0.9 * n_tokens
     accepted = {name for name in JOBS if with_drafts[name][1].stats.accepted_tokens}
     assert accepted >= ACCEPTED[rigs[0].kind]
     assert with_drafts["stop"][1].stats.stop_string == "aaaaaaa"
     assert len(with_drafts["short"][0]) == 11
+    tokens, end = with_drafts["stop token"]
+    assert (end.stats.stop_token, len(tokens) >= 24) == (302, True)
+    assert 302 not in {one.token for one in tokens}
+    tokens, end = with_drafts["late stop"]
+    assert (end.stats.stop_string, len(tokens)) == ("aaaaaaa", 11)
+    assert {one.token for one in with_drafts["listed"][0]} <= {*JOBS["listed"]["allowed_token_ids"]}
 
 
 def test_the_next_turn_reuses_the_cells_of_drafted_tokens(rigs: tuple[Rig, Rig]) -> None:

@@ -16,6 +16,17 @@ JobFinish = FinishReason | JobRejected
 """How a job finishes: a finish reason, or the error when the job fails."""
 
 
+def is_end(job: Job, token: int, end_tokens: frozenset[int]) -> bool:
+    """Return whether a token ends a job.
+
+    Args:
+        job: The job.
+        token: A token that was sampled for it.
+        end_tokens: The model's end-of-generation tokens.
+    """
+    return token in end_tokens or token in job.stop_tokens
+
+
 def finish_reason(job: Job, n_tokens: int, max_length: int) -> FinishReason | None:
     """Return why a job is finished, or None when it continues.
 
@@ -41,7 +52,7 @@ def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobF
             ErrorCode.INVALID_REQUEST, f"slot: {job.request.slot}, but this worker has slots 0 to {n_slots - 1}"
         )
     if job.generated_before:
-        has_end_token = job.generated_before[-1] in end_tokens
+        has_end_token = is_end(job, job.generated_before[-1], end_tokens)
         return FinishReason.STOP if has_end_token else finish_reason(job, job.n_history, job.max_length)
     if not job.prompt:
         return JobRejected(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")

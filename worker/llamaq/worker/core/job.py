@@ -90,10 +90,15 @@ class Job(BaseJob):
     prompt_scorer: PromptScorer | None = None
     """Computes the probabilities of the prompt's tokens. None: the job does not ask for them, or an earlier attempt has
     published them."""
+    stop_tokens: frozenset[int] = field(init=False)
+    """Tokens that end this job, besides the model's end-of-generation tokens."""
+    end_token: int | None = None
+    """The token that ended this job. None: no token did."""
     packed: bytes = field(init=False)
     """The prompt and `generated_before`, packed. Packed when the job is created, to save time on the engine thread."""
 
     def __post_init__(self) -> None:
+        self.stop_tokens = frozenset(self.request.stop_token_ids)
         self.packed = pack([*self.prompt, *self.generated_before])
 
     def close(self) -> None:

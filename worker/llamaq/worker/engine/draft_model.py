@@ -18,6 +18,7 @@ from llamaq.common.errors import EngineError
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft import NO_DRAFT, Draft
 from llamaq.worker.core.draft_plan import DraftPart, DraftPlan, DraftWork
+from llamaq.worker.core.finish_rules import is_end
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import SUCCESS, Context, Model
@@ -167,7 +168,7 @@ class DraftModel:
             for part, (token, is_probable) in zip(growing, self._best_tokens(len(growing)), strict=True):
                 if not is_probable:
                     stopped_early.add(part.slot)
-                elif token not in self._end_tokens:
+                elif not is_end(part.slot.active.job, token, self._end_tokens):
                     tokens[part.slot].append(token)
             growing = [part for part in growing if n_steps == len(tokens[part.slot]) < part.n_tokens]
         drafts = {slot: Draft(tuple(draft), stopped_early=slot in stopped_early) for slot, draft in tokens.items()}

@@ -22,15 +22,27 @@ class StreamDetokenizer:
     Args:
         piece: Returns the bytes of a token.
         stop: The stop strings.
+        min_tokens: A stop string that is complete within this number of tokens does not end the text.
+        includes_stop: Whether the text ends after the stop string, and not before it.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        piece: Callable[[int], bytes],
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
+    ) -> None:
         self.has_stop_strings = bool(stop)
         self.stop_string: str | None = None
         self.tag_offset: int | None = None
         self._piece = piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop) if stop else None
+        self._includes_stop = includes_stop
+        self._min_tokens = min_tokens
+        self._n_tokens = 0
         self._withheld = ""
 
     @property
@@ -38,12 +50,12 @@ class StreamDetokenizer:
         """The text that `finish` would return now."""
         if self.stop_string is not None or not self._utf8.getstate()[0]:
             return self._withheld
-        n_matched = self._matcher.peek(REPLACEMENT) if self._matcher else 0
-        text = self._withheld + REPLACEMENT
-        return text[:-n_matched] if n_matched else text
+        stop = self._matcher.peek(REPLACEMENT) if self._matcher and self._can_stop else ""
+        return self._up_to(stop, self._withheld + REPLACEMENT)
 
     def feed(self, token: int) -> str:
         """Add a token, and return the text that can be released now. It is often empty."""
+        self._n_tokens += 1
         return self._release(self._utf8.decode(self._piece(token)))
 
     def finish(self) -> str:
@@ -57,15 +69,24 @@ class StreamDetokenizer:
             return ""
         if self._matcher is None:
             return text
-        n_read, n_matched = self._matcher.read(text)
-        if n_matched:
+        n_read, stop = self._matcher.read(text) if self._can_stop else self._matcher.skip(text)
+        if stop:
             read, self._withheld = self._withheld + text[:n_read], ""
-            self.stop_string = read[-n_matched:]
-            return read[:-n_matched]
+            self.stop_string = stop
+            return self._up_to(stop, read)
         text = self._withheld + text
-        n_released = len(text) - self._matcher.n_partial_chars
+        n_released = len(text) if self._includes_stop else len(text) - self._matcher.n_partial_chars
         self._withheld = text[n_released:]
         return text[:n_released]
+
+    @property
+    def _can_stop(self) -> bool:
+        """Whether a stop string that is complete in the last token ends the text."""
+        return self._n_tokens > self._min_tokens
+
+    def _up_to(self, stop: str, text: str) -> str:
+        """Return a text up to the stop string at its end, or with it. `stop` is empty if there is none."""
+        return text if self._includes_stop else text[: len(text) - len(stop)]
 
 
 class TagDetokenizer(StreamDetokenizer):
@@ -77,16 +98,27 @@ class TagDetokenizer(StreamDetokenizer):
         piece: Returns the bytes of a token.
         stop: The stop strings.
         tag_lengths: Maps each token that is a tag to the number of characters of its text.
+        min_tokens: See `StreamDetokenizer`.
+        includes_stop: See `StreamDetokenizer`.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], stop: Sequence[str], tag_lengths: Mapping[int, int]) -> None:
-        super().__init__(piece, stop)
+    def __init__(
+        self,
+        piece: Callable[[int], bytes],
+        stop: Sequence[str],
+        tag_lengths: Mapping[int, int],
+        *,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
+    ) -> None:
+        super().__init__(piece, stop, min_tokens=min_tokens, includes_stop=includes_stop)
         self._tag_lengths = tag_lengths
         self._n_chars = 0
         """Number of characters of the tokens so far, with those that are withheld."""
 
     def feed(self, token: int) -> str:
         """Add a token, and return the text that can be released now. Sets `tag_offset`."""
+        self._n_tokens += 1
         text = self._utf8.decode(self._piece(token))
         self._n_chars += len(text)
         length = self._tag_lengths.get(token)
@@ -106,7 +138,7 @@ class StopMatcher:
     def __init__(self, stop: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]  # for each state: the next state by character
         self._depth = [0]  # for each state: length of its suffix
-        self._matched = [0]  # for each state: length of the longest stop string that ends there, or 0
+        self._matched = [""]  # for each state: the longest stop string that ends there, or an empty text
         self._fallback = [0]  # for each state: the state of the next shorter suffix
         self._state = 0
         for text in stop:
@@ -118,20 +150,29 @@ class StopMatcher:
         """Number of characters at the end of the text that may be the start of a stop string."""
         return self._depth[self._state]
 
-    def read(self, text: str) -> tuple[int, int]:
+    def read(self, text: str) -> tuple[int, str]:
         """Read `text` up to its end, or up to the end of the first complete stop string.
 
         Returns:
-            The number of characters read, and the length of the complete stop string, or 0 if none is complete.
+            The number of characters read, and the complete stop string, or an empty text if none is complete.
         """
         for n_read, character in enumerate(text, 1):
             self._state = self._step(self._state, character)
             if self._matched[self._state]:
                 return n_read, self._matched[self._state]
-        return len(text), 0
+        return len(text), ""
 
-    def peek(self, character: str) -> int:
-        """Return the length of the stop string that would be complete after this character. 0: none would be."""
+    def skip(self, text: str) -> tuple[int, str]:
+        """Read `text` up to its end, and ignore the stop strings that are complete in it. Returns the same as `read`.
+
+        A stop string that begins in this text can still be complete in the next one.
+        """
+        for character in text:
+            self._state = self._step(self._state, character)
+        return len(text), ""
+
+    def peek(self, character: str) -> str:
+        """Return the stop string that would be complete after this character. Empty: none would be."""
         return self._matched[self._step(self._state, character)]
 
     def _step(self, state: int, character: str) -> int:
@@ -146,10 +187,10 @@ class StopMatcher:
                 self._next[state][character] = len(self._next)
                 self._next.append({})
                 self._depth.append(self._depth[state] + 1)
-                self._matched.append(0)
+                self._matched.append("")
                 self._fallback.append(0)
             state = self._next[state][character]
-        self._matched[state] = len(text)
+        self._matched[state] = text
 
     def _link_fallbacks(self) -> None:
         pending = deque(self._next[0].values())
@@ -157,5 +198,5 @@ class StopMatcher:
             state = pending.popleft()
             for character, child in self._next[state].items():
                 self._fallback[child] = self._step(self._fallback[state], character)
-                self._matched[child] = max(self._matched[child], self._matched[self._fallback[child]])
+                self._matched[child] = self._matched[child] or self._matched[self._fallback[child]]
                 pending.append(child)

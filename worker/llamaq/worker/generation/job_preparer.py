@@ -19,8 +19,10 @@ from llamaq.worker.generation.adapter_scales import AdapterScales
 from llamaq.worker.generation.detokenizer import StreamDetokenizer, TagDetokenizer
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
+from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.marked_tags import MarkedTags
 from llamaq.worker.generation.ngram_drafter import NgramDrafter
+from llamaq.worker.generation.sampling.bad_words import BadWords
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.generation.sampling.prompt_scorer import PromptScorer
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
@@ -139,9 +141,11 @@ class JobPreparer:
 
     def _detokenizer(self, request: JobRequest) -> StreamDetokenizer:
         """Return the detokenizer of a job. Only a job that asks for the texts of control tokens has offsets of tags."""
+        stop, min_tokens, includes_stop = request.stop, request.min_tokens, request.include_stop_str_in_output
         if request.special:
-            return TagDetokenizer(self._vocab.piece_with_special, request.stop, self._tag_lengths)
-        return StreamDetokenizer(self._vocab.piece, request.stop)
+            piece, lengths = self._vocab.piece_with_special, self._tag_lengths
+            return TagDetokenizer(piece, stop, lengths, min_tokens=min_tokens, includes_stop=includes_stop)
+        return StreamDetokenizer(self._vocab.piece, stop, min_tokens=min_tokens, includes_stop=includes_stop)
 
     def _drafting(self, request: JobRequest, history: Sequence[int]) -> Drafting | None:
         """Return the speculation of a job. None: the worker or the job has none."""
@@ -168,7 +172,13 @@ class JobPreparer:
 
     def _check_tokens(self, request: JobRequest, prompt: Sequence[int]) -> None:
         n_vocab = self._vocab.n_tokens
-        for name, ids in (("tokens", prompt), ("logit_bias", request.logit_bias)):
+        named = {
+            "tokens": prompt,
+            "logit_bias": request.logit_bias,
+            "stop_token_ids": request.stop_token_ids,
+            "allowed_token_ids": request.allowed_token_ids,
+        }
+        for name, ids in named.items():
             if ids and max(ids) >= n_vocab:
                 message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
@@ -202,7 +212,11 @@ class JobPreparer:
             params,
             seed=request.seed or 0,
             logit_bias=request.logit_bias,
-            masked_tokens=self._vocab.suppressed_tokens | (self._vocab.end_tokens if request.ignore_eos else set()),
+            masked_tokens=self._masked_tokens(request),
+            end_tokens=self._vocab.end_tokens.union(request.stop_token_ids),
+            min_tokens=request.min_tokens,
+            only=self._only_tokens(request),
+            bad_words=BadWords.encode(request.bad_words, self._vocab.encode_part),
             grammar=grammar,
             reasoning=self._reasoning_budget(request, prompt),
             n_logprobs=request.logprobs,
@@ -210,6 +224,23 @@ class JobPreparer:
             breakers=breakers,
             draws=published.draws,
         )
+
+    def _masked_tokens(self, request: JobRequest) -> frozenset[int]:
+        """Return the tokens that a job never draws, unless its grammar allows no token but the end."""
+        masked, ends = self._vocab.suppressed_tokens, self._vocab.end_tokens
+        if request.ignore_eos:
+            masked = masked | ends.difference(request.stop_token_ids)
+        if request.allowed_token_ids is not None:
+            masked = masked | ends.difference(request.allowed_token_ids)
+        return masked
+
+    def _only_tokens(self, request: JobRequest) -> TokenSet | None:
+        """Return the only tokens that a job may draw, and the end tokens, which are masked if the job does not name
+        them. None: it may draw all.
+        """
+        if request.allowed_token_ids is None:
+            return None
+        return TokenSet.of(self._vocab.end_tokens.union(request.allowed_token_ids), self._vocab.n_tokens)
 
     def _reasoning_budget(self, request: JobRequest, prompt: Sequence[int]) -> ReasoningBudget | None:
         """Return the bound on the reasoning of a job. None: there is none."""

@@ -37,6 +37,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         "mode": mode_of(job.request),
         "seed": job.request.seed,
         "stop_string": job.detokenizer.stop_string,
+        "stop_token": job.end_token if job.end_token in job.stop_tokens else None,
     }
     if job.drafting is not None:
         measured |= {"drafted_tokens": job.drafting.n_drafted, "accepted_tokens": job.drafting.n_accepted}

@@ -30,6 +30,7 @@ from functools import partial
 from llamaq.common.errors import EngineError
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.draft_plan import NO_DRAFT_PLAN
+from llamaq.worker.core.finish_rules import is_end
 from llamaq.worker.core.outputs import NewToken, TickOutcome
 from llamaq.worker.core.slot import Run, Slot
 from llamaq.worker.kv_cache.kv_memory import KvMemory
@@ -196,7 +197,9 @@ class RepeatedTicks:
         slot, n_past, sampled, error, _, _ = result
         run, n_sampled = slot.active, len(sampled)
         has_cells = n_past >= len(run.tokens) + n_sampled - 1
-        if error is not None or not n_sampled or not has_cells or sampled[-1].token in self._end_tokens:
+        if error is not None or not n_sampled or not has_cells:
+            return False
+        if is_end(run.job, sampled[-1].token, self._end_tokens):
             return False
         return n_sampled == 1 or not (run.job.detokenizer.has_stop_strings or run.job.sampler.can_prepare)
 

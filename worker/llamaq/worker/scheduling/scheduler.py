@@ -31,7 +31,7 @@ from llamaq.common.protocol.prompt_logprobs import ScoredToken
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
 from llamaq.worker.core.draft import NO_DRAFT
-from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
+from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason, is_end
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.outputs import (
     JobEnded,
@@ -370,7 +370,8 @@ class Scheduler:
     def _report_scores(self, run: Run, sampled: SampledToken) -> None:
         """Report the probabilities of a prompt that is computed, after which a token was sampled."""
         end = None
-        if sampled.token in self._end_tokens and sampled.logprobs is not None and run.max_length > run.n_prompt:
+        ended = is_end(run.job, sampled.token, self._end_tokens) and run.max_length > run.n_prompt
+        if ended and sampled.logprobs is not None:
             end = ScoredToken(sampled.token, *sampled.logprobs)
         self._outputs.append(PromptScored(run.job, run.prompt_logprobs(end)))
 
@@ -390,7 +391,8 @@ class Scheduler:
             is_first = job.first_token_s is None
             if is_first:
                 job.first_token_s = now_s
-            if one.token in self._end_tokens:
+            if is_end(job, one.token, self._end_tokens):
+                job.end_token = one.token
                 return FinishReason.STOP  # an end token ends the text and is not part of it
             tokens.append(one.token)
             self._outputs.append(new_token(job, one, now_s, is_first=is_first))

@@ -129,7 +129,12 @@ def make_job(
     """
     tokens = ByteVocab().encode(prompt) if isinstance(prompt, str) else list(prompt)
     request = JobRequest(prompt="", **params)
-    detokenizer = StreamDetokenizer(ByteVocab().piece, request.stop)
+    detokenizer = StreamDetokenizer(
+        ByteVocab().piece,
+        request.stop,
+        min_tokens=request.min_tokens,
+        includes_stop=request.include_stop_str_in_output,
+    )
     for token in resumed:
         detokenizer.feed(token)
     n_top = None if resumed else request.prompt_logprobs

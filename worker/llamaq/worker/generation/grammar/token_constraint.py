@@ -95,6 +95,7 @@ class TokenConstraint:
         self._matcher = matcher
         self._n_accepted = 0
         self._allowed: TokenSet | None = None
+        self._only: TokenSet | None = None
         self._check("the grammar cannot be used")
         self._allowed = self._compute_allowed()
         if not self._allowed:
@@ -106,6 +107,12 @@ class TokenConstraint:
         other = copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
+
+    def restrict_to(self, tokens: TokenSet) -> None:
+        """Allow none but these tokens from now on."""
+        self._only = tokens
+        if self._allowed is not None:
+            self._allowed = self._allowed & tokens
 
     @property
     def n_accepted(self) -> int:
@@ -217,7 +224,8 @@ class TokenConstraint:
             if not self._matcher.get_error().startswith(DEAD_END):
                 self._check("the grammar is too complex")
             return TokenSet.empty(self._tokenizer.n_tokens)
-        return TokenSet(bits, self._tokenizer.n_tokens)
+        allowed = TokenSet(bits, self._tokenizer.n_tokens)
+        return allowed if self._only is None else allowed & self._only
 
     def _check(self, what: str) -> None:
         """Raise `JobRejected` if llguidance has found an error in the grammar, or has exceeded `LIMITS`."""

@@ -6,6 +6,7 @@ random mask as with one of long runs, because the processor cannot predict its b
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Self
 
 import numpy as np
@@ -54,6 +55,17 @@ class TokenSet:
     def empty(cls, n_vocab: int) -> Self:
         """Return a set without tokens."""
         return cls(bytes(-(-n_vocab // 8)), n_vocab)
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], n_vocab: int) -> Self:
+        """Return the set of these tokens, which are in the vocabulary."""
+        is_in = np.zeros(n_vocab, np.uint8)
+        is_in[np.fromiter(tokens, np.intp)] = 1
+        return cls(np.packbits(is_in, bitorder="little").tobytes(), n_vocab)
+
+    def __and__(self, other: TokenSet) -> TokenSet:
+        """Return the tokens that are in both sets, which belong to the same vocabulary."""
+        return TokenSet((self._octets & other._octets).tobytes(), self.n_vocab)
 
     def __contains__(self, token: int) -> bool:
         return 0 <= token < self.n_vocab and bool(self._bytes[token >> 3] >> (token & 7) & 1)

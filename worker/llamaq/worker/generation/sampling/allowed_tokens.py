@@ -1,8 +1,8 @@
-"""The tokens that the grammar and the reasoning budget of a job allow next."""
+"""The tokens that the grammar, the reasoning budget and `allowed_token_ids` of a job allow next."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from math import ceil, inf, isfinite
 from threading import Lock
 
@@ -25,6 +25,7 @@ MAX_FORCED = 16
 MARGIN = 1.5
 """Ratio of searched tokens to needed tokens. Some searched tokens may not be allowed."""
 NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
+NO_LISTED_TOKEN_LEFT = "allowed_token_ids: none of these tokens is allowed here by the grammar and by the masks"
 
 
 class AllowedTokens:
@@ -35,9 +36,12 @@ class AllowedTokens:
     Args:
         grammar: Restricts the tokens. None: all are allowed.
         reasoning: Bounds the reasoning. None: it is not bounded.
+        only: The only tokens that are allowed. None: all are.
         n_best: Number of candidates that are needed: those with the largest logits. None: all.
         can_force: Whether a token is drawn without its logits if the grammar allows no other.
-        never: Tokens that are drawn only if nothing else is left, and never without their logits.
+        never: Tokens that are never drawn without their logits.
+        end_tokens: Tokens that end the job.
+        min_tokens: The reasoning does not force an end token before this number of generated tokens.
     """
 
     def __init__(
@@ -45,12 +49,20 @@ class AllowedTokens:
         grammar: TokenConstraint | None,
         reasoning: ReasoningBudget | None,
         *,
+        only: TokenSet | None = None,
         n_best: int | None = None,
         can_force: bool = False,
-        never: Container[int] = (),
+        never: Collection[int] = (),
+        end_tokens: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
+        if grammar is not None and only is not None:
+            grammar.restrict_to(only)
         self._grammar = grammar
         self._reasoning = reasoning
+        self._only = only
+        self._end_tokens = end_tokens
+        self._min_tokens = min_tokens
         self._n_best = n_best if n_best is not None and n_best <= MAX_BEST else None
         self._look_ahead = LookAhead(MAX_FORCED if can_force else 0, never)
         self._lock = Lock()
@@ -124,13 +136,19 @@ class AllowedTokens:
     def end_token(self) -> int:
         """Return an end token, although it is masked, because no other token is left for the last draw.
 
+        Where the grammar can end, this is an end token of the model.
+
         Raises:
-            JobRejected: There is no grammar, or it does not allow the end yet.
+            JobRejected: There is no grammar, or it allows no end token here.
         """
         grammar, newest = self._grammar, self._newest
         token = None if grammar is None or newest is None else grammar.end_token_in(newest)
+        if token is None and newest is not None:
+            token = next((each for each in sorted(self._end_tokens) if each in newest), None)
         if token is None:
-            raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
+            raise JobRejected(
+                ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT if self._only is None else NO_LISTED_TOKEN_LEFT
+            )
         return token
 
     def close(self) -> None:
@@ -138,12 +156,13 @@ class AllowedTokens:
         self._grammar = None
 
     def _next(self, history: Sequence[int], n_prompt: int) -> tuple[int | None, TokenSet | None]:
-        """Return the token that must follow `history`, if there is one, and the tokens that the grammar allows."""
+        """Return the token that must follow `history`, if there is one, and the allowed tokens. None: all are."""
         forced = None if self._reasoning is None else self._reasoning.forced_token(history, n_prompt)
-        if self._grammar is None:
-            return forced, None
-        allowed = self._in_grammar(self._grammar, history, n_prompt)
-        return (forced if forced is not None and forced in allowed else None), allowed
+        allowed = self._only if self._grammar is None else self._in_grammar(self._grammar, history, n_prompt)
+        if forced is None or (allowed is not None and forced not in allowed):
+            return None, allowed
+        is_too_early = len(history) - n_prompt < self._min_tokens and forced in self._end_tokens
+        return (None if is_too_early else forced), allowed
 
     def _in_grammar(self, grammar: TokenConstraint, history: Sequence[int], n_prompt: int) -> TokenSet:
         self._look_ahead.is_awaited = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import inf, isnan
 
 import numpy as np
@@ -20,6 +20,7 @@ class LogitAdjustment:
 
     Attributes:
         masked: The tokens that are masked.
+        row_masked: The same in ascending order, for `RowDraw`.
         has_bias: Whether there is a bias.
         raises_logits: Whether the bias raises a logit.
         n_changed: Number of tokens whose logits change, at most.
@@ -34,6 +35,7 @@ class LogitAdjustment:
         self._bias = np.fromiter(bias.values(), np.float32)
         self._masked = np.fromiter(masked, np.int64)
         self.masked = frozenset(self._masked.tolist())
+        self.row_masked = tuple(sorted(self.masked))
         self.has_bias = self._bias.size > 0
         self.raises_logits = bool((self._bias > 0).any())
         self.n_changed = self._bias.size + len(self.masked)
@@ -49,15 +51,11 @@ class LogitAdjustment:
                 message = f"logit_bias has token {self._bias_tokens.max()}, but the vocabulary has {logits.size} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
             logits[self._bias_tokens] += self._bias
-        hidden = 0.0  # masks would hide NaN and infinity
         if len(self.masked) <= FEW_MASKED:
-            for token in self.masked:
-                hidden += logits.item(token)
-                logits[token] = -inf
+            mask(logits, self.masked)
         else:
-            hidden = float(logits.take(self._masked).sum(dtype=np.float64))
+            check_finite(float(logits.take(self._masked).sum(dtype=np.float64)))  # the mask would hide it
             logits[self._masked] = -inf
-        check_finite(hidden)
 
     def apply_to_some(self, candidates: Candidates) -> None:
         """Change the logits of candidates that are not the whole vocabulary, in ascending order of ids, in place."""
@@ -68,6 +66,19 @@ class LogitAdjustment:
 
     def __repr__(self) -> str:
         return f"<LogitAdjustment {self._bias.size} with bias, {len(self.masked)} masked>"
+
+
+def mask(logits: Logits, tokens: Collection[int]) -> None:
+    """Set the logits of a few tokens to minus infinity, in place.
+
+    Raises:
+        JobRejected: One of these logits is plus infinity or NaN, which the mask would hide.
+    """
+    hidden = 0.0
+    for token in tokens:
+        hidden += logits.item(token)
+        logits[token] = -inf
+    check_finite(hidden)
 
 
 def check_finite(largest: float) -> None:

@@ -16,10 +16,12 @@ from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.job_parts import RowDraw
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
+from llamaq.worker.generation.sampling.bad_words import NO_BAD_WORDS, BadWords
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
-from llamaq.worker.generation.sampling.logit_adjustment import LogitAdjustment, check_finite
+from llamaq.worker.generation.sampling.logit_adjustment import LogitAdjustment, check_finite, mask
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
@@ -41,7 +43,11 @@ class LogitSampler:
         seed: The seed of the draws.
         logit_bias: Maps token ids to the values that are added to their logits.
         masked_tokens: Tokens that are not drawn, such as the end tokens for `ignore_eos`. There is one exception: if
-            the grammar is complete and allows no other token, a masked end token is drawn.
+            the grammar allows end tokens and no other token is left, a masked end token is drawn.
+        end_tokens: Tokens that end the job.
+        min_tokens: The first `min_tokens` draws mask the end tokens.
+        only: The only tokens that may be drawn. None: all.
+        bad_words: Sequences of tokens that are not drawn.
         grammar: Restricts the tokens.
         reasoning: Bounds the reasoning. None: it is not bounded.
         n_logprobs: Number of alternatives in `logprobs`. None: `logprobs` is always None.
@@ -57,6 +63,10 @@ class LogitSampler:
         seed: int,
         logit_bias: Mapping[int, float] | None = None,
         masked_tokens: Iterable[int] = (),
+        end_tokens: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        only: TokenSet | None = None,
+        bad_words: BadWords = NO_BAD_WORDS,
         grammar: TokenConstraint | None = None,
         reasoning: ReasoningBudget | None = None,
         n_logprobs: int | None = None,
@@ -73,22 +83,37 @@ class LogitSampler:
         """Number of alternatives in `logprobs`, if these are the probabilities of the draw."""
         self._is_greedy = is_greedy(params)
         self._uniform = UniformNumbers(seed)
-        self._adjustment = LogitAdjustment(logit_bias or {}, masked_tokens)
-        self._row_masked = tuple(sorted(self._adjustment.masked))
+        self._adjustment = LogitAdjustment(logit_bias or {}, bad_words.single_tokens.union(masked_tokens))
+        self._bad_words = bad_words if bad_words.last_tokens else None
+        """The bad words of several tokens. None: there are none."""
+        self._min_tokens = min_tokens
+        self._early_adjustment = self._adjustment
+        """The adjustment of the first `min_tokens` draws."""
+        if min_tokens:
+            self._early_adjustment = LogitAdjustment(logit_bias or {}, self._adjustment.masked | end_tokens)
+        self._maskable = self._early_adjustment.masked | bad_words.last_tokens
+        """The tokens that some draws mask."""
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         accepts_masked = self._feedback is None or self._feedback.accepts_masked
         self._chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
-        self._find_shortcuts(
-            is_restricted=grammar is not None or reasoning is not None, has_logprobs=n_logprobs is not None
+        is_restricted = grammar is not None or reasoning is not None or only is not None
+        self._find_shortcuts(is_restricted=is_restricted, has_logprobs=n_logprobs is not None)
+        self._allowed = AllowedTokens(
+            grammar,
+            reasoning,
+            only=only,
+            n_best=self._n_best(),
+            can_force=self._can_force,
+            never=self._adjustment.masked | end_tokens | bad_words.last_tokens,
+            end_tokens=end_tokens,
+            min_tokens=min_tokens,
         )
-        never = self._adjustment.masked
-        self._allowed = AllowedTokens(grammar, reasoning, n_best=self._n_best(), can_force=self._can_force, never=never)
 
     def _find_shortcuts(self, *, is_restricted: bool, has_logprobs: bool) -> None:
         """Find the faster ways to draw the same tokens.
 
         Args:
-            is_restricted: Whether a grammar or a bound of the reasoning restricts the tokens.
+            is_restricted: Whether a grammar, a bound of the reasoning or a list restricts the tokens.
             has_logprobs: Whether each token has `logprobs`.
         """
         adjustment, chain = self._adjustment, self._chain
@@ -100,11 +125,12 @@ class LogitSampler:
         self._takes_best = self._is_greedy and self._can_force and not chain.penalties
         """Whether the token with the largest logit of all is drawn if it is allowed."""
         self._takes_all = not is_restricted and not chain.penalties
-        """Whether neither a grammar nor a penalty changes the logits."""
+        """Whether neither a restriction nor a penalty changes the logits."""
         n_largest = None if is_restricted or needs_all_logits else chain.n_largest
-        self.n_largest = None if n_largest is None else n_largest + adjustment.n_changed
+        n_masked = 0 if self._bad_words is None else len(self._bad_words.last_tokens)
+        self.n_largest = None if n_largest is None else n_largest + self._early_adjustment.n_changed + n_masked
         self.checks_logits = self._top_k_draw is not None and not is_restricted
-        is_row_draw = self._takes_all and not has_logprobs and not adjustment.has_bias
+        is_row_draw = self._takes_all and self._bad_words is None and not has_logprobs and not adjustment.has_bias
         self._row_draw = self._top_k_draw if is_row_draw else None
         """The draw, if a token depends on the logits alone."""
 
@@ -121,7 +147,9 @@ class LogitSampler:
         `core.job_parts.Sampler`.
         """
         top_k = self._row_draw
-        return None if top_k is None else top_k.row_draw(self._uniform.at(position), self._row_masked)
+        if top_k is None:
+            return None
+        return top_k.row_draw(self._uniform.at(position), self._adjustment_at(position).row_masked)
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, drawn: int | None = None) -> int:
         """Draw the token that follows `history`; see `core.job_parts.Sampler`. Changes `logits`."""
@@ -129,7 +157,8 @@ class LogitSampler:
             if self._row_draw is not None:
                 return drawn
             if self._takes_best:
-                if drawn not in self._adjustment.masked and self._allowed.allows(drawn, history, n_prompt):
+                is_masked = drawn in self._maskable and self._masks(drawn, history, n_prompt)
+                if not is_masked and self._allowed.allows(drawn, history, n_prompt):
                     return drawn
                 logits[drawn] = -inf
         n_logprobs = self._n_model_logprobs
@@ -149,7 +178,9 @@ class LogitSampler:
         check_finite(float(logits.max()))
         order = tokens.argsort()
         candidates = Candidates(logits.take(order), tokens.take(order).astype(np.intp))
-        self._adjustment.apply_to_some(candidates)
+        self._adjustment_at(len(history) - n_prompt).apply_to_some(candidates)
+        if self._bad_words is not None:
+            candidates.add(np.array(self._bad_words.completed_after(history, n_prompt), np.intp), -inf)
         for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
         if self._top_k_draw is not None:
@@ -159,6 +190,22 @@ class LogitSampler:
     def close(self) -> None:
         """Free the memory of the grammar. May be called twice."""
         self._allowed.close()
+
+    def _adjustment_at(self, position: int) -> LogitAdjustment:
+        """Return the adjustment of the draw after `position` generated tokens."""
+        return self._adjustment if position >= self._min_tokens else self._early_adjustment
+
+    def _adjust(self, logits: Logits, history: Sequence[int], n_prompt: int) -> None:
+        """Apply the bias and the masks in place."""
+        self._adjustment_at(len(history) - n_prompt).apply(logits)
+        if self._bad_words is not None:
+            mask(logits, self._bad_words.completed_after(history, n_prompt))
+
+    def _masks(self, token: int, history: Sequence[int], n_prompt: int) -> bool:
+        """Whether `_adjust` masks a token."""
+        if token in self._adjustment_at(len(history) - n_prompt).masked:
+            return True
+        return self._bad_words is not None and token in self._bad_words.completed_after(history, n_prompt)
 
     def _n_best(self) -> int | None:
         """Return the number of tokens with the largest logits among which the token is drawn. None: all tokens."""
@@ -171,7 +218,7 @@ class LogitSampler:
     def _sample_top_k(self, top_k: TopKDraw, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Do the same as `_sample`, with the fast draw. Every logit is checked."""
         if self._takes_all:
-            self._adjustment.apply(logits)
+            self._adjust(logits, history, n_prompt)
         else:
             candidates = self._penalized(logits, history, n_prompt)
             if len(candidates) <= SORT_LIMIT:
@@ -209,7 +256,7 @@ class LogitSampler:
 
     def _penalized(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
         """Apply bias, masks, grammar, and the penalties at the beginning of the chain. Changes `logits`."""
-        self._adjustment.apply(logits)
+        self._adjust(logits, history, n_prompt)
         candidates = self._allowed.restrict(logits, history, n_prompt)
         for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from llamaq.worker.core.batch import Batch, DecodeToken
 from llamaq.worker.core.draft import NO_DRAFT, Draft, Drafting
+from llamaq.worker.core.finish_rules import is_end
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.scheduling.tokens_ahead.ahead_times import NO_TIMES, AheadTimes
 from llamaq.worker.scheduling.tokens_ahead.draft_lengths import DraftOption, can_gain, choose_lengths
@@ -132,7 +133,8 @@ class NgramSpeculation(Speculation):
         draft = drafting.drafter.propose(run.tokens, n_max)
         if not draft.tokens:
             return None
-        n_before_end = sum(1 for _ in takewhile(lambda token: token not in self._end_tokens, draft.tokens))
+        ends = self._end_tokens
+        n_before_end = sum(1 for _ in takewhile(lambda token: not is_end(run.job, token, ends), draft.tokens))
         if not n_before_end:
             return None
         n_tokens = min(n_before_end, drafting.longest if draft.grade in drafting.acceptance else TRIAL_TOKENS)
