@@ -14,13 +14,13 @@ from tests.gateway.test_disconnects import CHAT, STREAMED, gateway
 from tests.support.http_server import post_of, sending
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.gateway.choice_stream import ChoiceStream
+from llamaq.gateway.completions.choice_stream import ChoiceStream
+from llamaq.gateway.completions.stream_chunks import StreamChunks
 from llamaq.gateway.http import event_stream
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data, error_event, named
 from llamaq.gateway.progress_fields import ProgressOptions
 from llamaq.producer import Chunk
 from llamaq.producer.openai_format.endpoints import Endpoint
-from llamaq.producer.openai_format.stream_chunks import StreamChunks
 
 
 @pytest.mark.parametrize("text", ["x", "\n", '"}],', "\u2028", "😀", "finish_reason", ""])

@@ -15,8 +15,8 @@ from llamaq.gateway.generation import limited
 from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import NativeOptions, final_object, generation_settings, slot_object
 from llamaq.gateway.routes.llama_server_completion import by_token
+from llamaq.gateway.timings import timings_object
 from llamaq.producer import Chunk
-from llamaq.producer.openai_format.response_body import timings_object
 from llamaq.worker.generation.adapter_scales import AdapterScales
 
 CARD = make_worker().card.model_copy(

@@ -12,9 +12,9 @@ from llamaq.common.protocol.job_outcome import FinishReason, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
 from llamaq.common.protocol.queue_and_worker_state import LoraScale, SlotSnapshot, Worker, WorkerCard, adapter_places
 from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.gateway.timings import timings_object
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag, refuse_unsupported
-from llamaq.producer.openai_format.response_body import timings_object
 
 RANDOM_SEED = 2**32 - 1
 """The seed that stands for a random one in llama-server."""

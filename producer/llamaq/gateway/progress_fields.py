@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.gateway.timings import timings_object
 from llamaq.producer import Chunk, PromptProgress
 from llamaq.producer.openai_format.request_body import has_usage_in_chunks, read_flag
-from llamaq.producer.openai_format.response_body import timings_object, usage_object
+from llamaq.producer.openai_format.response_body import usage_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import pytest
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.gateway.completions.stream_chunks import delta_of
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
-from llamaq.producer.openai_format.tools import delta_of
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 

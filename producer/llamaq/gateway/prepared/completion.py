@@ -10,18 +10,19 @@ from typing import Any, Self
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
+from llamaq.gateway.completions.logprobs import logprobs_object, tokens_of
+from llamaq.gateway.completions.prompt_probabilities import PromptFields, PromptProbabilities, joined
+from llamaq.gateway.completions.token_id_fields import write_token_ids
 from llamaq.gateway.infill import with_gap_of_suffix
 from llamaq.gateway.model_knowledge import ModelKnowledge
-from llamaq.gateway.prompt_probabilities import PromptFields, PromptProbabilities, joined
 from llamaq.gateway.request_tokenization import prompt_tokens_of, with_tokens
-from llamaq.gateway.token_id_fields import write_token_ids
+from llamaq.gateway.timings import timings_object
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
-from llamaq.producer.openai_format.logprobs import logprobs_object, tokens_of
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
-from llamaq.producer.openai_format.response_body import completion_object, timings_object
+from llamaq.producer.openai_format.response_body import completion_object
 from llamaq.producer.openai_format.tools import form_options, message_of
 
 FINGERPRINT = f"build-llamaq-{version('llamaq')}"

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from llamaq.common.protocol.job_outcome import Result, TokenLogprobs
 from llamaq.common.protocol.keys import JobId
+from llamaq.gateway.completions.logprobs import tokens_of
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.responses.output_items import OutputItems
 from llamaq.gateway.responses.record import ResponseRecord
 from llamaq.gateway.responses.response_object import ended_response, is_complete
 from llamaq.gateway.responses.token_cuts import Cut, TokenCuts
 from llamaq.producer import Chunk
-from llamaq.producer.openai_format.logprobs import tokens_of
 from llamaq.producer.openai_format.tools import message_of
 
 

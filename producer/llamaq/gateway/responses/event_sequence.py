@@ -16,7 +16,7 @@ from llamaq.common.protocol.job_outcome import Result
 from llamaq.gateway.responses.output_items import OutputItems
 from llamaq.gateway.responses.record import ResponseRecord
 from llamaq.gateway.responses.response_object import ended_response, failed_response, is_complete, open_response
-from llamaq.producer.openai_format.response_body import timings_object
+from llamaq.gateway.timings import timings_object
 
 
 class EventSequence:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
-from llamaq.producer.openai_format.logprobs import token_object
+from llamaq.gateway.completions.logprobs import token_object
 
 Cut = tuple[str, list[dict[str, Any]]]
 """A text, and the probabilities of its tokens in the form of the OpenAI API."""

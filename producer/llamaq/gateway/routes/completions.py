@@ -12,7 +12,9 @@ from starlette.responses import Response
 
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.text_commands import TextAction
-from llamaq.gateway.choice_stream import ChoiceStream
+from llamaq.gateway.completions.choice_stream import ChoiceStream
+from llamaq.gateway.completions.stream_chunks import StreamChunks
+from llamaq.gateway.completions.token_id_fields import TokenIdFields
 from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
@@ -22,12 +24,10 @@ from llamaq.gateway.prepared.completion import FINGERPRINT, PreparedCompletion
 from llamaq.gateway.progress_fields import ProgressOptions
 from llamaq.gateway.prompt_too_long_error import chat_of, explaining_long_prompts
 from llamaq.gateway.queue_of_request import generation_for, model_for
-from llamaq.gateway.token_id_fields import TokenIdFields
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_flag, read_model
 from llamaq.producer.openai_format.response_body import completion_id
-from llamaq.producer.openai_format.stream_chunks import StreamChunks
 from llamaq.producer.queries import text_commands
 
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.gateway.completions.logprobs import token_object, tokens_of
 from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import Events, EventStream, data
@@ -22,7 +23,6 @@ from llamaq.gateway.prompt_too_long_error import as_llama_server, explaining_lon
 from llamaq.gateway.queue_of_request import ChosenModel, generation_for, model_for
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import Chunk, Result
-from llamaq.producer.openai_format.logprobs import token_object, tokens_of
 from llamaq.producer.openai_format.request_body import read_model
 
 

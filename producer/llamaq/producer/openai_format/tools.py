@@ -128,21 +128,6 @@ def call_id(job_id: str, index: int) -> str:
     return hashlib.sha256(f"{job_id}/{index}".encode()).hexdigest()[:9]
 
 
-def delta_of(part: Part, job_id: str) -> dict[str, Any]:
-    """Return the `delta` of a chunk with one part of the answer of a job."""
-    match part:
-        case Reasoning(text):
-            return {"reasoning_content": text}
-        case Content(text):
-            return {"content": text}
-        case CallStarted(index, name):
-            function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": call_id(job_id, index), "type": "function", "function": function}
-            return {"tool_calls": [call]}
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
 def message_of(parts: Sequence[Part], job_id: str) -> dict[str, Any]:
     """Return the message with all parts of the answer of a job. Without text, the content of a call is null."""
     calls: list[dict[str, Any]] = []

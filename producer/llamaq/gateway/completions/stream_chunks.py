@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import Result
+from llamaq.gateway.timings import timings_object
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.openai_format.endpoints import Endpoint
-from llamaq.producer.openai_format.response_body import FINISH_REASONS, stop_reason, timings_object, usage_object
+from llamaq.producer.openai_format.response_body import FINISH_REASONS, stop_reason, usage_object
+from llamaq.producer.openai_format.tools import call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +75,18 @@ class StreamChunks:
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
+
+
+def delta_of(part: Part, job_id: str) -> dict[str, Any]:
+    """Return the `delta` of a chunk with one part of the answer of a job."""
+    match part:
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case Content(text):
+            return {"content": text}
+        case CallStarted(index, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": call_id(job_id, index), "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

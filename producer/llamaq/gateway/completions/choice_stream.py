@@ -7,16 +7,15 @@ from typing import Any
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
+from llamaq.gateway.completions.prompt_probabilities import PromptFields
+from llamaq.gateway.completions.stream_chunks import StreamChunks, delta_of
+from llamaq.gateway.completions.token_id_fields import TokenIdFields
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
-from llamaq.gateway.prompt_probabilities import PromptFields
-from llamaq.gateway.token_id_fields import TokenIdFields
 from llamaq.producer import Chunk, Result
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.answer_parts.parts import CallStarted, Part
 from llamaq.producer.openai_format.endpoints import Endpoint
-from llamaq.producer.openai_format.stream_chunks import StreamChunks
-from llamaq.producer.openai_format.tools import delta_of
 
 DescribeLogprobs = Callable[[Sequence[int], Sequence[TokenLogprobs], int], Awaitable[dict[str, Any]]]
 """Returns the object `logprobs` of tokens. The number is their position in the text, in characters."""

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, ScoredToken
+from llamaq.gateway.completions.logprobs import Pieces, logprobs_object
 from llamaq.gateway.token_bytes_cache import TokenBytesCache, starts_of
 from llamaq.producer import AsyncClient
 from llamaq.producer.openai_format.endpoints import Endpoint
-from llamaq.producer.openai_format.logprobs import Pieces, logprobs_object
 
 MAX_QUICK_BYTES = 64 * 1024
 """Larger probabilities are written on a thread, because this takes long."""

@@ -1,0 +1,65 @@
+"""Builds the objects `logprobs` of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.producer.openai_format.endpoints import Endpoint
+
+LOWEST = -9999.0
+"""Stands for the logarithm of zero, which JSON cannot have. OpenAI's API has the same number."""
+
+Pieces = Mapping[int, bytes]
+"""Maps token ids to their bytes."""
+
+
+def tokens_of(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> set[int]:
+    """Return all tokens whose bytes an object `logprobs` has."""
+    return {*tokens, *(token for each in logprobs for token, _ in each.top)}
+
+
+def logprobs_object(
+    endpoint: Endpoint, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], pieces: Pieces, offset: int = 0
+) -> dict[str, Any]:
+    """Return the object `logprobs` for some tokens of an answer.
+
+    Args:
+        endpoint: The endpoint of the request, which determines the form of the object.
+        tokens: The generated tokens.
+        logprobs: Their probabilities.
+        pieces: The bytes of the tokens that `tokens_of` returns.
+        offset: Number of characters of the text before these tokens.
+    """
+    if endpoint is Endpoint.CHAT:
+        return {"content": [token_object(token, each, pieces) for token, each in zip(tokens, logprobs, strict=True)]}
+    texts = [_text(token, pieces) for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [_number(each.logprob) for each in logprobs],
+        "top_logprobs": [{_text(token, pieces): _number(value) for token, value in each.top} for each in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def token_object(token: int, logprobs: TokenLogprobs, pieces: Pieces) -> dict[str, Any]:
+    """Return the entry of a generated token with its alternatives."""
+    top = [_alternative(each, value, pieces) for each, value in logprobs.top]
+    return _alternative(token, logprobs.logprob, pieces) | {"top_logprobs": top}
+
+
+def _alternative(token: int, logprob: float, pieces: Pieces) -> dict[str, Any]:
+    return {"id": token, "token": _text(token, pieces), "bytes": list(pieces[token]), "logprob": _number(logprob)}
+
+
+def _text(token: int, pieces: Pieces) -> str:
+    return pieces[token].decode(errors="replace")
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LOWEST)
