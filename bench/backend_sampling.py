@@ -15,7 +15,7 @@ from typing import Any
 
 from harness import Figures, Plan, Stack, note, run, show, start_stack
 from job_timings import median_of, summarize
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from speculation import Work, follow_each
 from systems import range_of
 from workload import Prompts, greedy, sampled

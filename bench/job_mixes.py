@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from job_timings import Timeline, summarize
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.producer import AsyncClient
 from workload import Prompt, follow, greedy
 

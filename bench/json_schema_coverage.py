@@ -17,7 +17,7 @@ from harness import ROOT, Figures, Plan, note, run, show, start_stack
 from json_schema_pydantic import pydantic_schemas
 from json_schema_validation import validation_error
 from llamaq.common.errors import ErrorCode, JobFailed, RequestFailed
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.producer import AsyncClient
 from llamaq.producer.job_window.request_map import MappedResult
 

@@ -27,7 +27,7 @@ from cpu_clock import CpuClock
 from harness import Figures, Plan, note, run, show
 from job_timings import median_of, summarize
 from llama_cpp_python_server import PYTHON_SERVER, PythonServer, schema_options, start_python_server
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.producer import Tokenizer
 from systems import LLAMA_SERVER, Systems, check_target, start_systems
 from workload import Prompts, follow_all, greedy, sampled

@@ -16,7 +16,7 @@ from bare_loop import BareLoop, BareRun
 from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show, start_stack
 from job_timings import Timeline, median_of, spread, summarize
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.producer import AsyncClient
 from workload import Prompts, follow, greedy
 

@@ -30,7 +30,7 @@ from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show, start_stack
 from job_timings import Timeline, median_of, summarize
 from llamaq.common.errors import ModelError
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.producer import AsyncClient
 from systems import check_target, range_of
 from workload import follow, greedy, sampled

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from job_timings import Timeline
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.producer import AsyncClient, Tokenizer
 
 Prompt = str | list[int]

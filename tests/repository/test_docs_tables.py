@@ -16,8 +16,9 @@ import llamaq.common.protocol
 import llamaq.producer
 from llamaq.common import settings as common_settings
 from llamaq.common.protocol.job_events import Tokens
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest
+from llamaq.common.protocol.job_request import JobParams, JobRequest
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.wire_model import StrictModel, WireModel
 from llamaq.tools.docs_tables import __main__ as command

@@ -29,8 +29,9 @@ from llamaq.common.errors import (
 )
 from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_events import Event, Failed, Finished, PromptProgress, Retried, Started, Tokens
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobState, JobStats, Result
-from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, Priority
+from llamaq.common.protocol.job_request import JobParams, JobRequest, Priority
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
 from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from llamaq.common.logging_setup import LogFormat
-from llamaq.common.protocol.job_request import MAX_GENERATED_TOKENS
+from llamaq.common.protocol.output_params import MAX_GENERATED_TOKENS
 from llamaq.common.settings import ENV_PREFIX, ClientSettings, LogFormatSetting, LogLevelSetting, build_settings
 
 

@@ -28,8 +28,9 @@ from llamaq.common.errors import (
 from llamaq.common.protocol.chat import Message, ToolCall
 from llamaq.common.protocol.embedding_task import Embedding, JobKind, Normalization, Pooling
 from llamaq.common.protocol.job_events import PromptProgress
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
-from llamaq.common.protocol.job_request import JobOptions, JobParams, Priority
+from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.common.protocol.job_outcome import Result
-from llamaq.common.protocol.job_request import JobOptions
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.settings import client_settings
 from llamaq.producer import submission, submit_many

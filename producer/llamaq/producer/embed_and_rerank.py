@@ -10,8 +10,9 @@ from typing import Any, Literal, TypedDict, cast
 from llamaq.common.background_tasks import all_of
 from llamaq.common.errors import InvalidRequest, JobFailed, ResultTimeout
 from llamaq.common.protocol.embedding_task import Embedding
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.common.protocol.job_outcome import Result
-from llamaq.common.protocol.job_request import JobOptions, Priority
+from llamaq.common.protocol.job_request import Priority
 from llamaq.producer.argument_checks import check_list
 from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
 from llamaq.producer.submission import build_request

@@ -23,7 +23,8 @@ from llamaq.common.errors import (
     RedisFull,
 )
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_request import JobOptions, JobRequest
+from llamaq.common.protocol.job_options import JobOptions
+from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import (
     OtherKind,

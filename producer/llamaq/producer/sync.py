@@ -17,8 +17,9 @@ from pydantic import JsonValue
 
 from llamaq.common.errors import RequestFailed
 from llamaq.common.protocol.embedding_task import Embedding, Normalization
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.common.protocol.job_outcome import JobState, Result
-from llamaq.common.protocol.job_request import JobOptions, Priority
+from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots

@@ -11,8 +11,9 @@ import pytest
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import TokenSpan
-from llamaq.common.protocol.job_request import CONSTRAINTS, JobRequest, Priority
+from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.output_params import CONSTRAINTS
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.job import Job, Lease, PreparedJob

@@ -15,7 +15,8 @@ from pydantic_settings import TomlConfigSettingsSource as TomlSource
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.logging_setup import LogFormat
-from llamaq.common.protocol.job_request import MAX_SALT_CHARS, JobDefaults
+from llamaq.common.protocol.job_request import JobDefaults
+from llamaq.common.protocol.output_params import MAX_SALT_CHARS
 from llamaq.common.settings import ENV_PREFIX, LogFormatSetting, LogLevelSetting, QueueSettings, explain_settings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings, split_commas
 from llamaq.worker.speculation_settings import SpeculationSettings

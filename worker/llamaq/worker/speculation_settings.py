@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS
+from llamaq.common.protocol.output_params import MAX_DRAFT_TOKENS
 from llamaq.worker.model_settings import MAX_INT32, CacheType
 from llamaq.worker.thread_settings import MAX_THREADS
 

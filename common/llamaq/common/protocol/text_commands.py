@@ -12,7 +12,8 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from llamaq.common.protocol.chat import Message, TemplateParams
-from llamaq.common.protocol.job_request import MAX_MESSAGES, TokenId
+from llamaq.common.protocol.job_request import MAX_MESSAGES
+from llamaq.common.protocol.output_params import TokenId
 from llamaq.common.protocol.slot_commands import COMMAND_ID_PATTERN
 from llamaq.common.protocol.wire_model import WireModel
 

@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_request import MAX_SALT_CHARS, QUEUE_PATTERN, Priority
+from llamaq.common.protocol.job_request import QUEUE_PATTERN, Priority
+from llamaq.common.protocol.output_params import MAX_SALT_CHARS
 from llamaq.common.protocol.wire_model import StrictModel
 
 SECRET_BYTES = 32

@@ -14,7 +14,7 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.json_schema.closed_objects import close_objects
 from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS, rewrite_schema
 from llamaq.common.protocol.answer_tags import CALL_CLOSE, CALL_OPEN, MISTRAL_CALLS
-from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
+from llamaq.common.protocol.output_params import MAX_GRAMMAR_BYTES
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
 from llamaq.producer.answer_parts.harmony_splitter import NAME
 

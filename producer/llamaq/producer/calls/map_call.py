@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import RequestFailed
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.producer.argument_checks import check_list
 from llamaq.producer.calls.calls_base import ClientCalls
 from llamaq.producer.job_window.request_map import MappedResult, MapRequest, RequestMap

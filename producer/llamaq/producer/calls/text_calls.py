@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from llamaq.common.errors import NoWorker
-from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_options import JobOptions
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.text_commands import Snippet, TextAction
 from llamaq.common.settings import ClientSettings

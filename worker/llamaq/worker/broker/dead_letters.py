@@ -16,8 +16,8 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_scripts import MAX_DEAD, AttemptScripts
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.job_request import MAX_GENERATED_TOKENS, MAX_SEED
 from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.output_params import MAX_GENERATED_TOKENS, MAX_SEED
 from llamaq.common.protocol.script_types import JobEntry
 from llamaq.worker.engine_loop.telemetry import EndedJob
 

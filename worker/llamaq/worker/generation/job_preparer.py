@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
-from llamaq.common.protocol.job_request import CONSTRAINTS, JobDefaults, JobRequest
+from llamaq.common.protocol.job_request import JobDefaults, JobRequest
+from llamaq.common.protocol.output_params import CONSTRAINTS
 from llamaq.common.protocol.prompt_logprobs import MAX_VALUES
 from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.vocab.llama_vocab import Vocab

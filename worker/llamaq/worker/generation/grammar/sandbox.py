@@ -23,7 +23,8 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
-from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
+from llamaq.common.protocol.job_request import JobParams
+from llamaq.common.protocol.output_params import MAX_GRAMMAR_BYTES
 from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabulary, pack_vocabulary
 from llamaq.worker.generation.grammar.json_schemas import is_plain_schema, json_schema_grammar
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from llamaq.common.protocol.job_request import MAX_DRAFT_TOKENS
+from llamaq.common.protocol.output_params import MAX_DRAFT_TOKENS
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.draft import Drafting
 from llamaq.worker.core.draft_plan import STEP_TOKENS, DraftPlan, DraftWork
