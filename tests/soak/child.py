@@ -19,10 +19,10 @@ from functools import wraps
 from typing import Any
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.script_types import Attempt, FinishReply, JobFlush
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine_loop.tick_loop import TickLoop
@@ -119,8 +119,8 @@ def add_io_points(faults: Faults) -> None:
     after_async(JobClaims, "wait_and_read", claimed)
     after_async(JobClaims, "reclaim", reclaimed)
     after_async(ClaimScripts, "claim_jobs", claimed_jobs)
-    after_async(AttemptScripts, "flush", flushed)
-    after_async(AttemptScripts, "finish_jobs", finished)
+    after_async(WorkerScripts, "flush", flushed)
+    after_async(WorkerScripts, "finish_jobs", finished)
     original = TickLoop.admit
 
     @wraps(original)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.worker_scripts import worker_scripts
+
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import AsyncClient, JobState
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -23,10 +25,10 @@ async def add_dead_job(client: AsyncClient, worker: FakeWorker, prompt: str = "p
     job = await client.submit(prompt, **options)
     first = await worker.start_next()
     await first.emit([7, 8], "two tokens")
-    await worker.scripts.requeue(first.claim, first.number, worker.name)
+    await worker_scripts(worker).requeue(first.claim, first.number, worker.name)
     for name in ("a", "b", "c"):
         await worker.claim_scripts.claim_job(first.claim, name, LEASE_MS)
-        await worker.scripts.check_crash(
+        await worker_scripts(worker).check_crash(
             first.claim, "heir", last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
         )
     assert (await job.status()).state is JobState.FAILED

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_events import Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest
@@ -19,6 +18,7 @@ from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
@@ -127,7 +127,7 @@ async def working(
     async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
         engine, outputs = RecordingEngine(), OutputMailbox()
         outbox = Outbox(
-            AttemptScripts(worker.redis, worker.keys),
+            WorkerScripts(worker.redis, worker.keys),
             worker.name,
             engine,
             outputs,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.fake_redis import url_of_each_server
+from tests.support.worker_scripts import worker_scripts
 
 import llamaq.common.protocol
 from llamaq.common.errors import ErrorCode
@@ -122,7 +123,7 @@ async def test_failed_jobs_are_counted_by_their_error_code(redis_url: str, queue
         await (await start(client, worker)).fail(ErrorCode.PROMPT_TOO_LONG, "the prompt is too long")
         attempt = await start(client, worker)
         error = Failed(code=ErrorCode.DAMAGED, message="damaged")
-        assert await worker.scripts.bury(attempt.claim, "fake", attempt.number, error)
+        assert await worker_scripts(worker).bury(attempt.claim, "fake", attempt.number, error)
         attempt = await start(client, worker)
         unknown = Failed(code="a_code_of_the_future", message="")
         write = TerminalWrite(unknown, {"error": codec.encode_event(unknown)})

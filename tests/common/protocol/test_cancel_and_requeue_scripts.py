@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from tests.support.fake_redis import url_of_each_server
 from tests.support.started_jobs import field, start
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
@@ -142,7 +143,7 @@ async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, q
         assert claim is not None
         if was_claimed:
             assert isinstance(await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS), Attempt)
-        assert await worker.scripts.requeue(claim, 1 if was_claimed else None, "fake") is True
+        assert await worker_scripts(worker).requeue(claim, 1 if was_claimed else None, "fake") is True
         assert (await job.status()).state is JobState.QUEUED
         reclaimed = await worker.claim_scripts.reclaim(claim.stream, 10, LEASE_MS, trusted_until_ms=0)
         assert [(entry, found[b"id"]) for entry, found, _ in reclaimed] == [(claim.entry_id.encode(), job.id.encode())]
@@ -154,7 +155,7 @@ async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, q
 async def test_after_a_requeue_the_old_worker_can_neither_write_nor_requeue_again(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
-        assert await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
-        assert not await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
+        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number, "fake")
+        assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number, "fake")
         assert (await attempt.emit([1], "a")).code == "lost"
         assert await field(worker, job.id, "attempt") == b"2"

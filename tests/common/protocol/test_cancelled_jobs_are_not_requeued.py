@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.fake_redis import url_of_each_server
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_request import Priority
@@ -48,9 +49,9 @@ async def test_a_cancelled_job_ends_when_its_worker_requeues_it(
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start_and_cancel(client, worker, is_preempted=is_preempted)
         for _ in range(2):
-            assert not await worker.scripts.requeue(attempt.claim, attempt.number, worker.name, crashed=crashed)
+            assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name, crashed=crashed)
         await assert_cancelled(client, job)
-        end = await worker.scripts.read_end(job.id, attempt.number, worker.name)
+        end = await worker_scripts(worker).read_end(job.id, attempt.number, worker.name)
         assert end == StoredEnd(FinishReason.CANCELLED, None), "the worker reports the end"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 from tests.support.fake_redis import replace_redis
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
@@ -51,12 +52,12 @@ async def test_jobs_that_were_requeued_or_wait_in_a_worker_or_lost_their_worker_
         await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
         assert await _depth(client) == (2, 4)
         await ended.finish()
-        await worker.scripts.requeue(requeued.claim, requeued.number, worker.name)
+        await worker_scripts(worker).requeue(requeued.claim, requeued.number, worker.name)
         assert await _depth(client) == (3, 2)
         await worker.scripts.flush(worker.name, [lost.increment()], 1, renew=True)  # the lease expires after 1 ms
         while await _depth(client) != (4, 1):
             pass
-        await worker.scripts.requeue(running.claim, running.number, worker.name)
+        await worker_scripts(worker).requeue(running.claim, running.number, worker.name)
         assert await _depth(client) == (5, 0)
 
 

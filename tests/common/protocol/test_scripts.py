@@ -14,6 +14,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 from tests.support.fake_redis import url_of_each_server
 from tests.support.started_jobs import field, start
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
@@ -185,7 +186,7 @@ async def test_only_the_newest_attempt_writes(redis_url: str, queue: str) -> Non
         await worker.claim_scripts.claim_job(old.claim, "other", LEASE_MS)
         assert (await old.emit([1], "a")).code == "lost"
         assert not await old.finish()
-        assert await worker.scripts.requeue(old.claim, old.number, "fake") is False
+        assert await worker_scripts(worker).requeue(old.claim, old.number, "fake") is False
         assert (await job.status()).finished_ms is None
         assert not [e for e in await stored_events(worker, job.id) if not isinstance(e, Started)]
 
@@ -204,7 +205,9 @@ async def test_renewing_a_lease_changes_only_the_idle_time_and_the_consumer(redi
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         _, attempt = await start(client, worker)
         stream = attempt.claim.stream
-        await worker.scripts.requeue(JobEntry(attempt.claim.job_id, stream, attempt.claim.entry_id), None, "fake")
+        await worker_scripts(worker).requeue(
+            JobEntry(attempt.claim.job_id, stream, attempt.claim.entry_id), None, "fake"
+        )
         before: Any = await worker.redis.xpending_range(stream, GROUP, "-", "+", 10)
         assert before[0]["consumer"] == b"waiting"
         await worker.scripts.flush("fake", [attempt.increment()], LEASE_MS, renew=True)
@@ -256,7 +259,7 @@ async def test_a_worker_with_the_number_of_the_newest_attempt_that_has_not_claim
         job, attempt = await start(client, worker)
         await worker.redis.hset(client.keys.of_job(job.id).job, "worker", "living")
         assert not await attempt.finish(tokens=[1], text="stale")
-        assert not await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
+        assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number, "fake")
         assert (await job.status()).state is JobState.RUNNING
         assert (await worker.scripts.finish("living", attempt.increment(), terminal_write())).code == "ok"
 

@@ -12,6 +12,7 @@ import pytest
 from redis.crc import key_slot
 from tests.support.fake_redis import url_of_each_server
 from tests.support.redis_servers import ClusterServers
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Finished
@@ -89,7 +90,7 @@ async def test_an_interrupted_job_is_cancelled_while_the_slot_moves(servers: Clu
         job = await client.submit("hello")
         attempt = await worker.start_next()
         await attempt.emit([1], "a")
-        await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
         keys = client.keys.of_job(job.id)
         with slot_moves(servers, keys):
             assert await job.cancel()
@@ -117,7 +118,7 @@ async def test_a_job_ends_completely_although_another_key_is_overwritten(
         attempts = [await worker.start_next() for _ in jobs]
         for attempt in attempts:
             await attempt.emit([1], "a")
-        await worker.scripts.requeue(attempts[1].claim, attempts[1].number, worker.name)
+        await worker_scripts(worker).requeue(attempts[1].claim, attempts[1].number, worker.name)
         key = overwritten(client.keys, queue)
         await worker.redis.set(key, "of another client")
         reply = await worker.scripts.finish(worker.name, attempts[0].increment(), terminal_write())

@@ -23,13 +23,13 @@ from tests.support.redis_servers import IN_MEMORY, Server
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_types import JobFlush
 from llamaq.common.redis.client import retry_until_deadline
 from llamaq.common.redis.connect import RETRY_S, connect, make_connection, robust_connection
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.testing import ManualClock
 
 
@@ -187,7 +187,7 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
     server = Server(tmp_path, port, IN_MEMORY)
     server.start()
     redis = connect(f"redis://{HOST}:{server.port}/0", name="test-demoted")
-    scripts = AttemptScripts(redis, Keys())
+    scripts = WorkerScripts(redis, Keys())
     flush = JobFlush(str(JobId.new("q")), 1, "stream", "0-1", 0, 1, b"event")
     try:
         hash_fields: dict[Any, Any] = {"status": "running", "attempt": 1, "generated": 0, "worker": "me"}

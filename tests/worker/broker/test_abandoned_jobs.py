@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
@@ -135,7 +136,7 @@ async def test_a_job_that_has_a_slot_or_is_not_due_is_left_to_others(redis_url: 
         await check(client, running, alone_s=DISCONNECT_S)
         assert (await running.status()).state is JobState.RUNNING
         assert await alone_ms(client, running) is None
-        await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)  # now it waits again
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)  # now it waits again
         await check(client, running, alone_s=DISCONNECT_S)
         assert (await running.status()).finish_reason is FinishReason.CANCELLED
         delayed = await client.submit("hi", cancel_on_disconnect=True, delay_s=1000)

@@ -10,7 +10,6 @@ import pytest
 from redis.exceptions import OutOfMemoryError, ResponseError
 from tests.worker.broker.test_suspects import until, until_true, working
 
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
@@ -20,6 +19,7 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.dead_letters import DeadLetters
 from llamaq.worker.broker.job_streams import JobStreams
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         ClaimScripts, "read", lambda _, reply: sum(one.outcome is not None for _, entries in reply for one in entries)
     )
     count(ClaimScripts, "claim_jobs", lambda args, _: len(args[1]))
-    count(AttemptScripts, "finish_jobs", lambda args, _: len(args[2]))
+    count(WorkerScripts, "finish_jobs", lambda args, _: len(args[2]))
     return sizes
 
 

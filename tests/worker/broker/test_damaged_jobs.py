@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 from tests.support.event_loop_gaps import check_gaps
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed
@@ -76,7 +77,7 @@ async def interrupted_job(url: str, queue: str) -> AsyncIterator[tuple[AsyncClie
         attempt = await worker.start_next()
         for number, letter in enumerate("abc"):
             await attempt.emit([number], letter)
-        assert await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
+        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
         yield client, worker, job, attempt
 
 
@@ -139,7 +140,7 @@ async def test_the_stats_of_a_damaged_job_can_be_stored(redis_url: str, queue: s
         assert await claims_of(worker, "heir", ended).claim_job(attempt.claim) is None
         (end,) = ended
         recent = RecentJob(job_id=job.id, error_code=end.error_code, stats=end.stats)
-        await worker.scripts.add_stats(queue, [recent])
+        await worker_scripts(worker).add_stats(queue, [recent])
         (stored,) = (await client.stats()).recent
         assert (stored.job_id, stored.error_code) == (job.id, "damaged")
         assert stored.stats.generated_tokens in (0, 4)
@@ -161,7 +162,7 @@ async def test_a_worker_that_lost_the_job_cannot_fail_it(redis_url: str, queue: 
         assert claimed.published.tokens == (0, 1, 2)
         error = Failed(code=ErrorCode.DAMAGED, message="late")
         for name, number in (("heir", 1), ("other", claimed.attempt.number)):
-            assert not await worker.scripts.bury(attempt.claim, name, number, error)
+            assert not await worker_scripts(worker).bury(attempt.claim, name, number, error)
         assert (await job.status()).finished_ms is None
         assert await client.dead_letters() == ()
 

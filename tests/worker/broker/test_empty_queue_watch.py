@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
@@ -27,7 +28,7 @@ async def test_a_waiting_and_a_running_job_keep_a_queue_from_being_empty(redis_u
         attempt = await worker.start_next()
         assert (await client.queue_depth()).running == 1
         assert not await watch(client).is_empty()
-        await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
         assert (await client.queue_depth()).waiting == 1
         assert not await watch(client).is_empty()
         await job.cancel()

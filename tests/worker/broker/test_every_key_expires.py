@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol import codec
@@ -170,14 +171,16 @@ class History:
     async def retry(self) -> None:
         attempt = self._attempt()
         delay_s = self.random.choice([0.001, 100])
-        await attempt.worker.scripts.retry(
+        await worker_scripts(attempt.worker).retry(
             attempt.worker.name, attempt.increment(), BROKEN, first_delay_s=delay_s, max_delay_s=delay_s, share=1
         )
 
     async def requeue(self) -> None:
         attempt = self._attempt()
         crashed = self.random.random() < 0.5
-        await attempt.worker.scripts.requeue(attempt.claim, attempt.number, attempt.worker.name, crashed=crashed)
+        await worker_scripts(attempt.worker).requeue(
+            attempt.claim, attempt.number, attempt.worker.name, crashed=crashed
+        )
 
     async def end_due(self) -> None:
         redis, keys, queue = self.client.redis, self.client.keys, self.client.queue

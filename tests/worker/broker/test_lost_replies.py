@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
 from llamaq.common.protocol.job_request import Priority
@@ -152,7 +153,7 @@ async def test_a_worker_without_redis_for_longer_than_its_lease_removes_the_cras
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
         await until_true(lambda: connection.claim_scripts.reclaim(stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
         claim = JobEntry(job.id, stream, first.entry_id.decode())
-        verdict = await connection.scripts.check_crash(
+        verdict = await worker_scripts(connection).check_crash(
             claim, "w2", last_worker="w1", heartbeat_ms=0, dead_after_s=1, max_crashes=3
         )
         assert (verdict, (await job.status()).crashes) == ("ok", 1)

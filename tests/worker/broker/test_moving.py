@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
 from llamaq.common.protocol import claim_scripts
@@ -164,7 +165,7 @@ async def test_a_move_counts_as_a_crash_until_the_first_worker_shows_that_it_is_
         assert await worker.claim_scripts.claim_job(replace(claim, from_attempt=1), "second", LEASE_MS) == "stale", (
             "it has a slot"
         )
-        await worker.scripts.requeue(claim, first.number, worker.name)
+        await worker_scripts(worker).requeue(claim, first.number, worker.name)
         again = await worker.begin(claim)
         assert again is not None
         await client.redis.hset(client.keys.of_job(job.id).job, "status", "queued")  # as before its slot
@@ -187,7 +188,7 @@ async def test_an_interrupted_interactive_job_is_taken_although_bulk_jobs_fill_t
             for _ in range(4):
                 await client.submit("bulk", priority="bulk")
             await until(lambda: len(worker.admitted) == 2)
-            await other.scripts.requeue(attempt.claim, attempt.number, other.name)
+            await worker_scripts(other).requeue(attempt.claim, attempt.number, other.name)
             await until(lambda: interrupted.id in worker.admitted)
             assert worker.admitted[interrupted.id].generated_before == [7]
 

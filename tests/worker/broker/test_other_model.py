@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER
 
 from llamaq.common.errors import JobFailed
@@ -47,7 +48,7 @@ async def begin(client: AsyncClient, worker: FakeWorker, n_tokens: int, **option
         assert claimed is not None
         if n_tokens:
             await _store(worker, claimed, n_tokens)
-        await worker.scripts.requeue(claim, claimed.attempt.number, worker.name)
+        await worker_scripts(worker).requeue(claim, claimed.attempt.number, worker.name)
     return job, claim
 
 

@@ -13,7 +13,6 @@ from tests.support.outbox_rig import AT_ONCE, until, working
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobFailed, JobRejected
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.script_types import Attempt, JobEntry, JobFlush
@@ -21,6 +20,7 @@ from llamaq.producer.queries.job_records import read_output
 from llamaq.producer.testing import LEASE_MS
 from llamaq.worker.broker import outbox as outbox_module
 from llamaq.worker.broker.job_progress import Checkpoints
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Job, PreparedJob
 from llamaq.worker.core.outputs import NewToken
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
@@ -156,10 +156,10 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[str] = []
-    flush = AttemptScripts.flush
+    flush = WorkerScripts.flush
 
     async def recorded(
-        scripts: AttemptScripts, worker: str, flushes: Sequence[JobFlush], *args: Any, **options: Any
+        scripts: WorkerScripts, worker: str, flushes: Sequence[JobFlush], *args: Any, **options: Any
     ) -> Any:
         flushed.extend(one.job_id for one in flushes)
         return await flush(scripts, worker, flushes, *args, **options)
@@ -167,7 +167,7 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
     async with working(redis_url, queue) as at:
         silent, _ = await at.begin()
         job, running = await at.begin()
-        monkeypatch.setattr(AttemptScripts, "flush", recorded)
+        monkeypatch.setattr(WorkerScripts, "flush", recorded)
         monkeypatch.setattr(outbox_module, "WHOLE_EVERY_S", 3600.0)
         task = asyncio.create_task(at.outbox.run())
         for number in range(5):

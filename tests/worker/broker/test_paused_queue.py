@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import until, until_true, working
 
 from llamaq.common.protocol import claim_scripts
@@ -75,12 +76,12 @@ async def test_an_interrupted_job_continues_in_a_paused_queue_and_others_are_not
         claimed = await client.submit("claimed, without a slot")
         claim = await worker.claim()
         assert claim is not None
-        await worker.scripts.requeue(claim, None, worker.name)
+        await worker_scripts(worker).requeue(claim, None, worker.name)
         interrupted = await client.submit("interrupted")
         attempt = await worker.start_next()
         await attempt.emit([1], "a")
         await client.pause()
-        await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
         taken = await worker.claim_scripts.reclaim(claim.stream, 1, LEASE_MS, trusted_until_ms=NOW_MS)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [interrupted.id]
         again = await worker.begin(attempt.claim)

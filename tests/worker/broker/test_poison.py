@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol import codec
@@ -37,7 +38,7 @@ async def check_crash(
     worker: FakeWorker, claim: JobEntry, last_worker: str, *, claimer: str = "successor", max_crashes: int = 3
 ) -> CrashVerdict:
     """Check for a crash, as the worker that reclaims the job does. `last_worker` no longer has a heartbeat."""
-    return await worker.scripts.check_crash(
+    return await worker_scripts(worker).check_crash(
         claim, claimer, last_worker=last_worker, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
     )
 
@@ -115,7 +116,7 @@ async def test_a_requeue_does_not_count_as_a_crash(redis_url: str, queue: str) -
         job, claim = await submit(client, worker)
         for name in ("first", "second", "third", "fourth"):
             attempt = await begin(worker, claim, name)
-            assert await worker.scripts.requeue(claim, attempt.number, name)
+            assert await worker_scripts(worker).requeue(claim, attempt.number, name)
             assert await check_crash(worker, claim, "") == "ok"
         assert await crashes(job) == 0
 
@@ -127,13 +128,13 @@ async def test_a_requeue_by_a_crashing_worker_counts_as_a_crash_unless_the_job_s
         job, claim = await submit(client, worker)
         first = await begin(worker, claim, "first")
         await first.emit([1], "a")
-        assert await worker.scripts.requeue(claim, first.number, "first", crashed=True)
+        assert await worker_scripts(worker).requeue(claim, first.number, "first", crashed=True)
         assert await crashes(job) == 0
         codes = []
         for name in ("a", "b", "c"):
             attempt = await begin(worker, claim, name)
-            assert await worker.scripts.requeue(claim, attempt.number, name, crashed=True)
-            assert not await worker.scripts.requeue(claim, attempt.number, name, crashed=True)
+            assert await worker_scripts(worker).requeue(claim, attempt.number, name, crashed=True)
+            assert not await worker_scripts(worker).requeue(claim, attempt.number, name, crashed=True)
             codes.append(await check_crash(worker, claim, ""))
         assert codes == ["ok", "suspect", "dead"]
 
@@ -149,7 +150,7 @@ async def test_the_metric_counts_each_crash_also_after_the_first_token(redis_url
         attempt = await begin(worker, claim, "third")
         await attempt.emit([2], "b")
         for _ in range(2):
-            await worker.scripts.requeue(claim, attempt.number, "third", crashed=True)
+            await worker_scripts(worker).requeue(claim, attempt.number, "third", crashed=True)
         await begin(worker, claim, "fourth")
         await check_crash(worker, claim, "fourth", claimer="fourth")  # it lives, and its lease has expired
         assert await worker.redis.hget(worker.keys.metrics(queue, 0), "crashes") == b"3"
@@ -161,7 +162,7 @@ async def test_a_requeued_suspect_stays_a_suspect(redis_url: str, queue: str) ->
         for name in ("first", "second"):
             await crash_worker(worker, claim, name)
         attempt = await begin(worker, claim, "third")
-        await worker.scripts.requeue(claim, attempt.number, "third")
+        await worker_scripts(worker).requeue(claim, attempt.number, "third")
         assert await check_crash(worker, claim, "") == "suspect"
         assert await crashes(job) == 2
 
@@ -239,7 +240,7 @@ async def test_a_worker_that_was_only_paused_uncounts_its_crash_once(redis_url: 
             elif call == "finish":
                 assert not await paused.finish()
             else:
-                assert not await worker.scripts.requeue(claim, paused.number, "paused")
+                assert not await worker_scripts(worker).requeue(claim, paused.number, "paused")
             assert await crashes(job) == 1, "the first worker did crash"
         assert await check_crash(worker, claim, "successor", claimer="another") == "suspect"
         assert await crashes(job) == 2

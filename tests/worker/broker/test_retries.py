@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_later import counts, ignore, make_due, sweep_until_due
 from tests.worker.broker.test_suspects import BytePreparer, until, working
 
@@ -133,7 +134,9 @@ async def test_an_attempt_that_fails_is_retried_later_and_a_stale_worker_cannot_
         delay: dict[str, Any] = {"first_delay_s": 1, "max_delay_s": 1.8, "share": 0.5}
         for delay_ms in (500, 900):
             attempt = await worker.start_next()
-            found = [await worker.scripts.retry(worker.name, attempt.increment(), error, **delay) for _ in range(2)]
+            found = [
+                await worker_scripts(worker).retry(worker.name, attempt.increment(), error, **delay) for _ in range(2)
+            ]
             assert found == [delay_ms, None]
             assert (await attempt.emit([1], "a")).code == "lost"
             assert await counts(client) == (0, 0, 1)
@@ -142,7 +145,7 @@ async def test_an_attempt_that_fails_is_retried_later_and_a_stale_worker_cannot_
             await make_due(client, job)
             await sweep_until_due(worker)
         attempt = await worker.start_next()
-        assert await worker.scripts.retry(worker.name, attempt.increment(), error, **delay) is None
+        assert await worker_scripts(worker).retry(worker.name, attempt.increment(), error, **delay) is None
         assert (await job.status()).retries_left == 0
 
 
@@ -158,7 +161,7 @@ async def test_a_client_that_waits_gives_a_retried_job_its_entry_without_a_worke
         await until(lambda: client.connection.subscriber.n_confirmed == 1)
         error = Failed(code=ErrorCode.INTERNAL, message="broken")
         delay: dict[str, Any] = {"first_delay_s": 0.1, "max_delay_s": 0.1, "share": 1}
-        await worker.scripts.retry(worker.name, attempt.increment(), error, **delay)
+        await worker_scripts(worker).retry(worker.name, attempt.increment(), error, **delay)
         again = await worker.start_next()  # no worker runs `due.lua`
         await again.answer(["a"])
         assert await waiting == "a"
@@ -180,7 +183,10 @@ async def test_a_cancelled_job_is_not_retried(redis_url: str, queue: str) -> Non
         await job.cancel()
         error = Failed(code=ErrorCode.INTERNAL, message="broken")
         last = attempt.increment()
-        assert await worker.scripts.retry(worker.name, last, error, first_delay_s=1, max_delay_s=1, share=1) is None
+        assert (
+            await worker_scripts(worker).retry(worker.name, last, error, first_delay_s=1, max_delay_s=1, share=1)
+            is None
+        )
         result = await job.result(timeout=5)
         assert (result.finish_reason, result.tokens) == (FinishReason.CANCELLED, (1,))
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.keys import GROUP
@@ -29,6 +29,7 @@ from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired
@@ -105,7 +106,7 @@ async def working(
             queue=queue, partitions=1, worker_id=name, lease_s=LEASE_S, max_crashes=2,
         )  # fmt: skip
         worker.outbox = outbox = Outbox(
-            AttemptScripts(connection.redis, connection.keys),
+            WorkerScripts(connection.redis, connection.keys),
             name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,
             checkpoints=Checkpoints(1, 1.0), retry_delay=RetryDelay(0.01, 0.02), is_alive=lambda: True,
             on_finished=_ignore,
@@ -148,11 +149,11 @@ async def submit_suspect(client: AsyncClient, other: FakeWorker, **options: Any)
     claim = await other.claim()
     assert claim is not None
     assert isinstance(await other.claim_scripts.claim_job(claim, "dead", LEASE_MS), Attempt)
-    code = await other.scripts.check_crash(
+    code = await worker_scripts(other).check_crash(
         claim, "heir", last_worker="dead", heartbeat_ms=0, dead_after_s=1, max_crashes=2
     )
     assert code == "suspect"
-    assert await other.scripts.requeue(claim, None, other.name)
+    assert await worker_scripts(other).requeue(claim, None, other.name)
     return job
 
 

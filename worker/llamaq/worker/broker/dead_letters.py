@@ -13,12 +13,13 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ErrorCode, ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.attempt_scripts import MAX_DEAD, AttemptScripts
+from llamaq.common.protocol.attempt_scripts import MAX_DEAD
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.output_params import MAX_GENERATED_TOKENS, MAX_SEED
 from llamaq.common.protocol.script_types import JobEntry
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class DeadLetters:
         self,
         redis: Redis,
         keys: Keys,
-        scripts: AttemptScripts,
+        scripts: WorkerScripts,
         *,
         queue: str,
         worker_id: str,

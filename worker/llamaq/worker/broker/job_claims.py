@@ -15,7 +15,6 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.errors import ErrorCode, InvalidRequest
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
@@ -25,6 +24,7 @@ from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
 from llamaq.worker.broker.dead_letters import DeadLetters
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.broker.published_output import NO_OUTPUT, read_published
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
@@ -103,7 +103,7 @@ class JobClaims:
         self._redis = redis
         self._keys = keys
         self._claim_scripts = ClaimScripts(redis, keys)
-        self._scripts = AttemptScripts(redis, keys)
+        self._scripts = WorkerScripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
         self._claimant = Claimant(worker_id, int(lease_s * 1000), model, restart_other_model)

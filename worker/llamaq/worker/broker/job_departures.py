@@ -11,7 +11,6 @@ from collections.abc import Callable
 from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ErrorCode
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.script_types import FinishReply, JobEntry
 from llamaq.common.redis.write_refusals import is_job_key_error
@@ -19,6 +18,7 @@ from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import run_all
 from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_progress import JobProgress, RetryDelay
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class JobDepartures:
 
     def __init__(
         self,
-        scripts: AttemptScripts,
+        scripts: WorkerScripts,
         worker_id: str,
         jobs: ClaimedJobs,
         engine: EngineControls,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from redis.exceptions import ResponseError
 
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.script_types import FlushReply, JobFlush
 from llamaq.worker.broker.concurrent_calls import run_all
 from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_departures import JobDepartures
 from llamaq.worker.broker.job_progress import JobProgress
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class JobFlushes:
 
     def __init__(
         self,
-        scripts: AttemptScripts,
+        scripts: WorkerScripts,
         worker_id: str,
         engine: EngineControls,
         departures: JobDepartures,

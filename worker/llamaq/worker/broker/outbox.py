@@ -18,7 +18,6 @@ from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_full
@@ -29,6 +28,7 @@ from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_departures import JobDepartures
 from llamaq.worker.broker.job_flushes import JobFlushes
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.outputs import JobEnded, NewToken, PromptAdvanced, PromptScored, SlotAcquired, SlotLost
@@ -80,7 +80,7 @@ class Outbox:
 
     def __init__(
         self,
-        scripts: AttemptScripts,
+        scripts: WorkerScripts,
         worker_id: str,
         engine: EngineControls,
         outputs: OutputMailbox,

@@ -11,10 +11,10 @@ from itertools import islice
 from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
-from llamaq.common.protocol.attempt_scripts import MAX_STATS, AttemptScripts
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL
 from llamaq.common.redis.outage_log import OutageLog
+from llamaq.worker.broker.worker_scripts import MAX_STATS, WorkerScripts
 from llamaq.worker.engine_loop.telemetry import EndedJob, Telemetry
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class StatsWriter:
         telemetry: Counts the jobs.
     """
 
-    def __init__(self, scripts: AttemptScripts, queue: str, telemetry: Telemetry) -> None:
+    def __init__(self, scripts: WorkerScripts, queue: str, telemetry: Telemetry) -> None:
         self._scripts = scripts
         self._queue = queue
         self._telemetry = telemetry

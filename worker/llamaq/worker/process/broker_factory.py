@@ -9,7 +9,6 @@ from typing import Protocol
 
 from redis.asyncio import Redis
 
-from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
@@ -26,6 +25,7 @@ from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.scheduling.bulk_share import BulkShare
@@ -104,7 +104,7 @@ class BrokerFactory:
 
     def make_access(self, redis: Redis) -> QueueAccess:
         """Return the access to the queue. `redis` is the client of all services, except the outbox."""
-        stats = StatsWriter(AttemptScripts(redis, self._keys), self._settings.queue, self._shared.telemetry)
+        stats = StatsWriter(WorkerScripts(redis, self._keys), self._settings.queue, self._shared.telemetry)
         return QueueAccess(redis, self._make_membership(redis), self._make_job_claims(redis, stats), stats)
 
     def make_services(
@@ -119,7 +119,7 @@ class BrokerFactory:
             on_empty: Called when the queue is empty, if the worker then exits by itself.
         """
         settings, keys, redis, job_claims = self._settings, self._keys, access.redis, access.job_claims
-        outbox = self._make_outbox(AttemptScripts(flush_connection, keys), access.stats)
+        outbox = self._make_outbox(WorkerScripts(flush_connection, keys), access.stats)
         sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
         abandoned = AbandonedJobs(redis, keys, settings.queue, settings.partitions, disconnect_s=settings.disconnect_s)
         others: list[Service] = [sweep, abandoned, *self._make_command_inboxes(redis)]
@@ -163,7 +163,7 @@ class BrokerFactory:
             on_finished=stats.record_job,
         )
 
-    def _make_outbox(self, scripts: AttemptScripts, stats: StatsWriter) -> Outbox:
+    def _make_outbox(self, scripts: WorkerScripts, stats: StatsWriter) -> Outbox:
         settings = self._settings
         return Outbox(
             scripts,
