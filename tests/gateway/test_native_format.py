@@ -101,6 +101,11 @@ def test_a_server_bounds_answers_without_a_bound_of_their_own(
     assert limited(JobRequest(prompt="x", max_tokens=asked), limit).max_tokens == used
 
 
+def test_the_bound_of_a_server_is_not_below_the_minimum_of_a_request() -> None:
+    assert limited(JobRequest(prompt="x", min_tokens=9), 8).max_tokens == 9
+    assert limited(JobRequest(prompt="x", min_tokens=7), 8).max_tokens == 8
+
+
 def test_rates_count_the_steps_after_the_first_token() -> None:
     timings = timings_object(STATS)
     assert (timings["predicted_n"], timings["predicted_ms"]) == (4, 30)

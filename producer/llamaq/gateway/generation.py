@@ -225,7 +225,9 @@ async def describe_wait(job: AsyncJob) -> str:
 
 
 def limited(request: JobRequest, max_tokens: int | None) -> JobRequest:
-    """Return a request that has `max_tokens`, if the request itself has none and generates text."""
+    """Return a request that has `max_tokens`, or its own `min_tokens` if that is more, if the request itself has no
+    `max_tokens` and generates text.
+    """
     if request.max_tokens is not None or max_tokens is None or request.embed is not None:
         return request
-    return request.model_copy(update={"max_tokens": max_tokens})
+    return request.model_copy(update={"max_tokens": max(max_tokens, request.min_tokens)})

@@ -42,10 +42,12 @@ def test_cells_with_lists_and_objects_are_json(tmp_path: Path) -> None:
         "chat_template_kwargs": '{"a": 1}',
         "samplers": "top_k;temp",
         "stop": "END",
+        "bad_words": '["x"]',
+        "stop_token_ids": "[5, 6]",
+        "allowed_token_ids": "[7]",
     }
-    assert records_of(tmp_path / "in.csv", cells) == [
-        cells | {"choice": ["yes", "no"], "tools": [], "chat_template_kwargs": {"a": 1}}
-    ]
+    lists = {"choice": ["yes", "no"], "bad_words": ["x"], "stop_token_ids": [5, 6], "allowed_token_ids": [7]}
+    assert records_of(tmp_path / "in.csv", cells) == [cells | lists | {"tools": [], "chat_template_kwargs": {"a": 1}}]
 
 
 def test_a_long_cell_is_read(tmp_path: Path) -> None:
