@@ -185,6 +185,11 @@ def test_the_probabilities_of_a_prompt_are_decoded_as_they_were_encoded(prompt: 
     assert output == TokenSpan(0, (7,), 0, "x", prompt_logprobs=prompt)
 
 
+def test_no_time_is_spent_on_the_compression_of_the_probabilities_of_a_prompt() -> None:
+    prompt = PromptLogprobs((0,) * 1001, 1, bytes(row_bytes(1) * 1000))
+    assert len(codec.encode_output("x", [7], prompt_logprobs=prompt)) > len(prompt.rows)
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
