@@ -194,7 +194,8 @@ def test_no_time_is_spent_on_the_compression_of_the_probabilities_of_a_prompt() 
     "damaged",
     [
         1, "x", [], [[1], 0, b""], [[1, 2], 0, b"1234567", None], [[1, 2], -1, b"", None], [[1], 0, b"", [1]],
-        [["a"], 0, b"", None], [[1, 2], 0, "12345678", None], [[1], 0, b"", [1, -1.0, [2], None]],
+        [["a"], 0, b"", None], [[1], 10**18, b"", None], [[-1], 0, b"", None], [[2**40], 0, b"", None],
+        [[1, 2], "x", b"", None], [[1, 2], 0, "12345678", None], [[1], 0, b"", [1, -1.0, [2], None]],
     ],
 )  # fmt: skip
 def test_damaged_probabilities_of_a_prompt_are_refused(damaged: object) -> None:

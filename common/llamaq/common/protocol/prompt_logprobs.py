@@ -8,6 +8,8 @@ from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple, Self, overload
 
+from llamaq.common.protocol.sampling import MAX_TOKEN_ID
+
 MAX_VALUES = 500_000
 """Largest number of probabilities of one prompt: its tokens, each with its alternatives. They have 4 MB in Redis."""
 
@@ -93,7 +95,10 @@ class PromptLogprobs(Sequence[ScoredToken | None]):
             found = cls(tuple(map(int, tokens)), int(n_top), bytes(memoryview(rows)), _scored_token(end))
         except (TypeError, OverflowError) as exc:
             raise ValueError("prompt_logprobs has values of other types") from exc
-        if n_top < 0 or len(found.rows) != row_bytes(found.n_top) * max(0, len(found) - 1):
+        numbers = (0, *found.tokens)
+        if not 0 <= found.n_top <= MAX_VALUES or min(numbers) < 0 or max(numbers) > MAX_TOKEN_ID:
+            raise ValueError("prompt_logprobs: a number is out of range")
+        if len(found.rows) != row_bytes(found.n_top) * max(0, len(found) - 1):
             raise ValueError("prompt_logprobs: the number of bytes is not that of the tokens")
         return found
 
