@@ -69,10 +69,7 @@ class PromptProbabilities:
         return await _off_the_loop(prompt, lambda: _echoed_object(prompt, text, n_top, pieces))
 
     async def _pieces(self, prompt: PromptLogprobs) -> Pieces:
-        tokens = set(prompt.tokens)
-        for entry in (*prompt, prompt.end):
-            tokens.update(token for token, _ in (entry.top if entry else ()))
-        return await self.cache.of(self.client, tokens | ({prompt.end.token} if prompt.end else set()))
+        return await self.cache.of(self.client, await _off_the_loop(prompt, lambda: _tokens_of(prompt)))
 
 
 def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:
@@ -83,6 +80,13 @@ def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, An
 async def _off_the_loop(prompt: PromptLogprobs, write: Callable[[], T]) -> T:
     """Return what `write` returns. It is called on a thread if it takes long."""
     return await asyncio.to_thread(write) if len(prompt.rows) > MAX_QUICK_BYTES else write()
+
+
+def _tokens_of(prompt: PromptLogprobs) -> set[int]:
+    """Return all tokens whose bytes an answer has."""
+    entries = [entry for entry in (*prompt, prompt.end) if entry is not None]
+    alternatives = (token for entry in entries for token, _ in entry.top)
+    return {*prompt.tokens, *(entry.token for entry in entries), *alternatives}
 
 
 def _by_id(entry: ScoredToken | None, pieces: Pieces) -> dict[str, Any] | None:
