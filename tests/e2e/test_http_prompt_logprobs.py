@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.http_clients import http_client
+from tests.support.http_clients import http_client, openai_client
 from tests.support.prompt_oracle import PromptOracle
 
+from llamaq.gateway.completions import prompt_probabilities
 from llamaq.producer import Client
 
 if TYPE_CHECKING:
@@ -165,3 +167,36 @@ async def test_what_has_no_place_for_prompt_logprobs_refuses_them(demo: ServedQu
         too_many = await http.post(COMPLETIONS, json={"prompt": "hi", "max_tokens": 1, "prompt_logprobs": 21})
     assert [reply.status_code for reply in (*replies, too_many)] == [400] * 4
     assert all("prompt_logprobs" in reply.json()["error"]["message"] for reply in (*replies, too_many))
+
+
+async def test_several_answers_with_too_many_probabilities_are_refused_unless_they_are_a_stream(
+    demo: ServedQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_probabilities, "MAX_VALUES_OF_ANSWER", 20)
+    body = {"prompt": "Once upon a time", "max_tokens": 1, "prompt_logprobs": 2}
+    async with http_client(demo) as http:
+        one = await http.post(COMPLETIONS, json=body)
+        two = await http.post(COMPLETIONS, json={**body, "n": 2})
+        streamed = await http.post(COMPLETIONS, json={**body, "n": 2, "stream": True})
+    assert (one.status_code, two.status_code, streamed.status_code) == (200, 400, 200)
+    assert "prompt_logprobs" in two.json()["error"]["message"]
+    assert streamed.text.count('"prompt_logprobs"') == 2
+
+
+async def test_lines_of_batches_have_the_probabilities(demo: ServedQueue) -> None:
+    body = {"model": demo.queue, "messages": HELLO, "max_tokens": 2, "prompt_logprobs": 1, "temperature": 0}
+    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
+    async with openai_client(demo) as api:
+        file = await api.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = await api.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        while batch.status not in ("completed", "failed"):
+            await asyncio.sleep(0.05)
+            batch = await api.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None, batch
+        answer = json.loads((await api.files.content(batch.output_file_id)).text)
+    async with http_client(demo) as http:
+        direct = (await http.post(CHAT, json=body)).json()
+    found, expected = answer["response"]["body"]["prompt_logprobs"], direct["prompt_logprobs"]
+    assert [each and list(each) for each in found] == [each and list(each) for each in expected]

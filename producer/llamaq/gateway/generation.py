@@ -67,18 +67,23 @@ class Generation:
             return {"cancel_on_disconnect": not self._is_kept}
         return {"idempotency_key": f"{idempotency_key}:{number}"}
 
-    async def results(self) -> list[Result]:
+    async def results(self, check: Callable[[Result], None] = lambda _: None) -> list[Result]:
         """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled.
+
+        Args:
+            check: Called with each result when it arrives. If it raises an error, all jobs are cancelled.
 
         Raises:
             JobCancelled: An operator or another client cancelled a job.
         """
         await self._build_requests(stream=False)
-        return await all_of([self._result(request) for request in self.requests])
+        return await all_of([self._result(request, check) for request in self.requests])
 
-    async def _result(self, request: JobRequest) -> Result:
+    async def _result(self, request: JobRequest, check: Callable[[Result], None]) -> Result:
         with _refusing_lost_jobs():
-            return _not_cancelled(await self._submit(lambda client: client.auto_cancelled.generate(request, None)))
+            result = _not_cancelled(await self._submit(lambda client: client.auto_cancelled.generate(request, None)))
+        check(result)
+        return result
 
     async def _build_requests(self, *, stream: bool) -> None:
         options = [cast("JobOptions", {**values, "stream": stream}) for values in self._jobs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -159,6 +160,7 @@ def test_logprobs_are_decoded_as_they_were_encoded(probabilities: list[TokenLogp
     )
 
 
+ranks = st.none() | st.integers(1, 2**31 - 1)
 scores = st.integers(0, 3).flatmap(
     lambda n_top: st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).flatmap(
         lambda tokens: st.builds(
@@ -166,7 +168,7 @@ scores = st.integers(0, 3).flatmap(
             st.just(tuple(tokens)),
             st.just(n_top),
             st.binary(min_size=row_bytes(n_top) * (len(tokens) - 1), max_size=row_bytes(n_top) * (len(tokens) - 1)),
-            st.none() | st.builds(ScoredToken, st.integers(0, 9), st.floats(-9, 0), st.just(((3, -1.5),))),
+            st.none() | st.builds(ScoredToken, st.integers(0, 9), st.floats(-9, 0), st.just(((3, -1.5),)), ranks),
         )
     )
 )
@@ -183,11 +185,17 @@ def test_the_probabilities_of_a_prompt_are_decoded_as_they_were_encoded(prompt: 
     assert output == TokenSpan(0, (7,), 0, "x", prompt_logprobs=prompt)
 
 
+def test_no_time_is_spent_on_the_compression_of_the_probabilities_of_a_prompt() -> None:
+    prompt = PromptLogprobs((0,) * 1001, 1, bytes(row_bytes(1) * 1000))
+    assert len(codec.encode_output("x", [7], prompt_logprobs=prompt)) > len(prompt.rows)
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
         1, "x", [], [[1], 0, b""], [[1, 2], 0, b"1234567", None], [[1, 2], -1, b"", None], [[1], 0, b"", [1]],
-        [["a"], 0, b"", None], [[1, 2], 0, "12345678", None], [[1], 0, b"", [1, -1.0, [2], None]],
+        [["a"], 0, b"", None], [[1], 10**18, b"", None], [[-1], 0, b"", None], [[2**40], 0, b"", None],
+        [[1, 2], "x", b"", None], [[1, 2], 0, "12345678", None], [[1], 0, b"", [1, -1.0, [2], None]],
     ],
 )  # fmt: skip
 def test_damaged_probabilities_of_a_prompt_are_refused(damaged: object) -> None:
@@ -203,6 +211,9 @@ def test_the_entries_of_a_prompt_are_read_as_those_of_a_tuple() -> None:
     entries = (None, ScoredToken(9, -0.5, ((9, -0.5),), 1), ScoredToken(7, -2.25, ((8, -0.125),), 3))
     assert tuple(prompt) == prompt[:] == entries
     assert (prompt[-1], prompt[1:2], len(prompt)) == (entries[2], entries[1:2], 3)
+    assert prompt.all_tokens() == {5, 9, 7, 8}
+    assert replace(prompt, end=ScoredToken(1, -1.0, ((2, -0.5),))).all_tokens() == {5, 9, 7, 8, 1, 2}
+    assert PromptLogprobs((5, 6), 0, row_format(0).pack(-1.0, 4)).all_tokens() == {5, 6}
     with pytest.raises(IndexError):
         prompt[3]
     result = Result(

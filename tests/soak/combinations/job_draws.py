@@ -131,8 +131,9 @@ class JobDraws:
 
     def _ends(self) -> Options:
         chosen = self._some({
-            "max_tokens": (0.9, [1, 2, 5, 10, 20, 40, 80]), "ignore_eos": (0.4, [True]), "special": (0.2, [True]),
+            "max_tokens": (0.9, [0, 1, 2, 5, 10, 20, 40, 80]), "ignore_eos": (0.4, [True]), "special": (0.2, [True]),
             "logprobs": (0.2, [0, 1, 5, 20]), "post_sampling_probs": (0.1, [True]),
+            "prompt_logprobs": (0.25, [0, 1, 3, 20]),
             "reasoning_budget": (0.1, [0, 3, 10]), "timeout_s": (0.05, [0.01, 0.05, 0.3]),
         })  # fmt: skip
         if self._rng.random() < 0.2:

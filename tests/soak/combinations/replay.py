@@ -33,6 +33,8 @@ N_HALVINGS = 16
 text may be as improbable as that.
 """
 CHUNK = 256
+SCORED_CHUNK = 16
+"""Number of tokens of a prompt whose logits are read at once."""
 
 
 class Replay:
@@ -49,7 +51,7 @@ class Replay:
         self._end_tokens = self._parts.engine.vocab.end_tokens
         types = (plain.cache_type_k, plain.cache_type_v)
         self._noise = max(NOISE.get(each, NOISE_OF_FLOATS) for each in types)
-        self.n_tokens = self.n_near_ties = 0
+        self.n_tokens = self.n_near_ties = self.n_scores = 0
 
     def close(self) -> None:
         self._parts.close()
@@ -86,7 +88,39 @@ class Replay:
         text += detokenizer.finish()
         if text != tracked.text:
             yield f"the text is {tracked.text!r} instead of {text!r}"
+        yield from self._faults_of_scores(tracked)
         yield from faults_of_end(tracked, context_limits)
+
+    def _faults_of_scores(self, tracked: TrackedJob) -> Iterator[str]:
+        """Yield how the probabilities of the prompt differ from those of the prompt computed alone."""
+        found, n_top = tracked.prompt_logprobs, tracked.request.prompt_logprobs
+        if found is None or n_top is None:
+            if (found is None) != (n_top is None) and tracked.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                yield f"the probabilities of the prompt are {found}"
+            return
+        if found.tokens != tuple(tracked.prompt) or found.n_top != n_top:
+            yield f"{found!r} is not of the prompt"
+            return
+        job = self._job_at(tracked, 0)
+        rows = self._prompt_rows(job)
+        job.close()
+        for position, (entry, row) in enumerate(zip(found[1:], rows, strict=True)):
+            assert entry is not None
+            logprobs = TokenLogprobs(entry.logprob, entry.top)
+            yield from self._faults_of_values(f"prompt token {position + 1}", logprobs, entry.token, row)
+            self.n_scores += 1
+
+    def _prompt_rows(self, job: Job) -> list[Logits]:
+        """Return the logits after each token of the prompt but the last."""
+        context, tokens, rows = self._parts.engine.context, job.prompt[:-1], list[Logits]()
+        context.clear()
+        context.use_adapters(job.adapter_scales)
+        for start in range(0, len(tokens), SCORED_CHUNK):
+            context.batch.clear()
+            context.batch.add_draft(tokens[start : start + SCORED_CHUNK], start, 0)
+            assert context.decode() == 0
+            rows += list(context.logits(len(context.batch)).copy())
+        return rows
 
     def _job_at(self, tracked: TrackedJob, position: int) -> Job:
         """Return the job with a sampler that has drawn the first `position` tokens."""
@@ -133,11 +167,14 @@ class Replay:
             yield f"the probabilities of token {position} are {logprobs}"
         if logprobs is None or tracked.request.post_sampling_probs:
             return
+        yield from self._faults_of_values(f"token {position}", logprobs, tracked.tokens[position], row)
+
+    def _faults_of_values(self, where: str, logprobs: TokenLogprobs, own: int, row: Logits) -> Iterator[str]:
         computed = row.astype(np.float64)
         computed -= computed.max() + np.log(np.exp(computed - computed.max()).sum())
-        for token, value in _all_of(logprobs, tracked.tokens[position]):
+        for token, value in _all_of(logprobs, own):
             if abs(computed[token] - value) > LOGPROB_NOISE * self._noise * row.std():
-                yield f"the logprob of {token} at {position} is {value} instead of {computed[token]}"
+                yield f"the logprob of {token} at {where} is {value} instead of {computed[token]}"
 
 
 def _draw(job: Job, row: Logits, history: Sequence[int]) -> int:
@@ -183,7 +220,8 @@ def faults_of_end(tracked: TrackedJob, context_limits: Sequence[int]) -> Iterato
     if end.stats.generated_tokens != n_tokens:
         yield f"the stats say {end.stats.generated_tokens} tokens instead of {n_tokens}"
     if tracked.reason is FinishReason.LENGTH:
-        wanted = [min(limit - len(tracked.prompt), request.max_tokens or limit) for limit in context_limits]
+        n_max = max(context_limits) if request.max_tokens is None else request.max_tokens
+        wanted = [min(limit - len(tracked.prompt), n_max) for limit in context_limits]
         if not min(wanted) <= n_tokens <= max(wanted):
             yield f"it ended with `length` after {n_tokens} tokens instead of {wanted}"
     if tracked.reason is FinishReason.STOP and n_tokens < request.min_tokens and not request.constraints:

@@ -10,6 +10,7 @@ from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.outputs import JobEnded, NewToken
@@ -23,6 +24,8 @@ class TrackedJob:
     id: str
     request: JobRequest
     published: list[NewToken] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    """The probabilities of the prompt. Like the worker, the test publishes them with the first token."""
     end: JobEnded | None = None
     refusal: str | None = None
     """Why the preparer has refused the job. None: it has not."""
@@ -48,6 +51,12 @@ class TrackedJob:
     def reason(self) -> FinishReason | None:
         """Why the job has finished. None: it has failed, or it has not ended."""
         return self.end.reason if self.end else None
+
+    def lose_after(self, n_published: int) -> None:
+        """Forget the tokens that were not published, and the probabilities of the prompt if none was."""
+        del self.published[n_published:]
+        if not self.published:
+            self.prompt_logprobs = None
 
     def prepare(self, preparer: JobPreparer, n_published: int | None = None) -> PreparedJob:
         """Return the job that continues after its published tokens, or after the first `n_published` of them.

@@ -30,7 +30,7 @@ from tests.soak.report import Outcome, ProgressReport
 from llamaq.common.errors import ErrorCode, JobRejected, LlamaqError
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, NewToken
+from llamaq.worker.core.outputs import JobEnded, NewToken, PromptScored
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message
 from llamaq.worker.settings import load_settings
 
@@ -208,6 +208,9 @@ class Round:
         assert not tracked.is_done, f"{message!r} after the end of {tracked!r}"
         if isinstance(message, NewToken):
             tracked.published.append(message)
+        elif isinstance(message, PromptScored):
+            assert not tracked.published, f"{message!r} after the first token of {tracked!r}"
+            tracked.prompt_logprobs = message.prompt_logprobs
         elif isinstance(message, JobEnded):
             tracked.end, tracked.lease = message, None
             self._draws.histories.append([*tracked.prompt, *tracked.tokens])
@@ -220,7 +223,9 @@ class Round:
         for tracked in self._open:
             tracked.lease = None
             if self.rng.random() < 0.5:
-                del tracked.published[self.rng.randint(0, len(tracked.published)) :]
+                tracked.lose_after(self.rng.randint(0, len(tracked.published)))
+            elif not tracked.published:
+                tracked.lose_after(0)
 
     # ---- what must hold
 
@@ -238,6 +243,7 @@ class Round:
             yield from (f"{tracked!r}: {fault}" for fault in replay.faults_of(tracked, self.context_limits))
         self.figures["replayed tokens"] += replay.n_tokens
         self.figures["near ties"] += replay.n_near_ties
+        self.figures["scores of prompts"] += replay.n_scores
         replay.close()
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple, Self, overload
+
+from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 
 MAX_VALUES = 500_000
 """Largest number of probabilities of one prompt: its tokens, each with its alternatives. They have 4 MB in Redis."""
@@ -65,6 +68,13 @@ class PromptLogprobs(Sequence[ScoredToken | None]):
             self.tokens[index], _rounded(logprob), tuple((each, _rounded(value)) for each, value in alternatives), rank
         )
 
+    def all_tokens(self) -> set[int]:
+        """Return the tokens of the prompt, all their alternatives, and those of `end`."""
+        n_top = self.n_top
+        alternatives = Struct(f"<8x{n_top}i{4 * n_top}x").iter_unpack(self.rows)
+        found = {*self.tokens, *chain.from_iterable(alternatives)}
+        return found if self.end is None else found | {self.end.token, *(token for token, _ in self.end.top)}
+
     def as_json(self) -> list[dict[str, Any] | None]:
         """Return the entries as values of JSON."""
         return [None if each is None else each._asdict() for each in self]
@@ -85,7 +95,10 @@ class PromptLogprobs(Sequence[ScoredToken | None]):
             found = cls(tuple(map(int, tokens)), int(n_top), bytes(memoryview(rows)), _scored_token(end))
         except (TypeError, OverflowError) as exc:
             raise ValueError("prompt_logprobs has values of other types") from exc
-        if n_top < 0 or len(found.rows) != row_bytes(found.n_top) * max(0, len(found) - 1):
+        numbers = (0, *found.tokens)
+        if not 0 <= found.n_top <= MAX_VALUES or min(numbers) < 0 or max(numbers) > MAX_TOKEN_ID:
+            raise ValueError("prompt_logprobs: a number is out of range")
+        if len(found.rows) != row_bytes(found.n_top) * max(0, len(found) - 1):
             raise ValueError("prompt_logprobs: the number of bytes is not that of the tokens")
         return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
-from llamaq.gateway.completions.prompt_probabilities import PromptFields
+from llamaq.gateway.completions.prompt_probabilities import PromptFields, write_off_the_loop
 from llamaq.gateway.completions.stream_chunks import StreamChunks, delta_of
 from llamaq.gateway.completions.token_id_fields import TokenIdFields
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
@@ -83,7 +83,7 @@ class ChoiceStream:
         chunks = await self._chunks_of(piece)
         if self._token_ids is not None:
             self._token_ids.write(chunks, () if isinstance(piece, Result) else piece.tokens)
-        return b"".join(map(data, chunks))
+        return await write_off_the_loop([piece.prompt_logprobs], lambda: b"".join(map(data, chunks)))
 
     def _encode_text(self, text: str) -> bytes:
         if self._text_event is None:

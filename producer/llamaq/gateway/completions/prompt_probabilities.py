@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_outcome import Result, TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, ScoredToken
 from llamaq.gateway.completions.logprobs import Pieces, logprobs_object
 from llamaq.gateway.token_bytes_cache import TokenBytesCache, starts_of
@@ -16,6 +17,9 @@ from llamaq.producer.openai_format.endpoints import Endpoint
 
 MAX_QUICK_BYTES = 64 * 1024
 """Larger probabilities are written on a thread, because this takes long."""
+MAX_VALUES_OF_ANSWER = 1_000_000
+"""Largest number of probabilities of prompts in one answer that is no stream. Each has up to 80 bytes of JSON, and up
+to 400 bytes of memory until then."""
 
 T = TypeVar("T")
 
@@ -27,7 +31,28 @@ class PromptFields:
     logprobs: dict[str, Any] | None = None
     """The object `logprobs` of the echoed prompt. None: no prompt is echoed with probabilities."""
     listed: dict[str, Any] = field(default_factory=dict)
-    """The field `prompt_logprobs`, if the request has it."""
+    """The field `prompt_logprobs`, if the request has it. Its entries are an iterator, made when JSON is written."""
+
+
+class PromptValueCount:
+    """Counts the probabilities of prompts in one answer, and bounds them: each of its choices may have many."""
+
+    def __init__(self) -> None:
+        self._n_values = 0
+
+    def add(self, result: Result) -> None:
+        """Count those of a choice.
+
+        Raises:
+            InvalidRequest: With them, the answer has too many.
+        """
+        if result.prompt_logprobs is not None:
+            self._n_values += len(result.prompt_logprobs) * (1 + result.prompt_logprobs.n_top)
+        if self._n_values > MAX_VALUES_OF_ANSWER:
+            raise InvalidRequest(
+                f"prompt_logprobs: this answer would have more than {MAX_VALUES_OF_ANSWER} probabilities of prompt "
+                "tokens; ask for a stream, or for fewer alternatives, choices or prompts at once"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +67,17 @@ class PromptProbabilities:
     cache: TokenBytesCache
     client: AsyncClient
 
-    async def listed(self, prompt: PromptLogprobs) -> list[dict[str, Any] | None]:
+    async def listed(self, prompt: PromptLogprobs) -> Iterator[dict[str, Any] | None]:
         """Return vLLM's field `prompt_logprobs`: for each token but the first, a map from token ids to probabilities.
+
+        All maps at once would take a hundred times the memory of the packed numbers, so each is made when it is written
+        as JSON.
 
         Raises:
             LlamaqError: No worker of the queue has answered.
         """
         pieces = await self._pieces(prompt)
-        return await _off_the_loop(prompt, lambda: [_by_id(entry, pieces) for entry in prompt])
+        return (_by_id(entry, pieces) for entry in prompt)
 
     async def echoed(self, prompt: PromptLogprobs, text: str, n_top: int) -> dict[str, Any]:
         """Return the object `logprobs` of an echoed prompt, in the form of a completion.
@@ -66,10 +94,10 @@ class PromptProbabilities:
             LlamaqError: No worker of the queue has answered.
         """
         pieces = await self._pieces(prompt)
-        return await _off_the_loop(prompt, lambda: _echoed_object(prompt, text, n_top, pieces))
+        return await write_off_the_loop([prompt], lambda: _echoed_object(prompt, text, n_top, pieces))
 
     async def _pieces(self, prompt: PromptLogprobs) -> Pieces:
-        return await self.cache.of(self.client, await _off_the_loop(prompt, lambda: _tokens_of(prompt)))
+        return await self.cache.of(self.client, await write_off_the_loop([prompt], prompt.all_tokens))
 
 
 def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:
@@ -77,16 +105,10 @@ def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, An
     return first if second is None else {name: first[name] + second[name] for name in first}
 
 
-async def _off_the_loop(prompt: PromptLogprobs, write: Callable[[], T]) -> T:
-    """Return what `write` returns. It is called on a thread if it takes long."""
-    return await asyncio.to_thread(write) if len(prompt.rows) > MAX_QUICK_BYTES else write()
-
-
-def _tokens_of(prompt: PromptLogprobs) -> set[int]:
-    """Return all tokens whose bytes an answer has."""
-    entries = [entry for entry in (*prompt, prompt.end) if entry is not None]
-    alternatives = (token for entry in entries for token, _ in entry.top)
-    return {*prompt.tokens, *(entry.token for entry in entries), *alternatives}
+async def write_off_the_loop(prompts: Iterable[PromptLogprobs | None], write: Callable[[], T]) -> T:
+    """Return what `write` returns. It is called on a thread if it takes long, because it reads these probabilities."""
+    n_bytes = sum(len(prompt.rows) for prompt in prompts if prompt is not None)
+    return await asyncio.to_thread(write) if n_bytes > MAX_QUICK_BYTES else write()
 
 
 def _by_id(entry: ScoredToken | None, pieces: Pieces) -> dict[str, Any] | None:

@@ -11,7 +11,12 @@ from typing import Any, Self
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.gateway.completions.logprobs import logprobs_object, tokens_of
-from llamaq.gateway.completions.prompt_probabilities import PromptFields, PromptProbabilities, joined
+from llamaq.gateway.completions.prompt_probabilities import (
+    PromptFields,
+    PromptProbabilities,
+    PromptValueCount,
+    joined,
+)
 from llamaq.gateway.completions.token_id_fields import write_token_ids
 from llamaq.gateway.infill import with_gap_of_suffix
 from llamaq.gateway.model_knowledge import ModelKnowledge
@@ -129,7 +134,15 @@ class PreparedCompletion:
         return await self.models.count_reasoning(self.form, *results)
 
     async def answer(self, results: Sequence[Result]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole answer.
+
+        Raises:
+            InvalidRequest: The prompts have too many probabilities for one answer.
+            LlamaqError: No worker of the queue has answered.
+        """
+        count = PromptValueCount()
+        for result in results:
+            count.add(result)
         echoed = self.echoed or [""] * len(results)
         prompts = [await self._fields_of_prompt(*each) for each in zip(results, echoed, strict=True)]
         logprobs = [await self._logprobs_of(*each) for each in zip(results, echoed, prompts, strict=True)]

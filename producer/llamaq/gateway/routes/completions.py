@@ -13,6 +13,7 @@ from starlette.responses import Response
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.completions.choice_stream import ChoiceStream
+from llamaq.gateway.completions.prompt_probabilities import PromptValueCount, write_off_the_loop
 from llamaq.gateway.completions.stream_chunks import StreamChunks
 from llamaq.gateway.completions.token_id_fields import TokenIdFields
 from llamaq.gateway.context import Context, context_of
@@ -50,9 +51,11 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
     generation = generation_for(request, model, asked.jobs, is_kept=is_kept)
     async with explaining_long_prompts(context, generation):
         if not asked.body.is_streamed:
-            results = await generation.results()
+            results = await generation.results(PromptValueCount().add)
             answer = await asked.answer(results)
-            return json_response(answer | await _verbose_fields(context, fields, generation, results[0], asked.model))
+            answer |= await _verbose_fields(context, fields, generation, results[0], asked.model)
+            scored = [result.prompt_logprobs for result in results]
+            return await write_off_the_loop(scored, lambda: json_response(answer))
         await generation.start()
         events = _events(context, generation, asked, ProgressOptions.read(fields))
         return await EventStream.open(events, comment=generation.describe_wait, ping_s=context.settings.ping_s)

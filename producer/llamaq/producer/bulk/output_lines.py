@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -57,7 +58,10 @@ async def answer_line(run: RunParameters, row: Row, results: Sequence[Result], *
         else:
             body = completion_object(row.endpoint, result, model=row.model or queue, created_s=now_s)
         response = {"status_code": int(HTTPStatus.OK), "request_id": result.job_id, "body": body}
-        return _encode({**_batch_start(run, row), "response": response, "error": None})
+        line = {**_batch_start(run, row), "response": response, "error": None}
+        if result.prompt_logprobs is None:
+            return _encode(line)
+        return await asyncio.to_thread(_encode_in_steps, line)  # takes seconds for the longest prompts
     answer: dict[str, Any] = {"line": row.number, "id": row.row_id, "text": result.text}
     if "tokens" in row.jobs[0]:
         answer["tokens"] = list(result.tokens)
@@ -101,6 +105,12 @@ def _batch_start(run: RunParameters, row: Row) -> dict[str, Any]:
 def _encode(line: dict[str, Any]) -> bytes:
     """Return the line as JSON. Raises `ValueError` for a number that JSON does not have, such as NaN."""
     return json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n"
+
+
+def _encode_in_steps(line: dict[str, Any]) -> bytes:
+    """Do the same as `_encode`, also for iterators. Other threads run meanwhile, unlike during `json.dumps`."""
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=list)
+    return "".join(encoder.iterencode(line)).encode(errors="replace") + b"\n"
 
 
 def row_number_of(line: bytes, file_name: object, highest: int | None = None) -> int:

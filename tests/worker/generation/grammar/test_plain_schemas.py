@@ -51,11 +51,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     "values": record(a={"const": "x"}, b={"enum": ["a", 1, None, 2.5, True]}),
     "pattern": texts(pattern=r"^(\+\d{1,3} )?\d{3,14}(?:-[a-z]+)*$"),
     "format": array(texts(format="date-time"), maxItems=10),
+    "list of itself": array({"$ref": "#"}),
     "tree": {
         "$ref": "#/$defs/node",
         "$defs": {"node": record(next=any_of({"type": "null"}, {"$ref": "#/$defs/node"}))},
     },
 }
+COSTLY: dict[str, Any] = {"allOf": [texts(pattern=f"(a|b)*a(a|b){{{n}}}$") for n in range(40)]}
+"""The intersection of its patterns takes minutes."""
 NOT_PLAIN: dict[str, dict[str, Any]] = {
     "parts": {"allOf": [texts(pattern="^a"), texts(pattern="b$")]},
     "exclusive parts": {"oneOf": [TEXT, {"type": "null"}]},
@@ -65,6 +68,10 @@ NOT_PLAIN: dict[str, dict[str, Any]] = {
     "pattern of names": {"type": "object", "patternProperties": {"^a": TEXT}},
     "names": {"type": "object", "propertyNames": {"maxLength": 3}},
     "reference with a sibling": {"$ref": "#/$defs/a", "pattern": "a", "$defs": {"a": texts(pattern="b")}},
+    "reference to a default": {"$ref": "#/default", "default": COSTLY},
+    "reference to an example": array({"$ref": "#/examples/0"}, examples=[COSTLY]),
+    "reference into a definition": {"$ref": "#/$defs/a/title", "$defs": {"a": TEXT | {"title": COSTLY}}},
+    "escaped reference": {"$ref": "#/$defs/a%2Ftitle", "$defs": {"a": TEXT | {"title": COSTLY}}},
     "alternatives with a sibling": {"anyOf": [texts(pattern="b")], "pattern": "a"},
     "repeated group": texts(pattern="(a{100}){100}"),
     "repeated repetition": texts(pattern="a{100}{100}"),

@@ -10,6 +10,7 @@ from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress, 
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
+from llamaq.common.protocol.output_params import OutputParams
 from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,
     LoraScale,
@@ -46,7 +47,8 @@ from llamaq.worker.speculation_settings import SpeculationSettings
 from llamaq.worker.thread_settings import ThreadSettings
 
 _CHAT = (Message, ToolCall, FunctionCall, TemplateParams)
-_JOB = (*_CHAT, SamplingParams, JobParams, JobRequest, JobStats, Result, MappedResult, JobStatus, EmbeddingTask)
+_PARAMS = (*_CHAT, SamplingParams, OutputParams)
+_JOB = (*_PARAMS, JobParams, JobRequest, JobStats, Result, MappedResult, JobStatus, EmbeddingTask)
 _EVENTS = (Started, Tokens, Finished, Failed, Retried, PromptProgress)
 _SNAPSHOTS = (
     QueueDepth,

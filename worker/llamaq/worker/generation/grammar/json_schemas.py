@@ -50,6 +50,9 @@ regular expressions from any of these combinations."""
 _COSTLY_PATTERN = re.compile(r"[)}*+?]\s*\{|\{[^}]*\d{4}|\(\?[^:]")
 """Finds in a pattern a counted repetition of a group or of a repetition, a count of four digits, and a group that may
 change the syntax, such as `(?x`."""
+_PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions)/[^/%~]+)?")
+"""The references to the whole schema or to a definition, which are checked. Another one, such as `#/default`, may point
+to a value that is not."""
 
 
 def json_schema_grammar(schema: dict[str, Any]) -> str:
@@ -120,6 +123,10 @@ def _is_type(value: Any) -> bool:
     return all(isinstance(each, str) and each in _TYPES for each in (value if isinstance(value, list) else [value]))
 
 
+def _is_plain_reference(value: Any) -> bool:
+    return isinstance(value, str) and _PLAIN_REFERENCE.fullmatch(value) is not None
+
+
 def _is_plain_pattern(value: Any) -> bool:
     return isinstance(value, str) and not _COSTLY_PATTERN.search(value)
 
@@ -129,7 +136,7 @@ def _is_list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _VALUES: Mapping[str, Callable[[Any], bool]] = {
-    "$ref": _is_text,
+    "$ref": _is_plain_reference,
     "additionalProperties": _is_schema,
     "anyOf": _is_list_of(_is_schema),
     "const": _is_scalar,
