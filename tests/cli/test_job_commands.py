@@ -56,7 +56,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "seed": "11", "logit_bias": '{"4": -1.5}', "lora": '{"0": 0.5}',
         "json_schema": f"@{schema}", "grammar_root": "start",
         "timeout_s": "30", "queue_timeout_s": "60", "deadline_s": "90", "priority": "bulk", "idempotency_key": "k",
-        "metadata": '{"user": "u"}', "cache_salt": "salt", "tenant": "acme", "logprobs": "2",
+        "metadata": '{"user": "u"}', "cache_salt": "salt", "tenant": "acme", "logprobs": "2", "prompt_logprobs": "1",
         "cache_public": "5", "slot": "1", "run_at": "2020-12-24T18:00+01:00", "retries": "3",
         "reasoning_budget": "7", "reasoning_open": "<r>", "reasoning_close": "</r>",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "draft_max": "3",

@@ -108,6 +108,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
             "reasoning_effort": "none",
         },
         {"tools": [WEATHER], "lark": f"start: {json.dumps(CALL)}"},
+        {"prompt_logprobs": 2, **FORCED},
         {"tools": "hammer"},
         {"n": 1000},
     ],
@@ -115,6 +116,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["one", [5, 6, 7]], "n": 2, "echo": True, **FORCED},
         {"prompt": ["one", [5, 6, 7]], "n": 2, "logprobs": 1, **FORCED},
         {"prompt": [5, "two", 6], **FORCED},
+        {"prompt": ["one", [5, 6, 7]], "echo": True, "logprobs": 1, "max_tokens": 0, "prompt_logprobs": 1},
         {"prompt": {}},
     ],
     "/v1/responses": [
@@ -131,7 +133,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
 }
 OWN_NAMES = ("id", "call_id", "created", "created_at", "timings")
 """Fields in which two answers to one request differ."""
-OWN_NUMBERS = ("logprob", "token_logprobs", "top_logprobs", "usage")
+OWN_NUMBERS = ("logprob", "token_logprobs", "top_logprobs", "prompt_logprobs", "usage")
 """Fields whose values depend on the other jobs of the worker."""
 
 

@@ -263,6 +263,12 @@ def test_the_cost_of_a_new_json_schema_and_of_its_masks_is_measured() -> None:
         assert_spread(figures[name])
 
 
+def test_the_scores_of_a_prompt_are_those_of_the_logits_of_llama_cpp_python() -> None:
+    figures = run_quickly("prompt_scoring")
+    assert figures["largest_difference"] < 0.1
+    assert figures["tokens_per_s"].keys() == {"plain", "scored", "llama_cpp_python"}
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads the memory of processes from /proc")
 def test_the_memory_of_a_worker_is_measured_over_many_jobs() -> None:
     figures = run_quickly("worker_memory")

@@ -41,8 +41,8 @@ async def with_gap_of_suffix(client: AsyncClient, fields: Mapping[str, Any]) -> 
 async def with_gap(client: AsyncClient, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a request to `/infill` as one to `/completion`.
 
-    Editors send a request with `n_predict` 0 to fill the cache before they need an answer. Such a job generates one
-    token, in any time.
+    Editors send a request with `n_predict` 0 to fill the cache before they need an answer. The prompt may take any time
+    then.
 
     Raises:
         InvalidRequest: A field has a wrong form, or the model does not fill gaps.
@@ -56,7 +56,7 @@ async def with_gap(client: AsyncClient, fields: Mapping[str, Any]) -> dict[str, 
         raise InvalidRequest("prompt: a text is required, the beginning of what belongs into the gap")
     body = {name: value for name, value in fields.items() if name not in GAP_FIELDS}
     if body.get("n_predict") == 0:
-        body |= {"n_predict": 1, "t_max_predict_ms": None}
+        body["t_max_predict_ms"] = None
     tokens = await _encode(
         client,
         body.get("n_predict", body.get("max_tokens")),

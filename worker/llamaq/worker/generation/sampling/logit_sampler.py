@@ -21,7 +21,8 @@ from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.bad_words import NO_BAD_WORDS, BadWords
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
-from llamaq.worker.generation.sampling.logit_adjustment import LogitAdjustment, check_finite, mask
+from llamaq.worker.generation.sampling.logit_adjustment import check_finite
+from llamaq.worker.generation.sampling.logit_changes import LogitChanges
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
@@ -83,16 +84,9 @@ class LogitSampler:
         """Number of alternatives in `logprobs`, if these are the probabilities of the draw."""
         self._is_greedy = is_greedy(params)
         self._uniform = UniformNumbers(seed)
-        self._adjustment = LogitAdjustment(logit_bias or {}, bad_words.single_tokens.union(masked_tokens))
-        self._bad_words = bad_words if bad_words.last_tokens else None
-        """The bad words of several tokens. None: there are none."""
-        self._min_tokens = min_tokens
-        self._early_adjustment = self._adjustment
-        """The adjustment of the first `min_tokens` draws."""
-        if min_tokens:
-            self._early_adjustment = LogitAdjustment(logit_bias or {}, self._adjustment.masked | end_tokens)
-        self._maskable = self._early_adjustment.masked | bad_words.last_tokens
-        """The tokens that some draws mask."""
+        self._changes = LogitChanges(
+            logit_bias or {}, masked_tokens, end_tokens=end_tokens, min_tokens=min_tokens, bad_words=bad_words
+        )
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         accepts_masked = self._feedback is None or self._feedback.accepts_masked
         self._chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
@@ -104,7 +98,7 @@ class LogitSampler:
             only=only,
             n_best=self._n_best(),
             can_force=self._can_force,
-            never=self._adjustment.masked | end_tokens | bad_words.last_tokens,
+            never=self._changes.unforced,
             end_tokens=end_tokens,
             min_tokens=min_tokens,
         )
@@ -116,22 +110,21 @@ class LogitSampler:
             is_restricted: Whether a grammar, a bound of the reasoning or a list restricts the tokens.
             has_logprobs: Whether each token has `logprobs`.
         """
-        adjustment, chain = self._adjustment, self._chain
+        changes, chain = self._changes, self._chain
         is_plain = self._feedback is None and self._n_drawn_logprobs is None
         self._top_k_draw = chain.top_k_draw if is_plain else None
-        needs_all_logits = self._feedback is not None or has_logprobs or adjustment.raises_logits
-        self._can_force = not needs_all_logits and not adjustment.has_bias
+        needs_all_logits = self._feedback is not None or has_logprobs or changes.raises_logits
+        self._can_force = not needs_all_logits and not changes.has_bias
         """Whether a token that must follow is not drawn."""
         self._takes_best = self._is_greedy and self._can_force and not chain.penalties
         """Whether the token with the largest logit of all is drawn if it is allowed."""
         self._takes_all = not is_restricted and not chain.penalties
         """Whether neither a restriction nor a penalty changes the logits."""
         n_largest = None if is_restricted or needs_all_logits else chain.n_largest
-        n_masked = 0 if self._bad_words is None else len(self._bad_words.last_tokens)
-        self.n_largest = None if n_largest is None else n_largest + self._early_adjustment.n_changed + n_masked
+        self.n_largest = None if n_largest is None else n_largest + changes.n_changed
         self.checks_logits = self._top_k_draw is not None and not is_restricted
-        is_row_draw = self._takes_all and self._bad_words is None and not has_logprobs and not adjustment.has_bias
-        self._row_draw = self._top_k_draw if is_row_draw else None
+        needs_more = has_logprobs or changes.has_bias or changes.depends_on_history
+        self._row_draw = self._top_k_draw if self._takes_all and not needs_more else None
         """The draw, if a token depends on the logits alone."""
 
     def prepare(self, history: Sequence[int], n_prompt: int, n_history: int, draft: Sequence[int]) -> None:
@@ -149,7 +142,7 @@ class LogitSampler:
         top_k = self._row_draw
         if top_k is None:
             return None
-        return top_k.row_draw(self._uniform.at(position), self._adjustment_at(position).row_masked)
+        return top_k.row_draw(self._uniform.at(position), self._changes.masked_at(position))
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int, drawn: int | None = None) -> int:
         """Draw the token that follows `history`; see `core.job_parts.Sampler`. Changes `logits`."""
@@ -157,8 +150,7 @@ class LogitSampler:
             if self._row_draw is not None:
                 return drawn
             if self._takes_best:
-                is_masked = drawn in self._maskable and self._masks(drawn, history, n_prompt)
-                if not is_masked and self._allowed.allows(drawn, history, n_prompt):
+                if not self._changes.masks(drawn, history, n_prompt) and self._allowed.allows(drawn, history, n_prompt):
                     return drawn
                 logits[drawn] = -inf
         n_logprobs = self._n_model_logprobs
@@ -178,9 +170,7 @@ class LogitSampler:
         check_finite(float(logits.max()))
         order = tokens.argsort()
         candidates = Candidates(logits.take(order), tokens.take(order).astype(np.intp))
-        self._adjustment_at(len(history) - n_prompt).apply_to_some(candidates)
-        if self._bad_words is not None:
-            candidates.add(np.array(self._bad_words.completed_after(history, n_prompt), np.intp), -inf)
+        self._changes.apply_to_some(candidates, history, n_prompt)
         for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
         if self._top_k_draw is not None:
@@ -190,22 +180,6 @@ class LogitSampler:
     def close(self) -> None:
         """Free the memory of the grammar. May be called twice."""
         self._allowed.close()
-
-    def _adjustment_at(self, position: int) -> LogitAdjustment:
-        """Return the adjustment of the draw after `position` generated tokens."""
-        return self._adjustment if position >= self._min_tokens else self._early_adjustment
-
-    def _adjust(self, logits: Logits, history: Sequence[int], n_prompt: int) -> None:
-        """Apply the bias and the masks in place."""
-        self._adjustment_at(len(history) - n_prompt).apply(logits)
-        if self._bad_words is not None:
-            mask(logits, self._bad_words.completed_after(history, n_prompt))
-
-    def _masks(self, token: int, history: Sequence[int], n_prompt: int) -> bool:
-        """Whether `_adjust` masks a token."""
-        if token in self._adjustment_at(len(history) - n_prompt).masked:
-            return True
-        return self._bad_words is not None and token in self._bad_words.completed_after(history, n_prompt)
 
     def _n_best(self) -> int | None:
         """Return the number of tokens with the largest logits among which the token is drawn. None: all tokens."""
@@ -218,7 +192,7 @@ class LogitSampler:
     def _sample_top_k(self, top_k: TopKDraw, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Do the same as `_sample`, with the fast draw. Every logit is checked."""
         if self._takes_all:
-            self._adjust(logits, history, n_prompt)
+            self._changes.apply(logits, history, n_prompt)
         else:
             candidates = self._penalized(logits, history, n_prompt)
             if len(candidates) <= SORT_LIMIT:
@@ -256,7 +230,7 @@ class LogitSampler:
 
     def _penalized(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
         """Apply bias, masks, grammar, and the penalties at the beginning of the chain. Changes `logits`."""
-        self._adjust(logits, history, n_prompt)
+        self._changes.apply(logits, history, n_prompt)
         candidates = self._allowed.restrict(logits, history, n_prompt)
         for penalize in self._chain.penalties:
             candidates = penalize(candidates, history, len(history) - n_prompt)
