@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -95,3 +97,10 @@ def test_the_probabilities_of_one_answer_are_bounded() -> None:
         count.add(result_of(prompt))
     with pytest.raises(InvalidRequest, match=r"prompt_logprobs: .* stream"):
         count.add(result_of(half))
+
+
+async def test_one_thread_writes_all_answers() -> None:
+    writing = [write_off_the_loop([scores(6000)], threading.get_ident) for _ in range(8)]
+    (thread,) = set(await asyncio.gather(*writing))
+    assert thread != threading.get_ident()
+    assert await write_off_the_loop([scores(2), None], threading.get_ident) == threading.get_ident()

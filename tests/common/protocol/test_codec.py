@@ -323,6 +323,14 @@ def test_a_request_with_too_many_parts_is_refused_at_once(part: bytes) -> None:
     assert codec.build_request({"prompt": "x", "metadata": {"a": [{}] * 199_000, "b": [1] * 10**6}}).metadata
 
 
+def test_the_error_of_an_invalid_item_says_nothing_about_the_length_of_its_list() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        codec.build_request({"prompt": "x", "allowed_token_ids": [-5]})
+    assert str(refused.value) == "allowed_token_ids.0: Input should be greater than or equal to 0"
+    with pytest.raises(InvalidRequest, match="allowed_token_ids: Tuple should have at least 1 item"):
+        codec.build_request({"prompt": "x", "allowed_token_ids": []})
+
+
 def test_unknown_fields_are_ignored_in_events_and_refused_in_requests() -> None:
     newer = msgpack.packb({"type": "failed", "code": "internal", "message": "m", "hint": "new"})
     assert codec.decode_event(newer) == Failed(code="internal", message="m")

@@ -85,11 +85,19 @@ def encode_values(values: Sequence[object]) -> bytes:
 def explain(exc: ValidationError) -> str:
     """Return a validation error as one line that names each field, without the input, which may be private."""
     problems = []
-    for error in exc.errors(include_input=False, include_url=False, include_context=False):
+    errors = exc.errors(include_input=False, include_url=False, include_context=False)
+    for error in errors:
+        if error["type"] == "too_short" and any(_is_within(other["loc"], error["loc"]) for other in errors):
+            continue  # it counts the valid items alone
         place = _shorten(".".join(str(part) for part in error["loc"]))
         message = error["msg"].removeprefix("Value error, ")
         problems.append(f"{place}: {message}" if place else message)
     return "; ".join(problems[:8])
+
+
+def _is_within(place: tuple[int | str, ...], outer: tuple[int | str, ...]) -> bool:
+    """Return whether an error is about a part of the value at `outer`."""
+    return len(place) > len(outer) and place[: len(outer)] == outer
 
 
 def _shorten(place: str) -> str:

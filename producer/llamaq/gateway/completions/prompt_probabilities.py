@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ MAX_QUICK_BYTES = 64 * 1024
 MAX_VALUES_OF_ANSWER = 1_000_000
 """Largest number of probabilities of prompts in one answer that is no stream. Each has up to 80 bytes of JSON, and up
 to 400 bytes of memory until then."""
+_WRITER = ThreadPoolExecutor(1, "prompt-probabilities")
+"""One thread for all answers: with several, the event loop would wait for each of them to get the GIL."""
 
 T = TypeVar("T")
 
@@ -108,7 +111,9 @@ def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, An
 async def write_off_the_loop(prompts: Iterable[PromptLogprobs | None], write: Callable[[], T]) -> T:
     """Return what `write` returns. It is called on a thread if it takes long, because it reads these probabilities."""
     n_bytes = sum(len(prompt.rows) for prompt in prompts if prompt is not None)
-    return await asyncio.to_thread(write) if n_bytes > MAX_QUICK_BYTES else write()
+    if n_bytes <= MAX_QUICK_BYTES:
+        return write()
+    return await asyncio.get_running_loop().run_in_executor(_WRITER, write)
 
 
 def _by_id(entry: ScoredToken | None, pieces: Pieces) -> dict[str, Any] | None:
