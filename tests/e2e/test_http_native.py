@@ -156,6 +156,7 @@ async def test_slots_props_and_metrics_show_the_worker(
     async with http_client(served) as http:
         slots = (await http.get("/slots")).json()
         props = (await http.get("/props", params={"model": served.queue})).json()
+        tokenizer = (await http.get("/tokenizer_info")).json()
         saved = await http.post("/slots/1?action=save", json={"filename": "http.bin"})
         restored = await http.post("/slots/1?action=restore", json={"filename": "http.bin"})
         erased = await http.post("/slots/1?action=erase", json={})
@@ -167,7 +168,11 @@ async def test_slots_props_and_metrics_show_the_worker(
         metrics = (await http.get("/metrics")).text
     assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
     assert props["total_slots"] == 4
-    assert props["chat_template"]
+    assert props["chat_template"] == tokenizer["chat_template"] != ""
+    with served.client() as client:
+        assert client.tokenize(props["eos_token"])[-1] in client.workers()[0].card.end_tokens
+        assert client.tokenize(props["bos_token"])[-1] == client.tokenize("")[0]
+    assert [tokenizer[name] for name in ("bos_token", "eos_token")] == [props["bos_token"], props["eos_token"]]
     assert saved.json()["n_saved"] == restored.json()["n_restored"] > 0
     assert saved.json()["filename"] == "http.bin"
     assert erased.json()["n_erased"] == saved.json()["n_saved"]

@@ -90,6 +90,7 @@ ROUTES = [
     Route("/detokenize", texts.detokenize, methods=["POST"]),
     Route("/apply-template", texts.apply_template, methods=["POST"]),
     Route("/props", slots_props_metrics.props),
+    Route("/tokenizer_info", slots_props_metrics.tokenizer_info),
     Route("/lora-adapters", slots_props_metrics.list_adapters),
     Route("/slots", slots_props_metrics.list_slots),
     Route("/slots/{slot:int}", slots_props_metrics.act_on_slot, methods=["POST"]),

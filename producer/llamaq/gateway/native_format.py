@@ -248,9 +248,23 @@ def props_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
         "modalities": {"vision": False, "audio": False},
         "chat_template": card.chat_template or "",
         "chat_template_caps": {},
+        "bos_token": card.bos_token,
+        "eos_token": card.eos_token,
         "build_info": f"llamaq-{card.version}",
         "is_sleeping": False,
         "endpoint_slots": True,
         "endpoint_props": False,
         "endpoint_metrics": True,
+    }
+
+
+def tokenizer_object(card: WorkerCard) -> dict[str, Any]:
+    """Return vLLM's `/tokenizer_info` of a worker's model. `None` stands for what the model does not have."""
+    return {
+        "tokenizer_class": "GGUF",
+        "bos_token": card.bos_token or None,
+        "eos_token": card.eos_token or None,
+        "pad_token": None,
+        "model_max_length": card.n_ctx_train,
+        "chat_template": card.chat_template,
     }

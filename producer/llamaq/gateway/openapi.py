@@ -30,6 +30,7 @@ PATH: Mapping[str, dict[str, Any]] = {"slot": {"type": "integer", "minimum": 0}}
 """Schemas of the parameters in paths. The others are texts."""
 QUERY: Mapping[tuple[str, str], Sequence[Parameter]] = {
     ("GET", "/props"): (_MODEL,),
+    ("GET", "/tokenizer_info"): (_MODEL,),
     ("GET", "/slots"): (_MODEL, ("fail_on_no_slot", FLAG, "Answer 503 if all slots are busy.")),
     ("POST", "/slots/{slot}"): (
         ("action", {"enum": ["save", "restore", "erase"]}, "What to do with the state of the slot."),

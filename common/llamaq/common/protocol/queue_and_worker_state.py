@@ -192,6 +192,8 @@ class WorkerCard(WireModel):
     speculation: str = Field("off", description="How the worker drafts tokens: `off`, `ngram` or `model`.")
     n_vocab: int = Field(description="Number of tokens in the vocabulary.")
     end_tokens: tuple[int, ...] = Field((), description="The tokens that end an output, in ascending order.")
+    bos_token: str = Field("", description="Text of the token that begins a prompt. Empty: the model has none.")
+    eos_token: str = Field("", description="Text of the token that ends a text. Empty: the model has none.")
     n_parallel: int = Field(description="Number of slots.")
     quantization: str = Field(description="Quantization of the model file.")
     chat_template: str | None = Field(None, description="Chat template of the model. None: the model has none.")

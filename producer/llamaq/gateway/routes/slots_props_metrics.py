@@ -1,4 +1,6 @@
-"""GET /health, /slots, /props and /metrics, and POST /slots/{id}: server and workers, as llama-server shows itself."""
+"""GET /health, /slots, /props, /metrics and others, and POST /slots/{id}: server and workers, as llama-server shows
+itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.query_parameters import read_query_flag
 from llamaq.gateway.llama_metrics import metrics_text
-from llamaq.gateway.native_format import adapter_objects, props_object, slot_object
+from llamaq.gateway.native_format import adapter_objects, props_object, slot_object, tokenizer_object
 from llamaq.gateway.queue_of_request import queue_for
 from llamaq.producer import AsyncClient
 
@@ -77,6 +79,12 @@ async def props(request: Request) -> Response:
     """Return the properties of a queue's model."""
     client, workers = await _queue_of(request)
     return json_response(props_object(client.queue, workers))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Return the special tokens and the chat template of a queue's model, as vLLM does."""
+    _, workers = await _queue_of(request)
+    return json_response(tokenizer_object(workers[0].card))
 
 
 async def list_adapters(request: Request) -> Response:

@@ -18,6 +18,7 @@ from types import FrameType
 
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
@@ -135,6 +136,8 @@ class WorkerProcess:
             n_ctx_train=engine.model.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,
             end_tokens=tuple(sorted(engine.vocab.end_tokens)),
+            bos_token=_text_of(engine.vocab, engine.vocab.bos),
+            eos_token=_text_of(engine.vocab, engine.vocab.eos),
             n_parallel=self._settings.n_parallel,
             quantization=engine.model.quantization,
             chat_template=engine.vocab.chat_template,
@@ -226,6 +229,11 @@ class WorkerProcess:
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.card.worker} {self._ticks!r}>"
+
+
+def _text_of(vocab: Vocab, token: int | None) -> str:
+    """Return the text of a token, also of a control token. Empty: there is no token."""
+    return "" if token is None else vocab.piece_with_special(token).decode(errors="replace")
 
 
 def serve(settings: WorkerSettings, watch: Watch = nullcontext, token: str | None = None) -> int:
