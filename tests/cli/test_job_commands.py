@@ -64,7 +64,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     flags = [
         "--special",
         "--ignore-eos",
-        "--include-stop-str-in-output",
+        "--include-stop",
         "--post-sampling-probs",
         "--no-cache-prompt",
         "--no-stream",

@@ -63,7 +63,7 @@ def test_a_grammar_that_is_complete_ends_the_job_before_its_minimum(client: Clie
     assert len(longer.tokens) >= 20
 
 
-# ---- stop_token_ids and include_stop_str_in_output
+# ---- stop_token_ids and include_stop
 
 
 def test_a_stop_token_ends_the_job_and_is_not_in_its_output(
@@ -99,7 +99,7 @@ def test_a_named_end_token_ends_a_job_that_ignores_the_others(client: Client) ->
 def test_the_output_ends_with_a_stop_string_that_is_included(client: Client, story: Result) -> None:
     for begin in range(10, 60, 7):
         stop = story.text[begin : begin + 4]
-        chunks = list(client.stream(STORY, **GREEDY, ignore_eos=True, stop=[stop], include_stop_str_in_output=True))
+        chunks = list(client.stream(STORY, **GREEDY, ignore_eos=True, stop=[stop], include_stop=True))
         shown = "".join(chunk.text for chunk in chunks)
         assert shown == story.text[: story.text.index(stop) + len(stop)]
 

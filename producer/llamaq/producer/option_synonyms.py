@@ -16,6 +16,7 @@ from llamaq.common.protocol.job_request import JobRequest
 
 SYNONYMS = {
     "id_slot": "slot",
+    "include_stop_str_in_output": "include_stop",
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
     "mirostat_ent": "mirostat_tau",

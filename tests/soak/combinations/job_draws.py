@@ -143,7 +143,7 @@ class JobDraws:
     def _token_options(self, max_tokens: int | None) -> Options:
         """Return the options about the tokens that end a job, and about those that it may generate."""
         rng = self._rng
-        chosen = self._some({"min_tokens": (0.2, [1, 3, 12]), "include_stop_str_in_output": (0.3, [True])})
+        chosen = self._some({"min_tokens": (0.2, [1, 3, 12]), "include_stop": (0.3, [True])})
         if max_tokens is not None and "min_tokens" in chosen:
             chosen["min_tokens"] = min(chosen["min_tokens"], max_tokens)
         if rng.random() < 0.15:

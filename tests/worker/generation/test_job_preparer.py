@@ -160,9 +160,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_the_name_of_its_option(voc
 @pytest.mark.parametrize("special", [False, True])
 def test_the_detokenizer_has_the_options_of_stop_strings(vocab: Vocab, special: bool) -> None:
     tokens = [token for letter in "ab ab" for token in vocab.encode_part(letter)]
-    request = JobRequest(
-        prompt="x", seed=1, stop=("ab",), min_tokens=2, include_stop_str_in_output=True, special=special
-    )
+    request = JobRequest(prompt="x", seed=1, stop=("ab",), min_tokens=2, include_stop=True, special=special)
     published = TokenSpan(0, tuple(tokens[:1]), 0, "")
     attempt = prepare_attempt(vocab, request, published=published)
     assert isinstance(attempt.job, Job)

@@ -149,7 +149,7 @@ def test_a_stop_string_within_the_minimum_of_tokens_does_not_end_a_job(resumed: 
 
 def test_the_text_ends_with_a_stop_string_that_the_job_includes() -> None:
     rig = Rig(next_token=model_that_generates("good END and more", after=6))
-    rig.submit(make_job("Hello", max_tokens=50, stop=["END"], include_stop_str_in_output=True))
+    rig.submit(make_job("Hello", max_tokens=50, stop=["END"], include_stop=True))
     outputs = rig.finish()
     assert (text_of(outputs), only_end(outputs).reason) == ("good END", FinishReason.STOP)
 

@@ -64,7 +64,7 @@ class JobOptions(TypedDict, total=False):
     reasoning_open: str
     reasoning_close: str
     stop: str | list[str] | tuple[str, ...]
-    include_stop_str_in_output: bool
+    include_stop: bool
     stop_token_ids: list[int] | tuple[int, ...]
     ignore_eos: bool
     special: bool

@@ -173,7 +173,7 @@ class OutputParams(TemplateParams, SamplingParams):
         fail_fast=True,
         description="Strings that end the job, each of 1 to 256 characters. The output does not contain them.",
     )
-    include_stop_str_in_output: bool = Field(
+    include_stop: bool = Field(
         False, description="The output contains the stop string that ended the job. It ends with this string."
     )
     stop_token_ids: tuple[TokenId, ...] = Field(

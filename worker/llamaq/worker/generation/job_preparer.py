@@ -142,7 +142,7 @@ class JobPreparer:
 
     def _detokenizer(self, request: JobRequest) -> StreamDetokenizer:
         """Return the detokenizer of a job. Only a job that asks for the texts of control tokens has offsets of tags."""
-        stop, min_tokens, includes_stop = request.stop, request.min_tokens, request.include_stop_str_in_output
+        stop, min_tokens, includes_stop = request.stop, request.min_tokens, request.include_stop
         if request.special:
             piece, lengths = self._vocab.piece_with_special, self._tag_lengths
             return TagDetokenizer(piece, stop, lengths, min_tokens=min_tokens, includes_stop=includes_stop)

@@ -133,7 +133,7 @@ def make_job(
         ByteVocab().piece,
         request.stop,
         min_tokens=request.min_tokens,
-        includes_stop=request.include_stop_str_in_output,
+        includes_stop=request.include_stop,
     )
     for token in resumed:
         detokenizer.feed(token)
