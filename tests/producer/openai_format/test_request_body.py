@@ -57,7 +57,7 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
             {"min_tokens": 2, "stop_token_ids": [5]},
         ),
         ({"allowed_token_ids": [4, 5]}, {"allowed_token_ids": [4, 5]}),
-        ({"include_stop_str_in_output": True}, {"include_stop": True}),
+        ({"include_stop_str_in_output": True}, {"include_stop_str_in_output": True}),
         ({"service_tier": "flex"}, {"priority": "bulk"}),
         ({"priority": 5}, {"priority": "bulk"}),
         ({"priority": -5}, {}),
