@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.started_jobs import field, start
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_scripts import DEAD_TTL_S
-from llamaq.common.protocol.job_events import Finished
+from llamaq.common.protocol.job_events import Finished, Started
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import CrashVerdict, JobEntry, TerminalWrite
@@ -212,6 +213,30 @@ async def test_a_job_that_another_worker_has_started_in_the_meantime_is_not_chan
         assert await check_crash(worker, claim, "first") == "stale"
         assert await crashes(job) == 0
         assert (await running.emit([1], "a")).code == "ok"
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+async def test_a_live_worker_that_writes_after_the_check_does_not_start_its_attempt_again(
+    redis_url: str, queue: str, *, is_last: bool
+) -> None:
+    async with AsyncClient(redis_url, queue, event_ttl_s=60) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await attempt.emit([1], "a")
+        assert await check_crash(worker, attempt.claim, worker.name) == "ok"
+        if is_last:
+            await attempt.finish()
+        else:
+            await attempt.emit([2], "b")
+        found: Any = await worker.redis.xrange(worker.keys.of_job(job.id).events)
+        events = [codec.decode_event(fields[b"e"]) for _, fields in found]
+        assert sum(isinstance(event, Started) for event in events) == 1
+        if is_last:
+            assert (await job.result()).tokens == (1,)
+        else:  # the job is in its worker again, until it is claimed
+            assert await field(worker, job.id, "started_attempt") == b"1"
+            taken = await begin(worker, attempt.claim, "successor")
+            await taken.emit([3], "c")
+            assert await field(worker, job.id, "started_attempt") == b"2"
 
 
 async def test_an_entry_that_does_not_belong_to_the_job_counts_no_crash(redis_url: str, queue: str) -> None:

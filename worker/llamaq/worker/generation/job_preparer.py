@@ -259,9 +259,8 @@ class JobPreparer:
 
 
 def _prompt_scorer(request: JobRequest, published: TokenSpan) -> PromptScorer | None:
-    """Return what computes the probabilities of the prompt's tokens. None: nobody asks for them, or they are published.
-
-    They are published with the first token.
+    """Return the scorer of a job's prompt. None: the job does not ask for `prompt_logprobs`, or an earlier attempt has
+    published them, which happens with the first token.
     """
     if request.prompt_logprobs is None or published.tokens:
         return None

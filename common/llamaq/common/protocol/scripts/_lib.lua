@@ -23,7 +23,8 @@
 --   move_factor           how long the job stays in this worker without a slot, as a multiple of the usual time, before
 --                         another worker may take it: 1/4 for an interrupted job, twice as long after each move
 --   started_attempt       number of the newest attempt that had a slot. If it is `attempt`, a queued job was preempted:
---                         it waits in its worker for another slot
+--                         it waits in its worker for another slot. Negative: the attempt had a slot, but another
+--                         worker has taken the job from its worker
 --   at_risk               1 from the time at which this worker began to prepare the job: if it dies, that counts as a
 --                         crash
 --   model                 fingerprint of the model that generates the tokens
@@ -188,6 +189,11 @@ local RUNNING_GRACE_MS = 500
 -- ends the job at a cancel or a deadline, with all its tokens, its withheld text and its stats.
 local function has_run_in_worker(status, attempt, started_attempt)
   return status == 'running' or (attempt and attempt == started_attempt)
+end
+
+-- Returns whether the event `started` of an attempt was published, whatever the sign of `started_attempt`.
+local function was_started(attempt, started_attempt)
+  return math.abs(tonumber(started_attempt or '') or 0) == tonumber(attempt)
 end
 
 -- Returns the time at which a job that has not ended must end, in ms since the epoch. Returns nil if it has no deadline.

@@ -54,7 +54,7 @@ local function finish(job, events, stream, attempt, entry, channel, id, payload,
     return stored
   end
   allow_writes_when_full(job)
-  if has_started and tonumber(started_attempt or '') ~= attempt then -- no flush has started the job before its end
+  if has_started and not was_started(attempt, started_attempt) then -- no flush has started the job before its end
     redis.call('HSETNX', job, 'started_ms', now_ms())
     unsent[1] = cmsgpack.pack({type = 'started', attempt = attempt, worker = worker})
   end

@@ -85,10 +85,10 @@ local function start(job, events, attempt, channel)
 end
 
 -- Records that a job has a slot, or that it waits for another slot. Returns the error text of Redis, or ''.
-local function set_status(job, stream, entry, status, slot_ms)
-  local fields = {'status', status, 'slot_ms', slot_ms}
+local function set_status(job, stream, entry, attempt, status, slot_ms)
+  local fields = {'status', status, 'slot_ms', slot_ms, 'started_attempt', attempt}
   if status == 'queued' then
-    fields[5], fields[6] = 'claimed_ms', now_ms()
+    fields[7], fields[8] = 'claimed_ms', now_ms()
   end
   local set = redis.pcall('HSET', job, unpack(fields))
   if type(set) == 'table' then
@@ -108,12 +108,12 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
     return 'lost', whole_number(generated) or 0, 0, ''
   end
   local refusal = ''
-  if has_started and started_attempt ~= newest then
+  if has_started and not was_started(newest, started_attempt) then
     refusal = start(job, events, attempt, channel)
     generated = redis.call('HGET', job, 'generated')
   end
   if has_slot and status == 'queued' and refusal == '' then
-    refusal = set_status(job, stream, entry, 'running', slot_ms)
+    refusal = set_status(job, stream, entry, attempt, 'running', slot_ms)
     status = refusal == '' and 'running' or status
   end
   for _, event in ipairs(progress) do
@@ -133,7 +133,7 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
     end
   end
   if not has_slot and status == 'running' and refusal == '' and stored == offset + count then
-    refusal = set_status(job, stream, entry, 'queued', slot_ms)
+    refusal = set_status(job, stream, entry, attempt, 'queued', slot_ms)
     status = refusal == '' and 'queued' or status
   end
   listeners = listeners or redis.call('PUBSUB', 'NUMSUB', channel)[2]

@@ -6,8 +6,10 @@
 -- after a stored token is counted in the metrics alone.
 -- After too many deaths the job ends here with the error `poison`.
 --
--- The job becomes 'queued' and is no longer at risk, so that a repeated call does not count the death again. Nothing
--- changes if the result is 'stale', or if the job was cancelled: claim.lua ends a cancelled job.
+-- The job becomes 'queued' and is no longer at risk, so that a repeated call does not count the death again. The sign of
+-- its `started_attempt` changes, because no worker has the job now. If its last worker is alive, this worker may still
+-- write until the claim, but must not publish `started` again. Nothing changes if the result is 'stale', or if the job
+-- was cancelled: claim.lua ends a cancelled job.
 --
 -- A worker that is only paused or disconnected also counts as dead. When the worker continues, its first call for this
 -- attempt returns 'lost' and removes the death (see `remove_death` in _lib.lua).
@@ -38,9 +40,9 @@ local entry, group, channel, id, worker, last_worker, heartbeat_ms, dead_after_m
   unpack(ARGV)
 suspect_deaths = tonumber(suspect_deaths)
 
-local status, own_entry, priority, cancel, attempt, holder, at_risk, generated, generated_at_start =
-  unpack(redis.call('HMGET', job,
-    'status', 'entry', 'priority', 'cancel', 'attempt', 'worker', 'at_risk', 'generated', 'generated_at_start'))
+local status, own_entry, priority, cancel, attempt, holder, at_risk, generated, generated_at_start, started_attempt =
+  unpack(redis.call('HMGET', job, 'status', 'entry', 'priority', 'cancel', 'attempt', 'worker', 'at_risk', 'generated',
+    'generated_at_start', 'started_attempt'))
 if not status or has_ended(status) or not is_entry_of_job(own_entry, priority, stream, entry) or cancel then
   return 'ok' -- claim.lua drops such an entry, or ends the job
 end
@@ -55,7 +57,10 @@ if at_risk then
     record_crash(job, attempt, last_worker, has_no_token)
   end
   redis.call('HSET', job, 'status', 'queued')
-  redis.call('HDEL', job, 'at_risk', 'started_attempt')
+  redis.call('HDEL', job, 'at_risk')
+  if attempt and started_attempt == attempt then
+    redis.call('HSET', job, 'started_attempt', '-' .. attempt)
+  end
 end
 local deaths = deaths_of(job)
 if not has_no_token or #deaths < suspect_deaths then

@@ -11,6 +11,9 @@ from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.worker.generation.sampling.candidates import Candidates
 from llamaq.worker.generation.sampling.largest_logits import top_k_superset
 
+LOWEST = -9999.0
+"""Stands for the logarithm of zero, which JSON cannot have. OpenAI's API has the same number."""
+
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
     """Return ln(p_i), where p = softmax(logits), for a token and for the most probable tokens.
@@ -47,4 +50,4 @@ def drawn_logprobs(candidates: Candidates, index: int, n_top: int) -> TokenLogpr
 
 def _rounded(value: float) -> float:
     """Return the value as a finite number with five decimals, about the precision of the logits."""
-    return round(max(value, -9999.0), 5)
+    return round(max(value, LOWEST), 5)

@@ -11,10 +11,9 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.prompt_logprobs import row_bytes
 from llamaq.worker.core.finish_rules import NOT_NUMBERS
 from llamaq.worker.generation.sampling.largest_logits import top_k_superset
+from llamaq.worker.generation.sampling.logprobs import LOWEST
 
 Rows = npt.NDArray[np.float32]
-LOWEST = np.float32(-9999.0)
-"""Stands for the logarithm of zero, as in `token_logprobs`."""
 MAX_BLOCK_BYTES = 1024 * 1024
 """Largest size of the rows that are computed at once, unless one row is larger. They should stay in the cache of the
 CPU, because each row is read several times."""
