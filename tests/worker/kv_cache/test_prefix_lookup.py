@@ -1,4 +1,6 @@
-"""A lookup is stored until a job starts or leaves or an entry changes. A job is admitted only with a new lookup."""
+"""A lookup is remembered until a longer prefix may be there or what it names is gone. A job is admitted only with a new
+lookup.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded
 from llamaq.worker.kv_cache.prefix_cache_interface import DeviceMatch
 from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
-from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
+from llamaq.worker.scheduling.waiting_queue import MAX_COMPARED_JOBS
+from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, next_letter, run_tick, run_to_end
 
 pytestmark = pytest.mark.interpreted  # CountingCache inherits from a compiled class
 
@@ -53,11 +56,49 @@ class Rig:
         return [slot.job_id for slot in self.scheduler.snapshot()]
 
 
-def test_each_admission_looks_up_each_compared_job_once() -> None:
+def test_compared_jobs_are_looked_up_once_and_again_before_their_admission() -> None:
     rig = Rig(n_slots=4)
     rig.submit(*(make_job([at] * 20, max_tokens=5) for at in range(3)))
-    assert rig.lookups_of_a_tick() == 3 + 2 + 1  # number of jobs compared for the first, second and third admission
+    assert rig.lookups_of_a_tick() == 3 + 2  # the three that are compared; the second and third, when they are admitted
     assert rig.lookups_of_a_tick() == 0
+
+
+def test_one_admission_takes_two_lookups_at_most_beside_many_waiting_jobs() -> None:
+    rig = Rig(n_slots=4, n_ctx=4000)
+    rig.submit(*(make_job([1] * 20 + [2 + at], max_tokens=1 + at % 7) for at in range(60)))
+    n_lookups = 0
+    while rig.scheduler.n_waiting:
+        n_lookups += rig.lookups_of_a_tick()
+    n_without_hit = MAX_COMPARED_JOBS  # these jobs were looked up before the first job ran, and again after that
+    assert n_lookups <= 2 * 60 + 2 * n_without_hit
+
+
+def test_a_job_overtakes_when_another_job_has_ended_whose_answer_begins_its_prompt() -> None:
+    rig = Rig(n_slots=2)
+    question = [1] * 30
+    rig.submit(make_job(question, job_id="question", max_tokens=40, slot=0))
+    rig.submit(make_job([9] * 5, job_id="other", max_tokens=50, slot=1))
+    run_tick(rig.scheduler, rig.engine)
+    answer = list(question)
+    while len(answer) < 69:
+        answer.append(next_letter(answer))
+    rig.submit(make_job([2] * 30, job_id="unrelated", max_tokens=3, slot=0))
+    rig.submit(make_job([*answer, 5], job_id="next turn", max_tokens=3, slot=0))
+    admitted: list[str] = []
+    while rig.scheduler.has_work:
+        run_tick(rig.scheduler, rig.engine)
+        admitted += [job_id for job_id in rig.running if job_id and job_id not in admitted]
+    assert admitted == ["question", "other", "next turn", "unrelated"]
+
+
+def test_a_cancelled_job_is_not_remembered() -> None:
+    rig = Rig(n_slots=3, n_ctx=100)
+    rig.submit(make_job([1] * 75, job_id="running", max_tokens=15))
+    run_tick(rig.scheduler, rig.engine)
+    rig.submit(make_job([2] * 20, job_id="waiting", max_tokens=1))
+    assert rig.lookups_of_a_tick() == 1
+    rig.scheduler.cancel("waiting")
+    rig.scheduler.check_integrity()
 
 
 def test_a_job_that_waits_for_room_is_looked_up_once_and_again_before_its_admission() -> None:
@@ -69,7 +110,7 @@ def test_a_job_that_waits_for_room_is_looked_up_once_and_again_before_its_admiss
     assert n_lookups == [2, 0, 0, 0, 0, 0]
     assert rig.running == ["running", None, None]
     rig.scheduler.cancel("running")
-    assert rig.lookups_of_a_tick() == 3  # two jobs for the first admission, one for the second
+    assert rig.lookups_of_a_tick() == 2  # one for each admission
     assert rig.scheduler.n_waiting == 0
 
 

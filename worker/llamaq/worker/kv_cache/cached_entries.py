@@ -20,7 +20,8 @@ class CachedEntries:
         sequences: The engine's sequences.
         cache: The entries on the device.
         offload: The tiers behind the device. A transfer ends when its sequence is removed.
-        on_change: Called after an entry was added or removed.
+        on_added: Called with the packed tokens and the scope of an entry after it was offered to the cache.
+        on_removed: Called after an entry was removed.
     """
 
     def __init__(
@@ -29,13 +30,16 @@ class CachedEntries:
         sequences: SequenceOps,
         cache: PrefixCache,
         offload: Offload,
-        on_change: Callable[[], None],
+        *,
+        on_added: Callable[[bytes, Scope], None],
+        on_removed: Callable[[], None],
     ) -> None:
         self._pool = pool
         self._sequences = sequences
         self._cache = cache
         self._offload = offload
-        self._on_change = on_change
+        self._on_added = on_added
+        self._on_removed = on_removed
 
     def __len__(self) -> int:
         return len(self._cache)
@@ -55,14 +59,14 @@ class CachedEntries:
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> CachedSequence | None:
         """Offer a sequence to the cache. Returns its entry, or None when another entry holds the same tokens."""
         self.remove_sequences(self._cache.insert(seq_id, tokens, scope))
-        self._on_change()
+        self._on_added(tokens, scope)
         return self._cache.entry_of(seq_id)
 
     def remove(self, entry: CachedSequence) -> None:
         """Remove an entry and its sequence without saving it."""
         self._cache.remove(entry)
         self.remove_sequences([entry.seq_id])
-        self._on_change()
+        self._on_removed()
 
     def remove_sequences(self, seq_ids: Iterable[int]) -> None:
         """Remove sequences that belong to the cache and have no entry."""

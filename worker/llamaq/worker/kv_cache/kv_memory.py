@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot
 from llamaq.worker.core.admission import Admission
+from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.sequence_interface import SequenceOps
 from llamaq.worker.core.slot import Run, Slot, SlotState
@@ -46,10 +47,12 @@ class KvMemory:
         self._cache = cache
         self._offload = NoOffload() if offload is None else offload
         self._lookup = PrefixLookup(cache, self._offload, can_save_parts=sequences.can_save_parts)
-        self.entries = CachedEntries(pool, sequences, cache, self._offload, self._invalidate)
+        self.entries = CachedEntries(
+            pool, sequences, cache, self._offload, on_added=self._note_sequence, on_removed=self._request_trim
+        )
         """The cached sequences. Slot commands read, add and remove them directly."""
         self._eviction = Eviction(pool, cache, self._lookup, self._offload, self.entries.remove, held_cells=held_cells)
-        self._hits_of_waiting = RememberedHits(self._lookup)
+        self._hits_of_waiting = RememberedHits(self._lookup, cache)
         self._n_hits = self._n_misses = self._n_hit_tokens = 0
 
     # ---- slots
@@ -120,13 +123,22 @@ class KvMemory:
         """Return the reusable prefix of a waiting job's prompt; see `RememberedHits.find`."""
         return self._hits_of_waiting.find(job)
 
+    def forget(self, job: Job) -> None:
+        """Forget the reusable prefix of a job that no longer waits."""
+        self._hits_of_waiting.forget(job)
+
+    @property
+    def remembered_jobs(self) -> set[Job]:
+        """The jobs whose reusable prefix is remembered."""
+        return self._hits_of_waiting.jobs
+
     def make_room(self, candidate: Candidate) -> Room:
         """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle.
 
-        If there is room but the hit is from an earlier tick, the lookup is repeated: a run may hold more by now.
+        If there is room but the hit is not new, the lookup is repeated: a sequence may hold more by now.
         """
         room = self._eviction.make_room(candidate)
-        if room is not Room.AVAILABLE or not self._hits_of_waiting.is_from_earlier_tick(candidate.job):
+        if room is not Room.AVAILABLE or self._hits_of_waiting.is_new(candidate.job):
             return room
         candidate.hit = self._lookup.find(candidate.job)
         return self._eviction.make_room(candidate)
@@ -143,9 +155,11 @@ class KvMemory:
             self._adopt(slot.active, adopted, hit.n_held)
             hit = PrefixHit(stored=hit.stored)
         self._reuse(slot, hit)
+        self._hits_of_waiting.forget(job)
         if job.request.cache_prompt:
             self._cache.add_run(slot.active)
-        self._invalidate()
+            self._hits_of_waiting.add_sequence(slot.active.packed, job.scope)
+        self._request_trim()
         return slot
 
     def resume_followers(self) -> None:
@@ -189,14 +203,16 @@ class KvMemory:
         self._pool.resize(run.seq_id, n_left)
         _inherit_scattered(run, entry, n_left)
         run.add_cached(n_left, CacheTier.DEVICE)
+        self._hits_of_waiting.replace(entry, run, n_left)
 
     # ---- progress and release of a job
 
     def record_progress(self, slot: Slot, n_past: int) -> None:
         """Record that the slot's sequence now holds `n_past` tokens. Fewer than before means that cells were lost."""
         run = slot.active
-        if n_past < run.n_past:
-            self._invalidate()
+        if n_past < run.n_past:  # a hit may name the run
+            self._hits_of_waiting.forget_all()
+            self._request_trim()
             run.cached_tokens = min(run.cached_tokens, n_past)
         run.n_past = n_past
         self._pool.resize(run.seq_id, n_past)
@@ -239,13 +255,15 @@ class KvMemory:
         if run.job.request.cache_prompt:
             self._cache.remove_run(run)
             self._count(run)
+        entry = None
         if reusable and run.job.request.cache_prompt and run.n_past:
             entry = self.entries.insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
             if entry is not None and self._sequences.can_save_parts:
                 entry.n_adjacent = run.n_adjacent
         else:
             self.entries.remove_sequences([run.seq_id])
-            self._invalidate()
+            self._request_trim()
+        self._hits_of_waiting.replace(run, entry, run.n_past)
 
     def _count(self, run: Run) -> None:
         if run.cached_tokens:
@@ -307,13 +325,17 @@ class KvMemory:
         """Write the entries to the disk tier, if it exists, within about `timeout_s` seconds. Stops all transfers."""
         self._offload.close(self._cache.entries(), timeout_s)
 
-    def _invalidate(self) -> None:
-        """Forget the hits of the waiting jobs, and check the limits of the entries again.
+    def _note_sequence(self, tokens: bytes, scope: Scope) -> None:
+        """Record that an entry with these packed tokens was added."""
+        self._hits_of_waiting.add_sequence(tokens, scope)
+        self._request_trim()
 
-        Called when a sequence is added, removed or loses cells. A hit may name this sequence, and an entry may now be
-        the only holder of cells that it shared with it.
+    def _request_trim(self) -> None:
+        """Check the limits of the entries in the next tick.
+
+        Called when a sequence was added, was removed or has lost cells. An entry may now be the only holder of cells
+        that it shared with the sequence.
         """
-        self._hits_of_waiting.forget_all()
         self._eviction.request_trim()
 
     # ---- views

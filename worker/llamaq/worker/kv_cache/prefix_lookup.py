@@ -54,11 +54,6 @@ class PrefixHit:
             return CacheTier.RUNNING
         return CacheTier.DEVICE if self.source else None
 
-    @property
-    def may_grow(self) -> bool:
-        """Whether a run that computes its prompt may soon hold more of this prefix."""
-        return self.leader is not None or (isinstance(self.source, Run) and self.source.n_pending > 1)
-
 
 NO_HIT = PrefixHit()
 

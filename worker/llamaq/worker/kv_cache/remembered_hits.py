@@ -1,11 +1,20 @@
-"""Remembers the reusable prefixes of waiting jobs, because the lookup of a long prompt takes time."""
+"""Remembers the reusable prefixes of waiting jobs, because the lookup of a prefix takes time.
+
+For each admission, the prefixes of up to `MAX_COMPARED_JOBS` waiting jobs are compared. Without this memory, each of
+these jobs would be looked up again for each admission.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
+from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
-from llamaq.worker.kv_cache.prefix_lookup import PrefixHit, PrefixLookup
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
+from llamaq.worker.core.slot import Run
+from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence, PrefixCache
+from llamaq.worker.kv_cache.prefix_lookup import MIN_GAIN_TOKENS, PrefixHit, PrefixLookup
 
 
 class _RememberedHit(NamedTuple):
@@ -14,39 +23,109 @@ class _RememberedHit(NamedTuple):
     hit: PrefixHit
     tick: int
     """Number of the tick of the lookup."""
+    n_added: int
+    """Number of sequences that had been added before the lookup."""
 
 
 class RememberedHits:
     """The hits of the waiting jobs. A hit is looked up again only when it may have changed.
 
+    A remembered hit names a run or an entry that still exists. A new lookup may find a prefix that is longer by less than
+    `MIN_GAIN_TOKENS`, or one of the same length that is computed already. So `is_new` must be true before a job is
+    admitted.
+
     Args:
         lookup: Finds the hits.
+        cache: The entries on the device.
     """
 
-    def __init__(self, lookup: PrefixLookup) -> None:
+    def __init__(self, lookup: PrefixLookup, cache: PrefixCache) -> None:
         self._lookup = lookup
+        self._cache = cache
         self._hits: dict[Job, _RememberedHit] = {}
         self._tick = 0
         """Number of the current tick."""
+        self._n_added = 0
+        """Number of sequences that were added."""
 
     def find(self, job: Job) -> PrefixHit:
-        """Return the reusable prefix of the job's prompt. A lookup counts the entry with this prefix as used now."""
+        """Return the reusable prefix of the job's prompt. The entry with this prefix counts as used now."""
         remembered = self._hits.get(job)
-        if remembered is not None and (remembered.tick == self._tick or not remembered.hit.may_grow):
+        if remembered is not None and self._is_valid(remembered):
+            if remembered.hit.matched_entry is not None:
+                self._cache.touch(remembered.hit.matched_entry)
             return remembered.hit
         hit = self._lookup.find(job)
-        self._hits[job] = _RememberedHit(hit, self._tick)
+        self._hits[job] = _RememberedHit(hit, self._tick, self._n_added)
         return hit
 
-    def is_from_earlier_tick(self, job: Job) -> bool:
-        """Whether the job has a hit from an earlier tick. A run may hold more of the prompt by now."""
+    def _is_valid(self, remembered: _RememberedHit) -> bool:
+        """Whether the entry of the hit still exists, and no leader has computed more of the prefix in a later tick."""
+        hit = remembered.hit
+        if hit.matched_entry is not None and hit.matched_entry not in self._cache:
+            return False
+        return remembered.tick == self._tick or hit.leader is None
+
+    def is_new(self, job: Job) -> bool:
+        """Whether the job's hit was found in this tick, and no sequence was added since."""
         remembered = self._hits.get(job)
-        return remembered is not None and remembered.tick != self._tick
+        return remembered is None or (remembered.tick == self._tick and remembered.n_added == self._n_added)
 
     def begin_tick(self) -> None:
         """Count one more tick."""
         self._tick += 1
 
+    def add_sequence(self, tokens: bytes, scope: Scope) -> None:
+        """Forget the hits to which a new sequence, a run or an entry, adds at least `MIN_GAIN_TOKENS` tokens.
+
+        Args:
+            tokens: The packed tokens that the sequence holds or will hold.
+            scope: The jobs that may share the cells of the sequence.
+        """
+        self._n_added += 1
+        for job, one in list(self._hits.items()):
+            if _has_prefix(tokens, scope, job, one.hit.n_tokens + MIN_GAIN_TOKENS):
+                del self._hits[job]
+
+    def replace(self, holder: CachedSequence | Run, new: CachedSequence | Run | None, n_tokens: int) -> None:
+        """Let the hits that name a holder name another one that has its first `n_tokens` tokens. Forget longer hits.
+
+        Args:
+            holder: A run that has ended, or an entry that was removed.
+            new: The other holder. None: forget all hits that name the old one.
+            n_tokens: The number of tokens whose cells the new holder has.
+        """
+        for job, one in list(self._hits.items()):
+            if one.hit.leader is holder or (one.hit.source is holder and (new is None or one.hit.n_held > n_tokens)):
+                del self._hits[job]
+            elif one.hit.source is holder:
+                entry = new if isinstance(new, CachedSequence) else None
+                self._hits[job] = one._replace(hit=replace(one.hit, source=new, matched_entry=entry))
+
+    def forget(self, job: Job) -> None:
+        """Forget the hit of a job that no longer waits."""
+        self._hits.pop(job, None)
+
     def forget_all(self) -> None:
-        """Forget all hits: a sequence or a stored block that they name may have changed."""
+        """Forget all hits: a sequence has lost cells, or a stored block that they name may have changed."""
         self._hits.clear()
+
+    @property
+    def jobs(self) -> set[Job]:
+        """The jobs that have a hit."""
+        return set(self._hits)
+
+
+def _has_prefix(tokens: bytes, scope: Scope, job: Job, n_tokens: int) -> bool:
+    """Whether a sequence has the first `n_tokens` tokens of a job's prompt, and may share them with the job.
+
+    The last token of a prompt is never shared. Most sequences differ in the last token that is compared, so it is
+    compared first.
+    """
+    end = n_tokens * TOKEN_BYTES
+    last = end - TOKEN_BYTES
+    if end >= len(job.packed) or tokens[last:end] != job.packed[last:end]:
+        return False
+    if not tokens.startswith(job.packed[:last]):
+        return False
+    return scope.key == job.scope.key or bool(scope.public and job.scope.public)

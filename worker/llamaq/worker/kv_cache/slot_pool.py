@@ -127,7 +127,7 @@ class SlotPool:
     def has_slot(self, job: Job) -> bool:
         """Whether a slot that the job can use is idle."""
         pinned = job.request.slot
-        return any(slot.run is None for slot in (self.slots if pinned is None else self.slots[pinned : pinned + 1]))
+        return self.n_idle > 0 if pinned is None else self.slots[pinned].run is None
 
     def cells_to_admit(self, job: Job) -> int:
         """Return how many cells the admission of the job needs: its history and a margin.

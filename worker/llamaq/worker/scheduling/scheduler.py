@@ -320,6 +320,8 @@ class Scheduler:
         ids = [job.id for job in self._jobs()]
         if len(set(ids)) != len(ids):
             raise AssertionError(f"the scheduler has a job twice: {ids}")
+        if gone := self._memory.remembered_jobs.difference(self._waiting):
+            raise AssertionError(f"a reusable prefix is remembered for jobs that do not wait: {gone}")
 
     def __repr__(self) -> str:
         n_active, n_slots = len(self._memory.active_slots), len(self._memory.slots)
@@ -435,3 +437,4 @@ class Scheduler:
             self._memory.release(slot, reusable=reusable)
         else:
             self._waiting.remove(job)
+            self._memory.forget(job)
