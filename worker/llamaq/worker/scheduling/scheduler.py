@@ -417,7 +417,9 @@ class Scheduler:
         return [*self._waiting, *(slot.active.job for slot in self._memory.active_slots)]
 
     def _find(self, job_id: str) -> Job | None:
-        return next((job for job in self._jobs() if job.id == job_id), None)
+        if (waiting := self._waiting.find(job_id)) is not None:
+            return waiting
+        return next((slot.active.job for slot in self._memory.active_slots if slot.active.job.id == job_id), None)
 
     def _finish(self, job: Job, finish: JobFinish) -> None:
         """Remove the job and add its `JobEnded` to the outputs. Only this method ends jobs."""

@@ -33,6 +33,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._jobs: dict[Priority, dict[str, Job]] = {priority: {} for priority in Priority}
+        self._tenants: dict[Priority, Counter[str | None]] = {priority: Counter() for priority in Priority}
+        """The number of waiting jobs of each tenant that has some."""
         self._n_overtaken: dict[str, int] = {}
         self._last_turns: dict[str | None, int] = {}
         """Maps a tenant to the number of its last turn. Tenants without a waiting job are forgotten at a turn."""
@@ -48,11 +50,17 @@ class WaitingQueue:
     def append(self, job: Job) -> None:
         """Add the job behind all jobs of its priority."""
         self._jobs[job.request.priority][job.id] = job
+        self._tenants[job.request.priority][job.request.tenant] += 1
 
     def requeue(self, job: Job) -> None:
         """Add a preempted job in front of all jobs of its priority."""
         jobs = self._jobs[job.request.priority]
         self._jobs[job.request.priority] = {job.id: job, **jobs}
+        self._tenants[job.request.priority][job.request.tenant] += 1
+
+    def find(self, job_id: str) -> Job | None:
+        """Return the waiting job with this id. None: no such job waits."""
+        return next((jobs[job_id] for jobs in self._jobs.values() if job_id in jobs), None)
 
     def candidates(
         self,
@@ -73,16 +81,19 @@ class WaitingQueue:
             running: The jobs that have a slot.
             bulk_first: Whether bulk jobs come before interactive jobs.
         """
-        for jobs in [self.bulk, self.interactive] if bulk_first else [self.interactive, self.bulk]:
-            eligible = list(islice((job for job in self._in_turns(jobs, running) if has_slot(job)), MAX_COMPARED_JOBS))
+        first, second = (Priority.BULK, Priority.INTERACTIVE) if bulk_first else (Priority.INTERACTIVE, Priority.BULK)
+        for priority in (first, second):
+            in_turns = self._in_turns(priority, running)
+            eligible = list(islice((job for job in in_turns if has_slot(job)), MAX_COMPARED_JOBS))
             for candidate in self._in_order_of_trial(eligible, find_prefix):
                 yield candidate
                 if self._must_be_next(candidate.job):
                     return
 
-    def _in_turns(self, jobs: Collection[Job], running: Collection[Job]) -> Collection[Job]:
+    def _in_turns(self, priority: Priority, running: Collection[Job]) -> Collection[Job]:
         """Return the jobs of one priority in the order of their tenants' turns. Interrupted jobs are first."""
-        if len({job.request.tenant for job in jobs}) <= 1:
+        jobs = self._jobs[priority].values()
+        if len(self._tenants[priority]) <= 1:
             return jobs
         n_jobs = Counter(job.request.tenant for job in running)
         places: dict[str, tuple[int, int]] = {}
@@ -134,13 +145,18 @@ class WaitingQueue:
             self._n_overtaken[job_id] = self._n_overtaken.get(job_id, 0) + 1
         self.remove(job)
         self._n_turns += 1
-        waiting = {other.request.tenant for other in self}
-        self._last_turns = {tenant: turn for tenant, turn in self._last_turns.items() if tenant in waiting}
+        waiting = self._tenants.values()
+        for tenant in [one for one in self._last_turns if not any(one in tenants for tenants in waiting)]:
+            del self._last_turns[tenant]
         self._last_turns[job.request.tenant] = self._n_turns
 
     def remove(self, job: Job) -> None:
         """Remove a job without counting overtaken jobs."""
-        del self._jobs[job.request.priority][job.id]
+        priority, tenant = job.request.priority, job.request.tenant
+        del self._jobs[priority][job.id]
+        self._tenants[priority][tenant] -= 1
+        if not self._tenants[priority][tenant]:
+            del self._tenants[priority][tenant]
         self._n_overtaken.pop(job.id, None)
 
     def __repr__(self) -> str:
