@@ -20,7 +20,9 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
+from llamaq.worker.kv_cache.prefix_lookup import MIN_GAIN_TOKENS, PrefixLookup
 from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import (
@@ -84,18 +86,21 @@ class RandomWorker:
             can_cut=can_cut,
         )
         chunk_size = self.random.choice([7, 24])
-        memory = make_memory(
+        cache = CheckingCache(can_cut=can_cut)
+        offload = BlockTransfers(store, self.engine.sequences) if self.random.random() < 0.8 else NoOffload()
+        self.lookup = PrefixLookup(cache, offload, can_save_parts=self.engine.sequences.can_save_parts)
+        self.memory = make_memory(
             self.engine,
             n_slots=3,
-            cache=CheckingCache(can_cut=can_cut),
-            offload=BlockTransfers(store, self.engine.sequences) if self.random.random() < 0.8 else None,
+            cache=cache,
+            offload=offload,
             held_cells=self.random.choice([0, 100, None]),
             similarity=0.2,
             margin=self.random.choice([1, 8, 64]),
         )
         self.draft_tokens = self.random.choice([0, 3, 16]) if can_cut else 0
         self.scheduler = make_scheduler(
-            self.engine, memory, chunk_size=chunk_size, draft_tokens=self.draft_tokens, clock=self.clock
+            self.engine, self.memory, chunk_size=chunk_size, draft_tokens=self.draft_tokens, clock=self.clock
         )
         self.jobs: dict[str, Job] = {}
         self.generated: defaultdict[str, list[int]] = defaultdict(list)
@@ -115,12 +120,19 @@ class RandomWorker:
         for _ in range(n_operations):
             self.random.choice(operations)()
             self.scheduler.check_integrity()
+            self.check_remembered_hits()
         for _ in range(20_000):
             if not self.scheduler.has_work:
                 break
             self.tick()
         assert not self.scheduler.has_work
         assert self.jobs.keys() == self.ended.keys()
+
+    def check_remembered_hits(self) -> None:
+        """Check that a remembered prefix is not much shorter than the longest one, and not longer."""
+        for job in sorted(self.memory.remembered_jobs, key=lambda job: job.id):
+            n_remembered = self.memory.find_prefix(job).n_tokens
+            assert 0 <= self.lookup.find(job).n_tokens - n_remembered < MIN_GAIN_TOKENS, job
 
     # ---- operations
 

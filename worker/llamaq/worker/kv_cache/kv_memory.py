@@ -52,7 +52,7 @@ class KvMemory:
         )
         """The cached sequences. Slot commands read, add and remove them directly."""
         self._eviction = Eviction(pool, cache, self._lookup, self._offload, self.entries.remove, held_cells=held_cells)
-        self._hits_of_waiting = RememberedHits(self._lookup, cache)
+        self._hits_of_waiting = RememberedHits(self._lookup, cache, can_cut=sequences.can_cut)
         self._n_hits = self._n_misses = self._n_hit_tokens = 0
 
     # ---- slots
@@ -307,9 +307,9 @@ class KvMemory:
         `prefill_token_s` is the time in which a token of a prompt is computed, in seconds. 0: not known.
         """
         self._hits_of_waiting.begin_tick()
+        self._eviction.trim()
         if self._offload.has_transfers:  # the step below may change the stored blocks that a hit names
             self._hits_of_waiting.forget_all()
-        self._eviction.trim()
         free_cells = self._pool.n_cells - self._pool.ledger.used
         step = self._offload.step(budget_s, prefill_token_s, free_cells)
         for run, n_tokens, tier in step.loaded:

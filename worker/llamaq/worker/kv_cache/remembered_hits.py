@@ -37,11 +37,13 @@ class RememberedHits:
     Args:
         lookup: Finds the hits.
         cache: The entries on the device.
+        can_cut: Whether a part of the tokens of a sequence can be copied. Otherwise only all of them can.
     """
 
-    def __init__(self, lookup: PrefixLookup, cache: PrefixCache) -> None:
+    def __init__(self, lookup: PrefixLookup, cache: PrefixCache, *, can_cut: bool) -> None:
         self._lookup = lookup
         self._cache = cache
+        self._can_cut = can_cut
         self._hits: dict[Job, _RememberedHit] = {}
         self._tick = 0
         """Number of the current tick."""
@@ -60,11 +62,17 @@ class RememberedHits:
         return hit
 
     def _is_valid(self, remembered: _RememberedHit) -> bool:
-        """Whether the entry of the hit still exists, and no leader has computed more of the prefix in a later tick."""
+        """Whether the source of the hit still has the prefix, and no leader has computed more of it in a later tick."""
         hit = remembered.hit
         if hit.matched_entry is not None and hit.matched_entry not in self._cache:
             return False
+        if isinstance(hit.source, Run) and not self._has_prefix(hit, hit.source.n_past):
+            return False
         return remembered.tick == self._tick or hit.leader is None
+
+    def _has_prefix(self, hit: PrefixHit, n_tokens: int) -> bool:
+        """Whether the prefix of the hit can be copied from the first `n_tokens` tokens of its source."""
+        return hit.n_held <= n_tokens if self._can_cut else hit.n_held == n_tokens
 
     def is_new(self, job: Job) -> bool:
         """Whether the job's hit was found in this tick, and no sequence was added since."""
@@ -84,21 +92,23 @@ class RememberedHits:
         """
         self._n_added += 1
         for job, one in list(self._hits.items()):
-            if _has_prefix(tokens, scope, job, one.hit.n_tokens + MIN_GAIN_TOKENS):
+            if _begins_with(tokens, scope, job, one.hit.n_tokens + MIN_GAIN_TOKENS):
                 del self._hits[job]
 
     def replace(self, holder: CachedSequence | Run, new: CachedSequence | Run | None, n_tokens: int) -> None:
-        """Let the hits that name a holder name another one that has its first `n_tokens` tokens. Forget longer hits.
+        """Let the hits that name a holder name another one, which has its first `n_tokens` tokens, if that suffices.
 
         Args:
             holder: A run that has ended, or an entry that was removed.
-            new: The other holder. None: forget all hits that name the old one.
+            new: The other holder. None: there is none, so the hits are forgotten.
             n_tokens: The number of tokens whose cells the new holder has.
         """
         for job, one in list(self._hits.items()):
-            if one.hit.leader is holder or (one.hit.source is holder and (new is None or one.hit.n_held > n_tokens)):
+            if one.hit.leader is not holder and one.hit.source is not holder:
+                continue
+            if new is None or one.hit.leader is not None or not self._has_prefix(one.hit, n_tokens):
                 del self._hits[job]
-            elif one.hit.source is holder:
+            else:
                 entry = new if isinstance(new, CachedSequence) else None
                 self._hits[job] = one._replace(hit=replace(one.hit, source=new, matched_entry=entry))
 
@@ -116,7 +126,7 @@ class RememberedHits:
         return set(self._hits)
 
 
-def _has_prefix(tokens: bytes, scope: Scope, job: Job, n_tokens: int) -> bool:
+def _begins_with(tokens: bytes, scope: Scope, job: Job, n_tokens: int) -> bool:
     """Whether a sequence has the first `n_tokens` tokens of a job's prompt, and may share them with the job.
 
     The last token of a prompt is never shared. Most sequences differ in the last token that is compared, so it is
