@@ -30,9 +30,9 @@ class _RememberedHit(NamedTuple):
 class RememberedHits:
     """The hits of the waiting jobs. A hit is looked up again only when it may have changed.
 
-    A remembered hit names a run or an entry that still exists. A new lookup may find a prefix that is longer by less than
-    `MIN_GAIN_TOKENS`, or one of the same length that is computed already. So `is_new` must be true before a job is
-    admitted.
+    A remembered hit names a run or an entry that still exists. A new lookup may find a prefix that is longer by fewer
+    than `MIN_GAIN_TOKENS`, or one of the same length that is computed already. So `is_new` must be true before a job
+    is admitted.
 
     Args:
         lookup: Finds the hits.
