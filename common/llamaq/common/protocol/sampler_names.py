@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 SamplerName = Literal[
-    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "infill", "temperature", "adaptive_p"
 ]
+SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 
-DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
+DEFAULT_SAMPLERS: tuple[SamplerName, ...] = tuple(name for name in SAMPLERS if name != "infill")
 """The default order: that of llama.cpp, and adaptive-p, which is always last."""
 
 LETTERS: dict[str, SamplerName] = {
@@ -20,13 +21,14 @@ LETTERS: dict[str, SamplerName] = {
     "p": "top_p",
     "m": "min_p",
     "x": "xtc",
+    "i": "infill",
     "t": "temperature",
     "a": "adaptive_p",
 }
 """The letters of llama.cpp's `--sampler-seq`."""
 
 _SHORT_NAMES: dict[str, SamplerName] = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typicalp": "typ_p"}
-_BY_NAME = {name.replace("_", ""): name for name in DEFAULT_SAMPLERS} | _SHORT_NAMES
+_BY_NAME = {name.replace("_", ""): name for name in SAMPLERS} | _SHORT_NAMES
 
 
 def read_samplers(value: Any) -> Any:
@@ -53,7 +55,7 @@ def _sampler_of(name: str) -> SamplerName:
     found = _BY_NAME.get(name.lower().replace("_", "").replace("-", ""))
     if found is None:
         raise ValueError(
-            f"there is no sampler {name[:50]!r}: the samplers are {', '.join(DEFAULT_SAMPLERS)}, and as letters "
+            f"there is no sampler {name[:50]!r}: the samplers are {', '.join(SAMPLERS)}, and as letters "
             f"{''.join(LETTERS)}"
         )
     return found

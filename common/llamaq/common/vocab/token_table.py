@@ -105,6 +105,12 @@ class TokenTable:
         return frozenset(token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     @cached_property
+    def end_of_turn(self) -> int | None:
+        """The token that ends an answer: EOT, or EOS if the model has no EOT. None: it has neither."""
+        turn = _token_or_none(llama_cpp.llama_vocab_eot(self._vocab))
+        return self.eos if turn is None else turn
+
+    @cached_property
     def special_tokens(self) -> SpecialTokenFinder:
         """The finder of the texts that llama.cpp turns into special tokens with `parse_special`."""
         return SpecialTokenFinder(

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tests.support.llama_samplers import llama_bias, llama_chain, random_logits, softmax
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.sampler_names import LETTERS, SamplerName
+from llamaq.common.protocol.sampler_names import DEFAULT_SAMPLERS, LETTERS, SamplerName
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Logits
@@ -128,7 +128,7 @@ def test_a_dynamic_temperature_of_0_leaves_the_most_probable_token() -> None:
 
 @given(
     seed=st.integers(0, 10**6),
-    order=st.permutations(get_args(SamplerName)),
+    order=st.permutations(DEFAULT_SAMPLERS),
     n_samplers=st.integers(0, 10),
     min_keep=st.integers(0, 6),
 )
@@ -168,12 +168,12 @@ def test_samplers_are_applied_in_the_order_of_the_job_as_by_llama_cpp(
 
 
 def test_samplers_may_be_named_as_llama_cpp_names_them() -> None:
-    assert SamplingDefaults(samplers="edskypmxta").samplers == SamplingDefaults().samplers == get_args(SamplerName)
+    assert SamplingDefaults(samplers="edskypmxta").samplers == SamplingDefaults().samplers == DEFAULT_SAMPLERS
     assert SamplingDefaults(samplers="top-k;typ;temp").samplers == ("top_k", "typ_p", "temperature")
     assert SamplingDefaults(samplers=["TopP", "min_p", "nucleus"]).samplers == ("top_p", "min_p", "top_p")
-    assert set(LETTERS.values()) == set(get_args(SamplerName))
+    assert set(LETTERS.values()) == set(get_args(SamplerName)) == {*DEFAULT_SAMPLERS, "infill"}
     assert SamplingDefaults(samplers=[]).samplers == ()
-    for wrong in ("kz", ["infill"], ["top_k", "?"]):
+    for wrong in ("kz", ["no"], ["top_k", "?"]):
         with pytest.raises(ValueError, match="there is no sampler"):
             SamplingDefaults(samplers=wrong)
 

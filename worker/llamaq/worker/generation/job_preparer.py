@@ -24,6 +24,7 @@ from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.marked_tags import MarkedTags
 from llamaq.worker.generation.ngram_drafter import NgramDrafter
 from llamaq.worker.generation.sampling.bad_words import BadWords
+from llamaq.worker.generation.sampling.infill_sampler import InfillTokens
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from llamaq.worker.generation.sampling.prompt_scorer import PromptScorer
 from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
@@ -224,7 +225,16 @@ class JobPreparer:
             has_drawn_logprobs=request.post_sampling_probs,
             breakers=breakers,
             draws=published.draws,
+            infill_tokens=self._infill_tokens(request) if "infill" in params.samplers else None,
         )
+
+    def _infill_tokens(self, request: JobRequest) -> InfillTokens:
+        """Return what the sampler `infill` needs. It may not end a job whose tokens are restricted."""
+        end = self._vocab.end_of_turn
+        if request.constraints or request.allowed_token_ids is not None or end in self._masked_tokens(request):
+            end = None
+        end_tokens = self._vocab.end_tokens.union(request.stop_token_ids)
+        return InfillTokens(self._vocab.piece, end_tokens, end, request.min_tokens)
 
     def _masked_tokens(self, request: JobRequest) -> frozenset[int]:
         """Return the tokens that a job never draws, unless its grammar allows no token but the end."""

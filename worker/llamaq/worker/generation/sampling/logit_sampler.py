@@ -21,6 +21,7 @@ from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.bad_words import NO_BAD_WORDS, BadWords
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
+from llamaq.worker.generation.sampling.infill_sampler import InfillTokens
 from llamaq.worker.generation.sampling.logit_adjustment import check_finite
 from llamaq.worker.generation.sampling.logit_changes import LogitChanges
 from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
@@ -55,6 +56,7 @@ class LogitSampler:
         has_drawn_logprobs: Whether `logprobs` are the probabilities of the draw, and not those of the model.
         breakers: The sequence breakers of DRY.
         draws: `draw_probability` of each token that earlier attempts generated.
+        infill_tokens: What the sampler `infill` needs. None: the job has no such sampler.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class LogitSampler:
         has_drawn_logprobs: bool = False,
         breakers: SequenceBreakers = NO_BREAKERS,
         draws: Sequence[float] = (),
+        infill_tokens: InfillTokens | None = None,
     ) -> None:
         self.logprobs: TokenLogprobs | None = None
         self.draw_probability: float | None = None
@@ -89,7 +92,9 @@ class LogitSampler:
         )
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         accepts_masked = self._feedback is None or self._feedback.accepts_masked
-        self._chain = SamplerChain(params, self._uniform, breakers, draw_accepts_masked=accepts_masked)
+        self._chain = SamplerChain(
+            params, self._uniform, breakers, draw_accepts_masked=accepts_masked, infill_tokens=infill_tokens
+        )
         is_restricted = grammar is not None or reasoning is not None or only is not None
         self._find_shortcuts(is_restricted=is_restricted, has_logprobs=n_logprobs is not None)
         self._allowed = AllowedTokens(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.sampling.candidate_filters import SORT_LIMIT, top_p_min_p
 from llamaq.worker.generation.sampling.candidates import Apply, Candidates
+from llamaq.worker.generation.sampling.infill_sampler import InfillTokens
 from llamaq.worker.generation.sampling.masked_count import MaskedCount
 from llamaq.worker.generation.sampling.sampler_steps import (
     GREEDY_BELOW,
@@ -37,6 +38,7 @@ class SamplerChain:
         uniform: The random numbers of the job.
         breakers: The sequence breakers of DRY.
         draw_accepts_masked: Whether the draw after the chain accepts masked candidates.
+        infill_tokens: What the sampler `infill` needs. None: the chain has no such sampler.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class SamplerChain:
         breakers: SequenceBreakers,
         *,
         draw_accepts_masked: bool,
+        infill_tokens: InfillTokens | None = None,
     ) -> None:
-        steps = build_steps(params, uniform, breakers)
+        steps = build_steps(params, uniform, breakers, infill_tokens)
         n_penalties = next((index for index, step in enumerate(steps) if not step.is_penalty), len(steps))
         others = steps[n_penalties:]
         self.penalties = [step.apply for step in steps[:n_penalties]]
@@ -131,7 +134,7 @@ def _counting(step: Step, params: SamplingDefaults, masked: MaskedCount) -> Appl
     if step.name == "top_n_sigma":
         return masked.raised_by(step.apply)
     # Typical sampling of llama.cpp is not defined with masked candidates, because ln(0) is not.
-    n_least = {"top_k": params.top_k, "typ_p": 0, "top_p": params.min_keep, "min_p": params.min_keep}
+    n_least = {"top_k": params.top_k, "typ_p": 0, "top_p": params.min_keep, "min_p": params.min_keep, "infill": 0}
     return masked.lowered_by(step.apply, n_least[step.name]) if step.name in n_least else step.apply
 
 

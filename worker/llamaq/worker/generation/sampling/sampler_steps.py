@@ -21,6 +21,7 @@ from llamaq.worker.generation.sampling.candidate_filters import (
 )
 from llamaq.worker.generation.sampling.candidates import Apply, Candidates
 from llamaq.worker.generation.sampling.dry import Dry
+from llamaq.worker.generation.sampling.infill_sampler import InfillTokens, infill
 from llamaq.worker.generation.sampling.masked_count import NONE_MASKED, MaskedCount
 from llamaq.worker.generation.sampling.recent_tokens import RecentTokens
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
@@ -52,7 +53,9 @@ def is_greedy(params: SamplingDefaults) -> bool:
     """Return whether every draw selects the most probable token, after the penalties with which the chain begins."""
     if params.temperature >= GREEDY_BELOW:
         return False
-    return params.mirostat > 0 or ("temperature" in params.samplers and not _penalizes_late(params))
+    if params.mirostat > 0:
+        return True
+    return "temperature" in params.samplers and "infill" not in params.samplers and not _penalizes_late(params)
 
 
 def _penalizes_late(params: SamplingDefaults) -> bool:
@@ -62,7 +65,9 @@ def _penalizes_late(params: SamplingDefaults) -> bool:
     return any(is_active.get(name, False) for name in late)
 
 
-def build_steps(params: SamplingDefaults, uniform: UniformNumbers, breakers: SequenceBreakers) -> list[Step]:
+def build_steps(
+    params: SamplingDefaults, uniform: UniformNumbers, breakers: SequenceBreakers, infill_tokens: InfillTokens | None
+) -> list[Step]:
     """Return the samplers that change something, in the order of the job.
 
     Mirostat replaces all samplers but the temperature, as in llama.cpp. Greedy decoding needs only the penalties.
@@ -71,6 +76,7 @@ def build_steps(params: SamplingDefaults, uniform: UniformNumbers, breakers: Seq
         params: The sampling parameters.
         uniform: The random numbers of the job.
         breakers: The sequence breakers of DRY.
+        infill_tokens: What the sampler `infill` needs. None: there is no such sampler.
     """
     order: Sequence[SamplerName] = ("temperature",) if params.mirostat else params.samplers
     if is_greedy(params):
@@ -79,6 +85,7 @@ def build_steps(params: SamplingDefaults, uniform: UniformNumbers, breakers: Seq
         "penalties": lambda: _penalties(params),
         "dry": lambda: _dry(params, breakers),
         "xtc": lambda: _xtc(params, uniform),
+        "infill": lambda: _infill(infill_tokens),
         "temperature": lambda: _temperature(params),
     }
     steps = [(name, makers[name]() if name in makers else _filter(name, params)) for name in order]
@@ -148,6 +155,12 @@ def _xtc(params: SamplingDefaults, uniform: UniformNumbers) -> Apply | None:
         return exclude_top_choices(candidates, params.xtc_threshold, params.min_keep)
 
     return apply
+
+
+def _infill(tokens: InfillTokens | None) -> Apply | None:
+    if tokens is None:
+        return None
+    return lambda candidates, _history, position: infill(candidates, tokens, position)
 
 
 def _temperature(params: SamplingDefaults) -> Apply | None:
