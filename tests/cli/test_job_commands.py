@@ -52,7 +52,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "repeat_penalty": "1.1", "frequency_penalty": "0.2", "presence_penalty": "0.3", "penalty_last_n": "5",
         "dry_multiplier": "0.8", "dry_base": "1.5", "dry_allowed_length": "3", "dry_penalty_last_n": "-1",
         "dry_sequence_breakers": "x", "mirostat": "2", "mirostat_tau": "4", "mirostat_eta": "0.2",
-        "adaptive_target": "0.5", "adaptive_decay": "0.8", "min_keep": "2", "samplers": "kpt",
+        "adaptive_target": "0.5", "adaptive_decay": "0.8", "min_keep": "2", "samplers": "kpt", "n_indent": "2", "generation_timeout_s": "8",
         "seed": "11", "logit_bias": '{"4": -1.5}', "lora": '{"0": 0.5}',
         "json_schema": f"@{schema}", "grammar_root": "start",
         "timeout_s": "30", "queue_timeout_s": "60", "deadline_s": "90", "priority": "bulk", "idempotency_key": "k",

@@ -194,7 +194,7 @@ def test_ctrl_c_during_the_imports_shows_no_traceback(monkeypatch: pytest.Monkey
         ("--n-predict", "--max-tokens"),
         ("--penalty_repeat", "--repeat-penalty"),
         ("--user", "use --metadata"),
-        ("--t-max-predict-ms", "use --timeout-s"),
+        ("--t-max-predict-ms", "use --generation-timeout-s"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_option_that_is_meant(option: str, hint: str) -> None:

@@ -109,6 +109,50 @@ async def test_an_editor_fills_the_cache_before_it_needs_an_answer(coder: Served
     assert answer["timings"]["cache_n"] >= answer["tokens_evaluated"] - 1
 
 
+LLAMA_VIM: dict[str, Any] = {
+    "n_predict": 12,
+    "n_indent": 4,
+    "top_k": 40,
+    "top_p": 0.99,
+    "stream": False,
+    "samplers": ["top_k", "top_p", "infill"],
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 1000,
+    "response_fields": ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached"],
+}
+"""The fields of a request of llama.vim for a completion, besides the texts: autoload/llama.vim, `llama#fim`."""
+
+
+async def test_llama_vim_gets_its_completion(coder: ServedQueue, gap_file: Path) -> None:
+    async with http_client(coder) as http:
+        answer = await http.post("/infill", json={**GAP, **LLAMA_VIM})
+    body = answer.json()
+    assert (answer.status_code, set(body)) == (200, set(LLAMA_VIM["response_fields"])), body
+    assert body["timings/prompt_n"] > 0
+    assert isinstance(body["content"], str)
+
+
+async def test_an_editor_gets_the_sampler_the_indentation_and_the_time_that_it_asks_for(
+    coder: ServedQueue, gap_file: Path
+) -> None:
+    line_breaks = {"logit_bias": {"\n": 30, " ": 29}, "seed": 1, "temperature": 1, "n_predict": 40}
+    async with http_client(coder) as http:
+        whole = (await http.post("/infill", json={**GAP, **line_breaks})).json()
+        dedented = (await http.post("/infill", json={**GAP, **line_breaks, "n_indent": 2})).json()
+        timed = (await http.post("/infill", json={**GAP, **line_breaks, "t_max_predict_ms": 1e-6})).json()
+        sure = (await http.post("/infill", json={**GAP, "n_predict": 12, "samplers": ["infill"]})).json()
+    _, *lines = whole["content"].split("\n")
+    assert (len(whole["tokens"]) or whole["tokens_predicted"], len(lines) > 2) == (40, True)
+    first_line, _, _ = whole["content"].partition("\n")
+    assert dedented["content"].startswith(first_line + "\n")
+    assert all(line.startswith("  ") for line in dedented["content"].split("\n")[1:-1])
+    assert (dedented["stop_type"], len(dedented["content"]) < len(whole["content"])) == ("eos", True)
+    assert timed["content"] in (first_line + "\n", whole["content"][: len(first_line) + 2])
+    assert timed["stop_type"] == "limit"
+    assert sure["stop_type"] == "eos"  # the model is random, so no token has a probability of 0.2
+
+
 @pytest.mark.parametrize(
     ("path", "changed", "reason"),
     [

@@ -57,7 +57,7 @@ def test_a_seed_of_minus_one_is_random() -> None:
         ("user", "user: there is no such option; use metadata"),
         ("response_format", "use json_schema"),
         ("model", "the queue of the client selects the model"),
-        ("t_max_predict_ms", "use timeout_s"),
+        ("t_max_predict_ms", "use generation_timeout_s"),
         ("xyzzy", "xyzzy: there is no such option"),
     ],
 )

@@ -46,7 +46,7 @@ HINTS = {
     "n_probs": "use logprobs, the number of alternatives at each position",
     "response_format": "use json_schema, with the schema itself",
     "system": "add a message with the role system",
-    "t_max_predict_ms": "use timeout_s, the longest running time of the job in seconds",
+    "t_max_predict_ms": "use generation_timeout_s, in seconds",
     "timeout": "use timeout_s, the longest running time of the job",
     "tool_choice": "use chat_answers, which reads the calls of tools",
     "top_logprobs": "use logprobs, the number of alternatives at each position",

@@ -64,7 +64,7 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"top_p": 0, "stop": []}, {"top_p": 1e-9}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"stop": ""}, {}),
-        ({"t_max_predict_ms": 1500}, {"timeout_s": 1.5}),
+        ({"t_max_predict_ms": 1500}, {"generation_timeout_s": 1.5}),
         ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
         ({"logprobs": False, "top_logprobs": 4}, {}),
         ({"tools": [{"type": "function"}], "tool_choice": "none"}, {}),

@@ -114,7 +114,7 @@ class JobDraws:
             "top_k": (0.3, [0, 1, 5, 40, 400]), "top_p": (0.2, [0.5, 0.9, 1]), "min_p": (0.2, [0, 0.1]),
             "typical_p": (0.1, [0.5, 0.9]), "top_n_sigma": (0.1, [1, 2]), "xtc_probability": (0.1, [0.5]),
             "dynatemp_range": (0.1, [0.2]), "mirostat": (0.07, [1, 2]), "adaptive_target": (0.07, [0.3]),
-            "min_keep": (0.1, [2, 5]), "samplers": (0.1, ["edkypmxt", "tkp", "etk"]),
+            "min_keep": (0.1, [2, 5]), "samplers": (0.1, ["edkypmxt", "tkp", "etk", "kpi", "ekpit"]),
             "repeat_penalty": (0.2, [1.1, 0.9, 1.5]), "frequency_penalty": (0.1, [0.5, -0.3]),
             "presence_penalty": (0.1, [0.5, -0.3]), "penalty_last_n": (0.1, [-1, 0, 5, 1000]),
             "dry_multiplier": (0.1, [0.8]), "dry_penalty_last_n": (0.1, [-1, 20]),
@@ -135,6 +135,7 @@ class JobDraws:
             "logprobs": (0.2, [0, 1, 5, 20]), "post_sampling_probs": (0.1, [True]),
             "prompt_logprobs": (0.25, [0, 1, 3, 20]),
             "reasoning_budget": (0.1, [0, 3, 10]), "timeout_s": (0.05, [0.01, 0.05, 0.3]),
+            "n_indent": (0.1, [1, 4]), "generation_timeout_s": (0.05, [0.001, 0.05]),
         })  # fmt: skip
         if self._rng.random() < 0.2:
             chosen["stop"] = self._rng.sample(STOPS, self._rng.choice([1, 3]))

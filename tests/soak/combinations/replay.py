@@ -68,7 +68,7 @@ class Replay:
         detokenizer, text = job.detokenizer, ""
         for position, row in enumerate(self._rows(job, [*tracked.prompt, *tracked.tokens])):
             expected = self._expected(tracked, position)
-            if expected is None or detokenizer.stop_string is not None:
+            if expected is None or detokenizer.has_ended:
                 break
             self.n_tokens += 1
             drawn = _draw(job, row, [*tracked.prompt, *tracked.tokens[:position]])
@@ -233,7 +233,7 @@ def faults_of_end(tracked: TrackedJob, context_limits: Sequence[int]) -> Iterato
         yield f"it has the tokens {others}, which are not allowed"
     if tracked.reason is FinishReason.CANCELLED and not tracked.is_cancelled:
         yield "it was cancelled without a request"
-    if tracked.reason is FinishReason.DEADLINE and request.timeout_s is None:
+    if tracked.reason is FinishReason.DEADLINE and request.timeout_s is None and request.generation_timeout_s is None:
         yield "it reached a deadline, although it has none"
     yield from _faults_of_stats(tracked)
 

@@ -57,6 +57,65 @@ def test_the_withheld_text_is_what_the_end_would_release(text: str, stop: list[s
         assert detokenizer.withheld == stream(parts[: token + 1], stop)[0][-1]
 
 
+def up_to_dedent(text: str, n_indent: int) -> str:
+    """Return a text up to the first line after the first one with fewer than `n_indent` spaces and tabs before it."""
+    first, *lines = text.split("\n")
+    kept = first
+    for number, line in enumerate(lines, 1):
+        leading = line[: len(line) - len(line.lstrip(" \t"))]
+        kept += "\n"
+        goes_on = number < len(lines) or line != leading
+        if len(leading) < n_indent and goes_on:
+            return kept + leading
+        kept += line
+    return kept
+
+
+code = st.lists(st.sampled_from(["a", "b", "\n", "\n", " ", "  ", "\t", "€"]), max_size=25).map("".join)
+
+
+@given(text=code, cuts=st.lists(st.integers(0, 60)), n_indent=st.integers(1, 4))
+@example(text=" a\n  b\n c", cuts=[4], n_indent=2)
+@example(text="a\n\n  b", cuts=[], n_indent=1)
+def test_the_text_ends_before_a_line_with_too_little_indentation(text: str, cuts: list[int], n_indent: int) -> None:
+    data = text.encode()
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parts = [data[start:end] for start, end in pairwise(places)]
+    detokenizer = StreamDetokenizer(parts.__getitem__, n_indent=n_indent)
+    released = [detokenizer.feed(token) for token in range(len(parts))]
+    expected_text = up_to_dedent(text, n_indent)
+    assert "".join(released) + detokenizer.finish() == expected_text
+    assert detokenizer.has_ended == (expected_text != text)
+    assert (detokenizer.may_end, detokenizer.stop_string) == (True, None)
+
+
+@given(
+    text=code, cuts=st.lists(st.integers(0, 60)), n_indent=st.integers(0, 3), stop=st.sampled_from(["\n\n", "a\n", "b"])
+)
+def test_the_first_of_a_stop_string_and_a_dedent_ends_the_text(
+    text: str, cuts: list[int], n_indent: int, stop: str
+) -> None:
+    data = text.encode()
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parts = [data[start:end] for start, end in pairwise(places)]
+    detokenizer = StreamDetokenizer(parts.__getitem__, [stop], n_indent=n_indent)
+    released = ""
+    for token in range(len(parts)):
+        released += detokenizer.feed(token)
+        withheld = StreamDetokenizer(parts.__getitem__, [stop], n_indent=n_indent)
+        shown = "".join([withheld.feed(earlier) for earlier in range(token + 1)])
+        assert detokenizer.withheld == (shown + withheld.finish())[len(shown) :]
+    cut = up_to_dedent(text, n_indent) if n_indent else text
+    assert released + detokenizer.finish() == expected(cut, [stop])[0]
+    assert (detokenizer.stop_string == stop) == expected(cut, [stop])[1]
+
+
+def test_no_line_ends_the_text_within_the_minimum_of_tokens() -> None:
+    parts = [b"a\n", b"b\n", b" c\n", b"d"]
+    assert stream(parts, [], n_indent=1, min_tokens=2) == (["a\n", "b\n", " c\n", "", ""], False)
+    assert stream(parts, [], n_indent=1, min_tokens=1) == (["a\n", "", "", "", ""], False)
+
+
 @given(text=texts, stop=stops, cuts=st.lists(st.integers(0, 60)), min_tokens=st.integers(0, 8))
 @example(text="abab", stop=["ab", "bab"], cuts=[2], min_tokens=1)
 def test_a_stop_string_that_is_complete_within_the_minimum_of_tokens_does_not_end_the_text(

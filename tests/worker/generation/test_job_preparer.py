@@ -169,6 +169,31 @@ def test_the_detokenizer_has_the_options_of_stop_strings(vocab: Vocab, special: 
     assert detokenizer.stop_string == "ab"
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_the_detokenizer_knows_the_indentation_that_is_required(vocab: Vocab, special: bool) -> None:
+    tokens = [token for part in ("a", "\n", "  b", "\n", "c") for token in vocab.encode_part(part)]
+    request = JobRequest(prompt="x", seed=1, n_indent=2, special=special)
+    detokenizer = prepare(vocab, request).detokenizer
+    text = "".join(map(detokenizer.feed, tokens))
+    assert detokenizer.has_ended
+    assert text == vocab.decode(tokens).partition("c")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "can_end"),
+    [({}, True), ({"ignore_eos": True}, False), ({"allowed_token_ids": [5]}, False)],
+    ids=str,
+)
+def test_the_sampler_infill_ends_only_a_job_that_may_end_anywhere(
+    vocab: Vocab, options: dict[str, Any], can_end: bool
+) -> None:
+    sampler = prepare(vocab, JobRequest(prompt="x", seed=1, samplers=["infill"], **options)).sampler
+    even = np.zeros(vocab.n_tokens, np.float32)  # no token is probable enough
+    even[sorted(vocab.end_tokens)] = -50.0
+    assert (sampler.sample(even, [1], 1) in vocab.end_tokens) == can_end
+    sampler.close()
+
+
 def test_the_budget_of_reasoning_knows_the_prompt_and_the_tags_of_the_job(vocab: Vocab) -> None:
     request = JobRequest(prompt="<why>", seed=1, reasoning_budget=1, reasoning_open="<why>", reasoning_close="</why>")
     sampler, history = prepare(vocab, request).sampler, vocab.encode("<why>")

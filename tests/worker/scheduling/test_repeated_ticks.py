@@ -17,7 +17,7 @@ from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
 from llamaq.worker.core.draft import Draft, Drafting
 from llamaq.worker.core.draft_plan import DraftWork
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.outputs import JobEnded, Output
+from llamaq.worker.core.outputs import JobEnded, NewToken, Output
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import NullPrefixCache
@@ -246,6 +246,44 @@ def test_a_deadline_ends_the_repetition() -> None:
     outputs += run_tick(scheduler, engine, repeats=MANY)
     [end] = [out for out in outputs if isinstance(out, JobEnded)]
     assert (end.reason, end.stats.generated_tokens) == (FinishReason.DEADLINE, 10)
+
+
+@pytest.mark.parametrize("repeats", [0, MANY])
+def test_after_the_time_of_generation_the_next_line_break_ends_the_job(repeats: int) -> None:
+    class TickingEngine(FakeEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            clock.now_s += 1.0
+            return super().run(batch)
+
+    def next_token(history: Sequence[int]) -> int:
+        return ord("\n") if (len(history) - 20) % 4 == 3 else ord("a")  # "aaa\naaa\n..."
+
+    clock = ManualClock()
+    engine = TickingEngine(next_token=next_token, n_batch=32)
+    scheduler = make_scheduler(engine, make_memory(engine), clock=clock, chunk_size=4)
+    job = make_job([7] * 20, max_tokens=90, generation_timeout_s=5)
+    scheduler.submit(job)
+    outputs: list[Output] = []
+    while scheduler.has_work:
+        outputs += run_tick(scheduler, engine, repeats=repeats)
+    [end] = [out for out in outputs if isinstance(out, JobEnded)]
+    text = "".join(out.text for out in outputs if isinstance(out, NewToken))
+    assert text == "aaa\naaa\n"  # the prompt took 5 seconds, and the first token does not count
+    assert (end.reason, end.stats.generated_tokens) == (FinishReason.DEADLINE, 8)
+
+
+@pytest.mark.parametrize("repeats", [0, MANY])
+def test_a_line_with_too_little_indentation_ends_the_job(repeats: int) -> None:
+    answer = b"x\n  y\nz and more"
+    engine = FakeEngine(next_token=lambda history: answer[len(history) - 3])
+    scheduler = make_scheduler(engine, make_memory(engine))
+    scheduler.submit(make_job([7] * 3, max_tokens=12, n_indent=2))
+    outputs: list[Output] = []
+    while scheduler.has_work:
+        outputs += run_tick(scheduler, engine, repeats=repeats)
+    [end] = [out for out in outputs if isinstance(out, JobEnded)]
+    assert "".join(out.text for out in outputs if isinstance(out, NewToken)) == "x\n  y\n"
+    assert (end.reason, end.stats.stop_string, end.stats.generated_tokens) == (FinishReason.STOP, None, 7)
 
 
 def test_the_deadline_of_a_waiting_job_ends_the_repetition() -> None:

@@ -46,8 +46,8 @@ MAX_PLACE_CHARS = 80
 # requests that differ only in these parameters count as the same request.
 NOT_IN_DIGEST = frozenset({
     "seed", "has_random_seed", "metadata", "idempotency_key", "priority", "stream", "prompt_progress",
-    "cancel_on_disconnect", "timeout_s", "queue_timeout_s", "deadline_s", "delay_s", "run_at", "retries", "slot",
-    "cache_prompt", "cache_salt", "cache_public", "tenant", "traceparent", "draft_max",
+    "cancel_on_disconnect", "timeout_s", "generation_timeout_s", "queue_timeout_s", "deadline_s", "delay_s", "run_at",
+    "retries", "slot", "cache_prompt", "cache_salt", "cache_public", "tenant", "traceparent", "draft_max",
 })  # fmt: skip
 
 

@@ -65,6 +65,7 @@ class JobOptions(TypedDict, total=False):
     reasoning_close: str
     stop: str | list[str] | tuple[str, ...]
     include_stop: bool
+    n_indent: int
     stop_token_ids: list[int] | tuple[int, ...]
     ignore_eos: bool
     special: bool
@@ -75,6 +76,7 @@ class JobOptions(TypedDict, total=False):
     cache_public: int | Literal["system"]
     slot: int | None
     timeout_s: float | None
+    generation_timeout_s: float | None
     queue_timeout_s: float | None
     deadline_s: float | None
     delay_s: float | None

@@ -80,6 +80,14 @@ class JobParams(OutputParams):
         description="Longest time in a slot in seconds, summed over all attempts. After this time the job ends with "
         "`deadline`. Waiting does not count. If not set: no limit.",
     )
+    generation_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=10**7,
+        description="Time of generation in seconds, from the first token on, after which the job ends with `deadline` "
+        "at the next line break of its output. The time of the prompt does not count. For completions in editors. If "
+        "not set: no limit.",
+    )
     queue_timeout_s: float | None = Field(
         None,
         gt=0,

@@ -26,6 +26,7 @@ MAX_LOGPROBS = 20
 MAX_DRAFT_TOKENS = 64
 MAX_SALT_CHARS = 256
 MAX_TAG_CHARS = 64
+MAX_INDENTATION = 1000
 MAX_ADAPTERS = 64
 CONSTRAINTS = ("grammar", "json_schema", "regex", "choice", "lark")
 """The fields of a job that constrain its output."""
@@ -63,8 +64,8 @@ class OutputParams(TemplateParams, SamplingParams):
         ge=0,
         le=MAX_GENERATED_TOKENS,
         description="The job does not end before this number of tokens: end-of-generation tokens and `stop_token_ids` "
-        "are masked until then, unless the grammar allows no other token, and a stop string that is complete within "
-        "these tokens is ignored.",
+        "are masked until then, unless the grammar allows no other token. A stop string that is complete within these "
+        "tokens is ignored, and so is a line that is indented less than `n_indent`.",
     )
     seed: int | None = Field(
         None,
@@ -175,6 +176,13 @@ class OutputParams(TemplateParams, SamplingParams):
     )
     include_stop: bool = Field(
         False, description="The output contains the stop string that ended the job. It ends with this string."
+    )
+    n_indent: int = Field(
+        0,
+        ge=0,
+        le=MAX_INDENTATION,
+        description="Apart from its first line, the output ends before a line that begins with fewer spaces and tabs "
+        "than this number. For code that belongs into an indented block. 0: no line ends it.",
     )
     stop_token_ids: tuple[TokenId, ...] = Field(
         (),

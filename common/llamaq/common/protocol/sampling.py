@@ -136,7 +136,8 @@ _MIN_KEEP = Field(
 _SAMPLERS = Field(
     description="The samplers in the order in which they are applied. A sampler that is not named is not applied. The "
     "value is a list of names, a text of names with `;` between them, or a text of llama.cpp's letters, such as "
-    "`edskypmxta`.",
+    "`edskypmxta`. `infill` (`i`) is only for completions within code: it keeps the few tokens that are most certain, "
+    "and otherwise ends the text.",
 )
 
 Breakers = Annotated[

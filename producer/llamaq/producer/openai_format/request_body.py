@@ -170,7 +170,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     _translate_values(options)
     limit_ms = body.get("t_max_predict_ms")
     if isinstance(limit_ms, int | float) and limit_ms > 0:
-        options.setdefault("timeout_s", _seconds_of("t_max_predict_ms", limit_ms))
+        options.setdefault("generation_timeout_s", _seconds_of("t_max_predict_ms", limit_ms))
     user = body.get("user")
     if isinstance(user, str) and user and "tenant" not in options:
         options["tenant"] = _tenant_of(user)

@@ -35,7 +35,7 @@ def finish_reason(job: Job, n_tokens: int, max_length: int) -> FinishReason | No
         n_tokens: The tokens of its history, prompt and generated.
         max_length: `Job.max_length`, which the caller knows.
     """
-    if job.detokenizer.stop_string is not None:
+    if job.detokenizer.has_ended:
         return FinishReason.STOP
     return FinishReason.LENGTH if n_tokens >= max_length else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.job_request import JobRequest, Priority
@@ -100,6 +101,12 @@ class Job(BaseJob):
     def __post_init__(self) -> None:
         self.stop_tokens = frozenset(self.request.stop_token_ids)
         self.packed = pack([*self.prompt, *self.generated_before])
+
+    @property
+    def generated_until_s(self) -> float:
+        """When `generation_timeout_s` has passed. Infinite: not yet known, or the job has no such limit."""
+        limit_s = self.request.generation_timeout_s
+        return inf if limit_s is None or self.first_token_s is None else self.first_token_s + limit_s
 
     def close(self) -> None:
         """Free the sampler."""

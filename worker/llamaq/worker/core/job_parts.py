@@ -146,10 +146,12 @@ class PromptScorer(Protocol):
 class Detokenizer(Protocol):
     """Turns the tokens of one job into text. The text has only whole UTF-8 characters and no part of a stop string."""
 
-    has_stop_strings: bool
-    """Whether a text may end the job."""
+    may_end: bool
+    """Whether the text may end the job."""
+    has_ended: bool
+    """Whether the text has ended the job. After that, no more text is returned."""
     stop_string: str | None
-    """The stop string that the generated text contains. After it, no more text is returned. None: there is none."""
+    """The stop string that has ended the text. None: none did."""
     tag_offset: int | None
     """Position of the last token in the text, in characters, if this token is a tag, such as `<tool_call>`. Its text
     may be held back. None: the token is no tag, or the job does not ask for the texts of control tokens."""
@@ -162,4 +164,4 @@ class Detokenizer(Protocol):
         """Add a token and return the text that can now be published, often an empty string."""
 
     def finish(self) -> str:
-        """Return the text that was held back, or an empty string after a stop string."""
+        """Return the text that was held back, or an empty string after the end of the text."""

@@ -247,11 +247,11 @@ class TickLoop:
                 is_due = not self._pace.next_tick_is_in_time
                 if is_due:
                     self._pace.record(tick.ended_s)
-                if is_due or repeater.have_stop_strings or repeater.can_prepare:
+                if is_due or repeater.texts_may_end or repeater.can_prepare:
                     late.begin(batch, is_due=is_due)
                 self.liveness.end_tick()
                 tick = self._compute(batch)
-                if repeater.have_stop_strings:
+                if repeater.texts_may_end:
                     late.wait()
                     if repeater.has_stopped:
                         break

@@ -9,6 +9,8 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from llamaq.worker.generation.indentation import IndentationCheck
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """The text of bytes that are not UTF-8."""
 
@@ -22,8 +24,10 @@ class StreamDetokenizer:
     Args:
         piece: Returns the bytes of a token.
         stop: The stop strings.
-        min_tokens: A stop string that is complete within this number of tokens does not end the text.
+        min_tokens: Nothing within this number of tokens ends the text.
         includes_stop: Whether the text ends after the stop string, and not before it.
+        n_indent: The text ends before the first line that begins with fewer spaces and tabs. The first line, whose
+            beginning is in the prompt, does not count. 0: no line ends it.
     """
 
     def __init__(
@@ -33,13 +37,16 @@ class StreamDetokenizer:
         *,
         min_tokens: int = 0,
         includes_stop: bool = False,
+        n_indent: int = 0,
     ) -> None:
-        self.has_stop_strings = bool(stop)
+        self.may_end = bool(stop) or n_indent > 0
+        self.has_ended = False
         self.stop_string: str | None = None
         self.tag_offset: int | None = None
         self._piece = piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop) if stop else None
+        self._indentation = IndentationCheck(n_indent) if n_indent else None
         self._includes_stop = includes_stop
         self._min_tokens = min_tokens
         self._n_tokens = 0
@@ -48,9 +55,11 @@ class StreamDetokenizer:
     @property
     def withheld(self) -> str:
         """The text that `finish` would return now."""
-        if self.stop_string is not None or not self._utf8.getstate()[0]:
+        if self.has_ended or not self._utf8.getstate()[0]:
             return self._withheld
-        stop = self._matcher.peek(REPLACEMENT) if self._matcher and self._can_stop else ""
+        if self._can_end and self._indentation is not None and self._indentation.lacks_indentation:
+            return self._withheld
+        stop = self._matcher.peek(REPLACEMENT) if self._matcher and self._can_end else ""
         return self._up_to(stop, self._withheld + REPLACEMENT)
 
     def feed(self, token: int) -> str:
@@ -59,29 +68,34 @@ class StreamDetokenizer:
         return self._release(self._utf8.decode(self._piece(token)))
 
     def finish(self) -> str:
-        """Return the withheld text, which is empty after a stop string. Called at the end of the job."""
+        """Return the withheld text, which is empty after the end of the text. Called at the end of the job."""
         text = self._release(self._utf8.decode(b"", final=True)) + self._withheld
         self._withheld = ""
         return text
 
     def _release(self, text: str) -> str:
-        if self.stop_string is not None:
+        if self.has_ended:
             return ""
+        place = None if self._indentation is None else self._indentation.read(text, may_end=self._can_end)
+        text, self.has_ended = text[:place], place is not None
         if self._matcher is None:
             return text
-        n_read, stop = self._matcher.read(text) if self._can_stop else self._matcher.skip(text)
+        n_read, stop = self._matcher.read(text) if self._can_end else self._matcher.skip(text)
         if stop:
             read, self._withheld = self._withheld + text[:n_read], ""
-            self.stop_string = stop
+            self.stop_string, self.has_ended = stop, True
             return self._up_to(stop, read)
+        if self.has_ended:
+            read, self._withheld = self._withheld + text, ""
+            return read
         text = self._withheld + text
         n_released = len(text) if self._includes_stop else len(text) - self._matcher.n_partial_chars
         self._withheld = text[n_released:]
         return text[:n_released]
 
     @property
-    def _can_stop(self) -> bool:
-        """Whether a stop string that is complete in the last token ends the text."""
+    def _can_end(self) -> bool:
+        """Whether what the last token completes may end the text."""
         return self._n_tokens > self._min_tokens
 
     def _up_to(self, stop: str, text: str) -> str:
@@ -100,6 +114,7 @@ class TagDetokenizer(StreamDetokenizer):
         tag_lengths: Maps each token that is a tag to the number of characters of its text.
         min_tokens: See `StreamDetokenizer`.
         includes_stop: See `StreamDetokenizer`.
+        n_indent: See `StreamDetokenizer`.
     """
 
     def __init__(
@@ -110,8 +125,9 @@ class TagDetokenizer(StreamDetokenizer):
         *,
         min_tokens: int = 0,
         includes_stop: bool = False,
+        n_indent: int = 0,
     ) -> None:
-        super().__init__(piece, stop, min_tokens=min_tokens, includes_stop=includes_stop)
+        super().__init__(piece, stop, min_tokens=min_tokens, includes_stop=includes_stop, n_indent=n_indent)
         self._tag_lengths = tag_lengths
         self._n_chars = 0
         """Number of characters of the tokens so far, with those that are withheld."""

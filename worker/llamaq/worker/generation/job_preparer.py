@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
@@ -143,11 +144,10 @@ class JobPreparer:
 
     def _detokenizer(self, request: JobRequest) -> StreamDetokenizer:
         """Return the detokenizer of a job. Only a job that asks for the texts of control tokens has offsets of tags."""
-        stop, min_tokens, includes_stop = request.stop, request.min_tokens, request.include_stop
+        make: Callable[..., StreamDetokenizer] = partial(StreamDetokenizer, self._vocab.piece, request.stop)
         if request.special:
-            piece, lengths = self._vocab.piece_with_special, self._tag_lengths
-            return TagDetokenizer(piece, stop, lengths, min_tokens=min_tokens, includes_stop=includes_stop)
-        return StreamDetokenizer(self._vocab.piece, stop, min_tokens=min_tokens, includes_stop=includes_stop)
+            make = partial(TagDetokenizer, self._vocab.piece_with_special, request.stop, self._tag_lengths)
+        return make(min_tokens=request.min_tokens, includes_stop=request.include_stop, n_indent=request.n_indent)
 
     def _drafting(self, request: JobRequest, history: Sequence[int]) -> Drafting | None:
         """Return the speculation of a job. None: the worker or the job has none."""

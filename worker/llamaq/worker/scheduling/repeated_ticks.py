@@ -14,11 +14,11 @@ token is drawn in a repeated tick, as the only token that its mask allows.
 The texts are searched for drafts, and these are added to the batch. The longer no draft was found, the less often the
 texts are searched. A draft model needs a plan for each search.
 
-If a job ends by a stop string, this is found when the text is made. The next tick has then begun. It computes the KV
-cell of the job's last token. The tokens that it samples for the job are not used.
+If a job ends by its text, such as a stop string, this is found when the text is made. The next tick has then begun. It
+computes the KV cell of the job's last token. The tokens that it samples for the job are not used.
 
-If a stream with stop strings gets several tokens in one tick, a plan follows: its text may end before the last of them.
-The same holds for a grammar, which may force tokens after them.
+If a stream whose text may end it gets several tokens in one tick, a plan follows: its text may end before the last of
+them. The same holds for a grammar, which may force tokens after them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RepeatedTicks:
             batch, results = following, engine.run(following)
 
     `late_outputs` returns the outputs of each tick that had a next batch. Call it for all of these ticks, in their
-    order, before `apply`. With stop strings, call `late_outputs` before each `next_batch`. If `has_stopped` is then
+    order, before `apply`. If `texts_may_end`, call `late_outputs` before each `next_batch`. If `has_stopped` is then
     true, call `apply`.
 
     Threads: another thread may call `late_outputs`, and what `preparation` returns, even while the engine thread calls
@@ -108,7 +108,7 @@ class RepeatedTicks:
         self._clock = clock
         self._repetition: _Repetition | None = None
         """The repetition of the last plan. None: its tick is not repeated."""
-        self.have_stop_strings = False
+        self.texts_may_end = False
         """During a repetition: whether the text of a token may end a job of the batch."""
         self.can_prepare = False
         """During a repetition: whether `preparation` returns a call."""
@@ -135,7 +135,7 @@ class RepeatedTicks:
         n_left = min(n_to_end, self._memory.n_tokens_with_room(CELLS_AHEAD))
         if self._tokens_ahead.needs_plan:
             n_left = min(n_left, n_unsearched)  # without drafts, each stream gets one token in a tick
-        self.have_stop_strings = any(run.job.detokenizer.has_stop_strings for run in runs)
+        self.texts_may_end = any(run.job.detokenizer.may_end for run in runs)
         self.can_prepare = any(run.job.sampler.can_prepare for run in runs)
         self._repetition = _Repetition(
             batch,
@@ -159,9 +159,12 @@ class RepeatedTicks:
         )
 
     def _first_deadline_s(self, runs: Iterable[Run], now_s: float) -> float:
-        """Return when the first job must end. A job without a slot has no `timeout_s` that could pass."""
-        running = [run.job.times.ends_s(now_s, run.job.request.timeout_s) for run in runs]
-        return min(running + [job.times.ends_s(now_s, None) for job in self._waiting])
+        """Return when the first job must end, or may end at a line break. A job without a slot has no `timeout_s` that
+        could pass.
+        """
+        limits = [run.job.times.ends_s(now_s, run.job.request.timeout_s) for run in runs]
+        limits += [run.job.generated_until_s for run in runs]
+        return min(limits + [job.times.ends_s(now_s, None) for job in self._waiting])
 
     # ---- the repeated ticks
 
@@ -201,7 +204,7 @@ class RepeatedTicks:
             return False
         if is_end(run.job, sampled[-1].token, self._end_tokens):
             return False
-        return n_sampled == 1 or not (run.job.detokenizer.has_stop_strings or run.job.sampler.can_prepare)
+        return n_sampled == 1 or not (run.job.detokenizer.may_end or run.job.sampler.can_prepare)
 
     def _record(self, results: Iterable[SlotResult], repetition: _Repetition) -> None:
         """Record the sampled tokens and the cells of the streams, and the outcomes of the drafts."""
@@ -239,7 +242,7 @@ class RepeatedTicks:
         for slot, _, sampled, _, _, _ in results:
             job = slot.active.job
             outputs += [new_token(job, one, ended_s) for one in sampled]
-            if job.detokenizer.stop_string is not None:
+            if job.detokenizer.has_ended:
                 self._stopped.add(slot)
         self._on_tick(batch, ended_s)
         return TickOutcome(outputs, len(outputs) - batch.n_decode)  # without its draft, each stream gets one token
@@ -258,11 +261,11 @@ class RepeatedTicks:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a job has ended by a stop string, and still has its slot."""
+        """Whether a job has ended by its text, and still has its slot."""
         return bool(self._stopped)
 
     def take_stopped(self) -> set[Slot]:
-        """Return the slots whose jobs have ended by a stop string since the last call."""
+        """Return the slots whose jobs have ended by their texts since the last call."""
         stopped, self._stopped = self._stopped, set()
         return stopped
 

@@ -266,7 +266,7 @@ class Scheduler:
             self._measurements.record_slots()
         n_accepted = 0
         now_s = self._clock()
-        stopped = self.repeater.take_stopped()  # a stop string of an earlier repeated tick has ended their jobs
+        stopped = self.repeater.take_stopped()  # the texts of an earlier repeated tick have ended their jobs
         parts = {part.slot: part for part in batch.parts}
         without_room = None
         for result in results:
@@ -397,9 +397,12 @@ class Scheduler:
                 job.end_token = one.token
                 return FinishReason.STOP  # an end token ends the text and is not part of it
             tokens.append(one.token)
-            self._outputs.append(new_token(job, one, now_s, is_first=is_first))
+            output = new_token(job, one, now_s, is_first=is_first)
+            self._outputs.append(output)
             if reason := finish_reason(job, len(tokens), run.max_length):
                 return reason
+            if now_s >= job.generated_until_s and "\n" in output.text:
+                return FinishReason.DEADLINE
             if slot.state is SlotState.PREFILL:
                 slot.transition_to(SlotState.DECODE)
         return None

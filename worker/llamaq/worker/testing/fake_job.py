@@ -134,6 +134,7 @@ def make_job(
         request.stop,
         min_tokens=request.min_tokens,
         includes_stop=request.include_stop,
+        n_indent=request.n_indent,
     )
     for token in resumed:
         detokenizer.feed(token)

@@ -138,7 +138,7 @@ def run_tick(
         scheduler.check_integrity()
         late.append((batch, results, ended_s))
         batch, results, ended_s = following, engine.run(following), clock()
-        if repeater.have_stop_strings or len(late) >= n_late:
+        if repeater.texts_may_end or len(late) >= n_late:
             outputs += repeater.late_outputs(*late.popleft()).outputs
     for earlier in late:
         outputs += repeater.late_outputs(*earlier).outputs

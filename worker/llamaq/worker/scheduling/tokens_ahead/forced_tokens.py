@@ -93,7 +93,7 @@ class ForcedTokens:
 
     def may_follow(self, run: Run) -> bool:
         """Return whether forced tokens of this run may be added to a batch."""
-        return run.job.sampler.can_prepare and (self._can_remove or not run.job.detokenizer.has_stop_strings)
+        return run.job.sampler.can_prepare and (self._can_remove or not run.job.detokenizer.may_end)
 
     def left_s(self, batch: Batch, limit_s: float) -> float:
         """Return how much of the time limit of a tick its forced tokens leave for drafts, in seconds."""
