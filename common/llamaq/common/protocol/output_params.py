@@ -14,8 +14,9 @@ from llamaq.common.protocol.wire_model import JsonObject
 # is bounded by the setting `max_request_bytes`.
 MAX_GENERATED_TOKENS = 1_000_000
 MAX_SEED = 2**63 - 1
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 256
+MAX_STOP_CHARS_TOGETHER = 4096
 MAX_STOP_TOKENS = 256
 MAX_LOGIT_BIASES = 4096
 MAX_ALLOWED_TOKENS = 4096
@@ -172,7 +173,8 @@ class OutputParams(TemplateParams, SamplingParams):
         (),
         max_length=MAX_STOP_STRINGS,
         fail_fast=True,
-        description="Strings that end the job, each of 1 to 256 characters. The output does not contain them.",
+        description="Strings that end the job, each of 1 to 256 characters, together at most 4096. The output does not "
+        "contain them.",
     )
     include_stop: bool = Field(
         False, description="The output contains the stop string that ended the job. It ends with this string."
@@ -233,6 +235,8 @@ class OutputParams(TemplateParams, SamplingParams):
     def _check_output(self) -> Self:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: {self.min_tokens} is more than max_tokens, which is {self.max_tokens}")
+        if (n_chars := sum(map(len, self.stop))) > MAX_STOP_CHARS_TOGETHER:
+            raise ValueError(f"stop: {n_chars} characters together are more than {MAX_STOP_CHARS_TOGETHER}")
         constraints = self.constraints
         if len(constraints) > 1:
             raise ValueError(f"{' and '.join(constraints)} exclude each other: give one")

@@ -22,6 +22,9 @@ from llamaq.producer.option_synonyms import SYNONYMS
 
 MAX_CHOICES = 128
 """Largest number of answers to one request: `n` times the number of prompts."""
+RETIRED_SAMPLERS = ("tfs_z", "tfs", "tail_free")
+"""Names of tail-free sampling, which llama.cpp had until 2024. Stored settings of its clients still name it, for example
+SillyTavern's default preset. llama-server leaves it out."""
 BANNED = -1e9
 """The bias of a token that must not be generated. llama-server writes `false` for it."""
 
@@ -203,6 +206,8 @@ def _translate_values(options: dict[str, Any]) -> None:
         del options["dry_base"]
     if "stop" in options and not options["stop"]:
         del options["stop"]
+    if isinstance(options.get("samplers"), list):
+        options["samplers"] = [name for name in options["samplers"] if name not in RETIRED_SAMPLERS]
 
 
 def _is_below(value: Any, bound: int) -> bool:
