@@ -23,7 +23,7 @@ from llamaq.producer.option_synonyms import SYNONYMS
 MAX_CHOICES = 128
 """Largest number of answers to one request: `n` times the number of prompts."""
 RETIRED_SAMPLERS = ("tfs_z", "tfs", "tail_free")
-"""Names of tail-free sampling, which llama.cpp had until 2024. Stored settings of its clients still name it, for example
+"""Names of tail-free sampling, which llama.cpp had until 2024. Stored settings still name it, for example
 SillyTavern's default preset. llama-server leaves it out."""
 BANNED = -1e9
 """The bias of a token that must not be generated. llama-server writes `false` for it."""
