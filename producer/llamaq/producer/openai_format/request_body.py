@@ -13,6 +13,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
+from llamaq.common.protocol.wire_model import NO_NUMBER
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
@@ -169,6 +170,8 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias")) | _read_lora(body.get("lora"))
     _translate_values(options)
     limit_ms = body.get("t_max_predict_ms")
+    if isinstance(limit_ms, bool):
+        raise InvalidRequest(f"t_max_predict_ms: {NO_NUMBER}")
     if isinstance(limit_ms, int | float) and limit_ms > 0:
         options.setdefault("timeout_s", _seconds_of("t_max_predict_ms", limit_ms))
     user = body.get("user")
@@ -183,19 +186,20 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_length(body: Mapping[str, Any], name: str) -> None:
-    """Refuse a length of the answer below 1, under the name that the request has for it.
+    """Refuse a boolean or a number below 1 as the length of the answer, under the name that the request has for it.
 
     Raises:
-        InvalidRequest: The length is below 1.
+        InvalidRequest: The length is a boolean, or below 1.
     """
     value = body.get(name)
-    if value != -1 and _is_below(value, 1):  # -1 is llama-server's name for no limit
+    if isinstance(value, bool) or (value != -1 and _is_below(value, 1)):  # -1 is llama-server's name for no limit
         raise InvalidRequest(f"{name}: a number of at least 1 is required, not {str(value)[:50]}")
 
 
 def _translate_values(options: dict[str, Any]) -> None:
     """Replace values that other servers accept by values with the same meaning here."""
-    if options.get("top_p") == 0:  # OpenAI's API allows it. Ours keeps the smallest set that reaches the probability.
+    top_p = options.get("top_p")
+    if top_p == 0 and top_p is not False:  # OpenAI's API allows 0. Ours keeps the smallest set that reaches `top_p`.
         options["top_p"] = 1e-9
     if _is_below(options.get("top_k"), 0):  # vLLM and llama-server: all tokens
         options["top_k"] = 0
@@ -206,7 +210,7 @@ def _translate_values(options: dict[str, Any]) -> None:
 
 
 def _is_below(value: Any, bound: int) -> bool:
-    return isinstance(value, int | float) and value < bound
+    return isinstance(value, int | float) and not isinstance(value, bool) and value < bound
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
