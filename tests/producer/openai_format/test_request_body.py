@@ -98,6 +98,26 @@ def test_a_boolean_is_no_number(fields: dict[str, Any], named: str) -> None:
         build_request(translate(chat(**fields).jobs[0]))
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"include_usage": "x"}, r"stream_options\.include_usage: true or false is required, not 'x'"),
+        ({"continuous_usage_stats": "x"}, r"stream_options\.continuous_usage_stats: true or false"),
+        (
+            {"include_usage": True, "continuous_usage_stats": 1},
+            r"stream_options\.continuous_usage_stats: true or false",
+        ),
+        ("x", "stream_options: an object is required"),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "return_progress": True}])
+def test_the_options_of_a_stream_are_booleans(options: object, complaint: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{complaint}"):
+        chat(stream_options=options, **fields)
+    assert chat(stream_options={"include_usage": True, "continuous_usage_stats": None}, **fields).has_usage_chunk
+    assert not chat(stream_options=None, **fields).has_usage_chunk
+
+
 def test_the_best_of_all_answers_are_all_answers() -> None:
     assert len(chat(best_of=2, n=2).jobs) == 2
     with pytest.raises(InvalidRequest, match="best_of"):

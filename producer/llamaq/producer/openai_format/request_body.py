@@ -119,7 +119,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         n=n,
         tool_choice=read_tools(body) if endpoint is Endpoint.CHAT else ToolChoice(),
         is_streamed=read_flag(body, "stream"),
-        has_usage_chunk=_read_stream_options(body).get("include_usage") is True,
+        has_usage_chunk=_read_stream_flag(body, "include_usage"),
         is_stored=read_flag(body, "store"),
         is_echoed=is_echoed,
     )
@@ -180,7 +180,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     if _is_bulk(body):
         options["priority"] = Priority.BULK
     asks_for_progress = [read_flag(body, name) for name in PROGRESS_FIELDS]
-    if (any(asks_for_progress) or has_usage_in_chunks(body)) and read_flag(body, "stream"):
+    if any([*asks_for_progress, has_usage_in_chunks(body)]) and read_flag(body, "stream"):
         options["prompt_progress"] = True
     return options
 
@@ -226,14 +226,22 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def has_usage_in_chunks(body: Mapping[str, Any]) -> bool:
-    """Return whether each chunk of a stream has the usage so far: vLLM's `stream_options.continuous_usage_stats`."""
-    options = _read_stream_options(body)
-    return options.get("include_usage") is True and options.get("continuous_usage_stats") is True
+    """Return whether each chunk of a stream has the usage so far: vLLM's `stream_options.continuous_usage_stats`.
+
+    Raises:
+        InvalidRequest: A field is not a boolean.
+    """
+    is_continuous = _read_stream_flag(body, "continuous_usage_stats")
+    return _read_stream_flag(body, "include_usage") and is_continuous
 
 
-def _read_stream_options(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    options = body.get("stream_options")
-    return options if isinstance(options, Mapping) else {}
+def _read_stream_flag(body: Mapping[str, Any], name: str) -> bool:
+    """Return a boolean of `stream_options`, which is false if it is missing. Raises `InvalidRequest`."""
+    options = read_fields(body, "stream_options")
+    try:
+        return read_flag(options, name)
+    except InvalidRequest as exc:
+        raise InvalidRequest(f"stream_options.{exc}") from exc
 
 
 def read_fields(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
