@@ -2,9 +2,10 @@
 
 The vocabulary is that of `--model` (tiny: 151,936 tokens). `new_schema_ms`: a schema that was not used before, from the
 request to the compiled constraint. Its keywords are of the usual kinds, so no other process tries it. `again_ms`: the
-same schema in a later job. `mask_ms`: to accept a token and compute the mask of the next. `disagreeing_ms`: to sample a
-token whose logits are random, so the model mostly wants tokens that the schema does not allow, less the same without a
-schema.
+same schema in a later job. `new_tools_ms`: the same as `new_schema_ms` for new sets of tools, one of which must be
+called, by the number of tools. `mask_ms`: to accept a token and compute the mask of the next. `disagreeing_ms`: to
+sample a token whose logits are random, so the model mostly wants tokens that the schema does not allow, less the same
+without a schema.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from job_timings import spread
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
+from llamaq.producer.answer_parts.answer_grammar import answer_grammar
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
-from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
+from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
 from systems import check_target
 
 N_SCHEMAS, QUICK_N_SCHEMAS = 200, 2
 N_TOKENS, QUICK_N_TOKENS = 60, 10
+N_TOOLS = (1, 5, 20)
 MOST_NEW_SCHEMA_MS = 5.0
 MOST_TOKEN_MS = 0.3
 
@@ -48,6 +52,19 @@ def make_schema(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "$defs": {"address": address}}
 
 
+def make_tool(number: int) -> dict[str, Any]:
+    """Return a tool with four parameters, different for each number."""
+    properties = {
+        f"query_{number}": {"type": "string", "description": "The text to look for, in plain words."},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 10},
+        "order": {"type": "string", "enum": ["newest", "oldest", f"rank {number}"]},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
+    }
+    parameters = {"type": "object", "properties": properties, "required": [f"query_{number}"]}
+    function = {"name": f"search_{number}", "description": "Searches the records.", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
 class Costs:
     """Times of the parts that a worker runs for a schema, in milliseconds."""
 
@@ -58,6 +75,7 @@ class Costs:
         self._random = np.random.default_rng(seed)
         self._params = SamplingDefaults()
         self.new_schema_ms: list[float] = []
+        self.new_tools_ms: dict[int, list[float]] = {n_tools: [] for n_tools in N_TOOLS}
         self.again_ms: list[float] = []
         self.mask_ms: list[float] = []
         self.disagreeing_ms: list[float] = []
@@ -65,11 +83,11 @@ class Costs:
     def add(self, schema: dict[str, Any], n_tokens: int) -> None:
         """Measure a schema, and outputs of it with random logits."""
         request = JobParams(json_schema=schema)
-        _, elapsed_ms = _timed(lambda: self._tokenizer.compile(self._sandbox.compile(request)))
+        _, elapsed_ms = _timed(partial(self._compile, request))
         self.new_schema_ms.append(elapsed_ms)
-        constraint, elapsed_ms = _timed(lambda: self._tokenizer.compile(self._sandbox.compile(request)))
+        constraint, elapsed_ms = _timed(partial(self._compile, request))
         self.again_ms.append(elapsed_ms)
-        again = self._tokenizer.compile(self._sandbox.compile(request))
+        again = self._compile(request)
         sampler = LogitSampler(self._params, seed=1, grammar=constraint)
         free = LogitSampler(self._params, seed=1)
         history: list[int] = []
@@ -84,6 +102,17 @@ class Costs:
             self.disagreeing_ms.append(with_schema_ms - without_ms)
             _, accept_ms = _timed(partial(again.accept, history))
             self.mask_ms.append(accept_ms + _timed(again.allowed_tokens)[1])
+
+    def add_tools(self, number: int) -> None:
+        """Measure new sets of tools."""
+        form = AnswerForm(format=AnswerFormat.HERMES, has_tools=True)
+        for n_tools, times_ms in self.new_tools_ms.items():
+            tools = [make_tool(100 * number + each) for each in range(n_tools)]
+            request = JobParams(lark=answer_grammar(form, tools))
+            times_ms.append(_timed(partial(self._compile, request))[1])
+
+    def _compile(self, request: JobParams) -> TokenConstraint:
+        return self._tokenizer.compile(self._sandbox.compile(request))
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -102,24 +131,30 @@ def measure(plan: Plan) -> Figures:
         sandbox.compile(JobParams(regex="a"))  # starts the process
         for number in range(n_schemas):
             costs.add(make_schema(number), n_tokens)
+            costs.add_tools(number)
     finally:
         sandbox.close()
     figures = {
         name: spread(getattr(costs, name)) for name in ("new_schema_ms", "again_ms", "mask_ms", "disagreeing_ms")
     }
+    new_tools_ms = {str(n_tools): spread(times_ms) for n_tools, times_ms in costs.new_tools_ms.items()}
+    rows = figures | {f"{n_tools} new tools": one for n_tools, one in new_tools_ms.items()}
     show(
         f"JSON schemas, {vocab.n_tokens:,} tokens",
         ("ms", "p50", "p95", "p99", "max"),
-        [
-            (name.removesuffix("_ms").replace("_", " "), *(str(x) for x in one.values()))
-            for name, one in figures.items()
-        ],
+        [(name.removesuffix("_ms").replace("_", " "), *(str(x) for x in one.values())) for name, one in rows.items()],
     )
     targets = {
         "new_schema_ms": check_target(figures["new_schema_ms"]["p50"], at_most=MOST_NEW_SCHEMA_MS),
         "token_ms": check_target(figures["disagreeing_ms"]["p50"], at_most=MOST_TOKEN_MS),
     }
-    return {"n_vocab": vocab.n_tokens, "schemas": n_schemas, **figures, "targets": targets}
+    return {
+        "n_vocab": vocab.n_tokens,
+        "schemas": n_schemas,
+        **figures,
+        "new_tools_ms": new_tools_ms,
+        "targets": targets,
+    }
 
 
 if __name__ == "__main__":

@@ -24,3 +24,11 @@ def test_an_answer_cannot_be_required_to_call_no_tool(names: tuple[str, ...]) ->
         read_response_body(allowed("required", *names))
     assert not read_response_body(allowed("auto", *names)).tool_choice.tools
     assert read_response_body(allowed("required", "weather")).tool_choice.tools
+
+
+@pytest.mark.parametrize("value", [True, False, "3"])
+def test_the_number_of_alternatives_is_a_number(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="a number as top_logprobs"):
+        read_response_body({"input": "hi", "top_logprobs": value})
+    assert read_response_body({"input": "hi", "top_logprobs": 3.0}).options["logprobs"] == 3
+    assert "logprobs" not in read_response_body({"input": "hi", "top_logprobs": None}).options

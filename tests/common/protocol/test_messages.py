@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import pytest
 from pydantic import ValidationError
 
@@ -73,6 +74,58 @@ def test_the_defaults_of_a_job_are_those_of_the_documentation() -> None:
 def test_a_bad_request_names_its_field(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         codec.build_request(values)
+
+
+NUMBERS = [
+    *("adaptive_decay", "adaptive_target", "cache_public", "deadline_s", "delay_s", "draft_max"),
+    *("dry_allowed_length", "dry_base", "dry_multiplier", "dry_penalty_last_n", "dynatemp_exponent", "dynatemp_range"),
+    *("frequency_penalty", "logprobs", "max_tokens", "min_keep", "min_p", "min_tokens", "mirostat", "mirostat_eta"),
+    *("mirostat_tau", "penalty_last_n", "presence_penalty", "prompt_logprobs", "reasoning_budget", "repeat_penalty"),
+    *("queue_timeout_s", "retries", "run_at", "seed", "slot", "temperature", "timeout_s", "top_k", "top_n_sigma"),
+    *("top_p", "typical_p", "xtc_probability", "xtc_threshold"),
+]
+"""The options of a job that are numbers."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_boolean_is_no_number_for_a_client_and_for_a_worker(name: str) -> None:
+    with pytest.raises(ValidationError, match=rf"{name}\n.*a number is required, not a boolean"):
+        JobParams(**{name: True})
+    for value in (True, False):
+        with pytest.raises(InvalidRequest, match=f"^{name}: a number is required, not a boolean$"):
+            codec.decode_request(msgpack.packb({"prompt": "a", name: value}), 1000)
+
+
+def test_the_other_options_are_no_numbers() -> None:
+    schemas = JobParams.model_json_schema()["properties"]
+    kinds = {name: [schema, *schema.get("anyOf", ())] for name, schema in schemas.items()}
+    numbers = {name for name, each in kinds.items() if {"integer", "number"} & {one.get("type") for one in each}}
+    assert numbers == set(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({"allowed_token_ids": [5, True]}, "allowed_token_ids.1"),
+        ({"stop_token_ids": [False]}, "stop_token_ids.0"),
+        ({"logit_bias": {5: False}}, "logit_bias.5"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias.*"),
+        ({"lora": {"a": True}}, "lora.a"),
+    ],
+)
+def test_a_boolean_is_no_number_inside_an_option(values: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{place}: a number is required, not a boolean$"):
+        codec.build_request({"prompt": "a", **values})
+
+
+def test_numbers_and_booleans_have_the_values_that_they_had() -> None:
+    numbers = {"min_tokens": 1.0, "max_tokens": "5", "temperature": 1, "cache_public": "system", "seed": None}
+    others = {"stop_token_ids": [1.0], "logit_bias": {"5": 1}, "ignore_eos": 1, "stream": False}
+    request = codec.build_request({"prompt": "a", **numbers, **others})
+    assert (request.min_tokens, request.max_tokens, request.temperature, request.cache_public) == (1, 5, 1.0, "system")
+    assert (request.stop_token_ids, request.logit_bias, request.seed) == ((1,), {5: 1.0}, None)
+    assert (request.ignore_eos, request.stream) == (True, False)
+    assert codec.decode_request(codec.encode_request(request, 1000), 1000) == request
 
 
 def test_an_error_message_does_not_contain_the_private_input() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.codec import build_request
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.gateway.completions.stream_chunks import delta_of
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+from llamaq.producer.option_synonyms import translate
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 
@@ -74,6 +76,46 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
 )
 def test_fields_become_job_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
     assert chat(**fields).jobs[0] == {"messages": HELLO, **options}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_completion_tokens": True}, "max_completion_tokens"),
+        ({"n_predict": True}, "max_tokens"),
+        ({"temp": False}, "temperature"),
+        *(({name: False}, name) for name in ("top_p", "top_k", "min_tokens", "seed", "repeat_penalty", "dry_base")),
+        ({"t_max_predict_ms": True}, "t_max_predict_ms"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+        ({"n_probs": True}, "n_probs"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids\.0"),
+        ({"logit_bias": {"5": True}}, r"logit_bias\.5"),
+        ({"lora": [{"id": 0, "scale": True}]}, r"lora\.0"),
+    ],
+)
+def test_a_boolean_is_no_number(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{named}: a number .*is required, not "):
+        build_request(translate(chat(**fields).jobs[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"include_usage": "x"}, r"stream_options\.include_usage: true or false is required, not 'x'"),
+        ({"continuous_usage_stats": "x"}, r"stream_options\.continuous_usage_stats: true or false"),
+        (
+            {"include_usage": True, "continuous_usage_stats": 1},
+            r"stream_options\.continuous_usage_stats: true or false",
+        ),
+        ("x", "stream_options: an object is required"),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "return_progress": True}])
+def test_the_options_of_a_stream_are_booleans(options: object, complaint: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{complaint}"):
+        chat(stream_options=options, **fields)
+    assert chat(stream_options={"include_usage": True, "continuous_usage_stats": None}, **fields).has_usage_chunk
+    assert not chat(stream_options=None, **fields).has_usage_chunk
 
 
 def test_the_best_of_all_answers_are_all_answers() -> None:

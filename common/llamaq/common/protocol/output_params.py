@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from llamaq.common.protocol.chat import TemplateParams
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingParams
-from llamaq.common.protocol.wire_model import JsonObject
+from llamaq.common.protocol.wire_model import JsonObject, refuse_boolean
 
 # Bounds of one request, so that one job cannot cost a worker too much memory or time. The size of the whole request
 # is bounded by the setting `max_request_bytes`.
@@ -34,7 +34,11 @@ CONSTRAINTS = ("grammar", "json_schema", "regex", "choice", "lark")
 GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-LoraScales = Annotated[dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]], Field(max_length=MAX_ADAPTERS)]
+ListedTokenId = Annotated[TokenId, BeforeValidator(refuse_boolean)]
+"""A token in an option. `TokenId` is faster: a prompt may have a million of them."""
+LogitBias = Annotated[float, Field(ge=-1e9, le=1e9), BeforeValidator(refuse_boolean)]
+LoraScale = Annotated[float, Field(ge=-1e4, le=1e4), BeforeValidator(refuse_boolean)]
+LoraScales = Annotated[dict[str, LoraScale], Field(max_length=MAX_ADAPTERS)]
 
 
 def _check_n_biases(value: Any) -> Any:
@@ -74,14 +78,12 @@ class OutputParams(TemplateParams, SamplingParams):
         le=MAX_SEED,
         description="Seed of the random draws; the result contains it. If not set: submit chooses a random seed.",
     )
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-1e9, le=1e9)]], BeforeValidator(_check_n_biases)] = (
-        Field(
-            default_factory=dict,
-            max_length=MAX_LOGIT_BIASES,
-            description="Maps a token id to a number that is added to its logit.",
-        )
+    logit_bias: Annotated[dict[ListedTokenId, LogitBias], BeforeValidator(_check_n_biases)] = Field(
+        default_factory=dict,
+        max_length=MAX_LOGIT_BIASES,
+        description="Maps a token id to a number that is added to its logit.",
     )
-    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True)] | None = Field(
+    allowed_token_ids: Annotated[tuple[ListedTokenId, ...], Field(fail_fast=True)] | None = Field(
         None,
         min_length=1,
         max_length=MAX_ALLOWED_TOKENS,
@@ -186,7 +188,7 @@ class OutputParams(TemplateParams, SamplingParams):
         description="Apart from its first line, the output ends before a line that begins with fewer spaces and tabs "
         "than this number. For code that belongs into an indented block. 0: no line ends it.",
     )
-    stop_token_ids: tuple[TokenId, ...] = Field(
+    stop_token_ids: tuple[ListedTokenId, ...] = Field(
         (),
         max_length=MAX_STOP_TOKENS,
         fail_fast=True,

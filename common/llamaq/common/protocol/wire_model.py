@@ -7,7 +7,8 @@ ends early, here and by `fail_fast`.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationError, model_validator
 
@@ -16,20 +17,64 @@ from llamaq.common.errors import InvalidRequest
 MAX_FIELDS = 128
 MAX_PARTS = 200_000
 MAX_JSON_DEPTH = 200
+NO_NUMBER = "a number is required, not a boolean"
 SCALARS = frozenset({str, int, bool, type(None)})
 
 
+def refuse_boolean(value: Any) -> Any:
+    """Return a value. Raises `ValueError` if it is a boolean, which pydantic takes for the number 0 or 1."""
+    if value is True or value is False:
+        raise ValueError(NO_NUMBER)
+    return value
+
+
 class StrictModel(BaseModel):
-    """A message that users write: an unknown field is an error, so that a misspelt parameter is noticed."""
+    """A message that users write. Mistakes that pydantic would ignore are errors.
+
+    An unknown field is an error, so that a misspelt parameter is noticed, and so is a boolean for a number.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    _numbers: ClassVar[frozenset[str]] = frozenset()
+    """The fields that are numbers."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls._numbers = frozenset(name for name, field in cls.model_fields.items() if _is_number(field.annotation))
+
     @model_validator(mode="before")
     @classmethod
-    def _check_n_fields(cls, values: Any) -> Any:
-        if isinstance(values, dict) and len(values) > MAX_FIELDS:
+    def _check_fields(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MAX_FIELDS:
             raise ValueError(f"{len(values)} fields are more than there are")
+        if booleans := [name for name in values if name in cls._numbers and isinstance(values[name], bool)]:
+            raise _invalid((booleans[0],), NO_NUMBER)
         return values
+
+
+def _is_number(annotation: Any) -> bool:
+    """Return whether a type is a number, or a union with numbers but without `bool`."""
+    types = _alternatives(annotation)
+    return bool not in types and not {int, float}.isdisjoint(types)
+
+
+def _alternatives(annotation: Any) -> set[Any]:
+    """Return the types of a union, or the only type."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {each for part in get_args(annotation) for each in _alternatives(part)}
+    return {annotation}
+
+
+def _invalid(path: tuple[str | int, ...], problem: str) -> ValidationError:
+    """Return the error of the part of a value at a path."""
+    error: Any = {"type": "value_error", "loc": path, "input": 0, "ctx": {"error": problem}}
+    return ValidationError.from_exception_data("", [error])
 
 
 class WireModel(BaseModel):
@@ -65,8 +110,7 @@ def _check_json(part: Any, path: tuple[str | int, ...] = ()) -> Any:
     elif not isinstance(part, str | int | None) and not (isinstance(part, float) and isfinite(part)):
         problem = f"JSON has no {part if isinstance(part, float) else type(part).__name__}"
     if problem:
-        error: Any = {"type": "value_error", "loc": path, "input": 0, "ctx": {"error": problem}}
-        raise ValidationError.from_exception_data("", [error])
+        raise _invalid(path, problem)
     for key, entry in entries:
         _check_json(entry, (*path, key))
     return part

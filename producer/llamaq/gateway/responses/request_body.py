@@ -113,8 +113,9 @@ def _read_job_options(body: Mapping[str, Any]) -> dict[str, Any]:
         "max_tokens": body.get("max_output_tokens", body.get("max_tokens")),
         "response_format": text.get("format"),
     }
-    n_top = body.get("top_logprobs") or 0
-    if not isinstance(include, list) or not isinstance(n_top, int):
+    n_top = body.get("top_logprobs")
+    n_top = 0 if n_top is None else n_top
+    if not isinstance(include, list) or type(n_top) is not int:
         raise InvalidRequest("include: a list is required, and a number as top_logprobs")
     reasoning = read_fields(body, "reasoning")
     if reasoning.get("summary") not in (None, "auto", "concise", "detailed"):

@@ -18,9 +18,10 @@ def read_logprobs(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         InvalidRequest: A field is not a number or a boolean.
     """
-    wanted, n_top = body.get("logprobs"), body.get("top_logprobs", body.get("n_probs"))
-    for name, value in (("top_logprobs", n_top), ("logprobs", wanted)):
-        if value is not None and not isinstance(value, int):
+    name_of_top = "top_logprobs" if "top_logprobs" in body else "n_probs"
+    wanted, n_top = body.get("logprobs"), body.get(name_of_top)
+    for name, value, types in ((name_of_top, n_top, (int,)), ("logprobs", wanted, (int, bool))):
+        if value is not None and type(value) not in types:
             raise InvalidRequest(f"{name}: a number is required, not {str(value)[:50]!r}")
     if endpoint is Endpoint.COMPLETIONS and wanted is not None and not isinstance(wanted, bool):
         return {"logprobs": wanted}

@@ -13,6 +13,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
+from llamaq.common.protocol.wire_model import NO_NUMBER
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
@@ -121,7 +122,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         n=n,
         tool_choice=read_tools(body) if endpoint is Endpoint.CHAT else ToolChoice(),
         is_streamed=read_flag(body, "stream"),
-        has_usage_chunk=_read_stream_options(body).get("include_usage") is True,
+        has_usage_chunk=_read_stream_flag(body, "include_usage"),
         is_stored=read_flag(body, "store"),
         is_echoed=is_echoed,
     )
@@ -172,6 +173,8 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias")) | _read_lora(body.get("lora"))
     _translate_values(options)
     limit_ms = body.get("t_max_predict_ms")
+    if isinstance(limit_ms, bool):
+        raise InvalidRequest(f"t_max_predict_ms: {NO_NUMBER}")
     if isinstance(limit_ms, int | float) and limit_ms > 0:
         options.setdefault("generation_timeout_s", _seconds_of("t_max_predict_ms", limit_ms))
     user = body.get("user")
@@ -180,25 +183,26 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     if _is_bulk(body):
         options["priority"] = Priority.BULK
     asks_for_progress = [read_flag(body, name) for name in PROGRESS_FIELDS]
-    if (any(asks_for_progress) or has_usage_in_chunks(body)) and read_flag(body, "stream"):
+    if any([*asks_for_progress, has_usage_in_chunks(body)]) and read_flag(body, "stream"):
         options["prompt_progress"] = True
     return options
 
 
 def check_length(body: Mapping[str, Any], name: str) -> None:
-    """Refuse a length of the answer below 1, under the name that the request has for it.
+    """Refuse a boolean or a number below 1 as the length of the answer, under the name that the request has for it.
 
     Raises:
-        InvalidRequest: The length is below 1.
+        InvalidRequest: The length is a boolean, or below 1.
     """
     value = body.get(name)
-    if value != -1 and _is_below(value, 1):  # -1 is llama-server's name for no limit
+    if isinstance(value, bool) or (value != -1 and _is_below(value, 1)):  # -1 is llama-server's name for no limit
         raise InvalidRequest(f"{name}: a number of at least 1 is required, not {str(value)[:50]}")
 
 
 def _translate_values(options: dict[str, Any]) -> None:
     """Replace values that other servers accept by values with the same meaning here."""
-    if options.get("top_p") == 0:  # OpenAI's API allows it. Ours keeps the smallest set that reaches the probability.
+    top_p = options.get("top_p")
+    if top_p == 0 and top_p is not False:  # OpenAI's API allows 0. Ours keeps the smallest set that reaches `top_p`.
         options["top_p"] = 1e-9
     if _is_below(options.get("top_k"), 0):  # vLLM and llama-server: all tokens
         options["top_k"] = 0
@@ -211,7 +215,7 @@ def _translate_values(options: dict[str, Any]) -> None:
 
 
 def _is_below(value: Any, bound: int) -> bool:
-    return isinstance(value, int | float) and value < bound
+    return isinstance(value, int | float) and not isinstance(value, bool) and value < bound
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
@@ -227,14 +231,22 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def has_usage_in_chunks(body: Mapping[str, Any]) -> bool:
-    """Return whether each chunk of a stream has the usage so far: vLLM's `stream_options.continuous_usage_stats`."""
-    options = _read_stream_options(body)
-    return options.get("include_usage") is True and options.get("continuous_usage_stats") is True
+    """Return whether each chunk of a stream has the usage so far: vLLM's `stream_options.continuous_usage_stats`.
+
+    Raises:
+        InvalidRequest: A field is not a boolean.
+    """
+    is_continuous = _read_stream_flag(body, "continuous_usage_stats")
+    return _read_stream_flag(body, "include_usage") and is_continuous
 
 
-def _read_stream_options(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    options = body.get("stream_options")
-    return options if isinstance(options, Mapping) else {}
+def _read_stream_flag(body: Mapping[str, Any], name: str) -> bool:
+    """Return a boolean of `stream_options`, which is false if it is missing. Raises `InvalidRequest`."""
+    options = read_fields(body, "stream_options")
+    try:
+        return read_flag(options, name)
+    except InvalidRequest as exc:
+        raise InvalidRequest(f"stream_options.{exc}") from exc
 
 
 def read_fields(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

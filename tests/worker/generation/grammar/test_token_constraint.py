@@ -236,6 +236,54 @@ def test_a_grammar_that_exceeds_the_limits_of_a_step_rejects_the_job(vocab: Voca
             generate(vocab, ConstraintTokenizer(vocab).compile(compiled), SamplingDefaults())
 
 
+LONG_COUNTS = llguidance.LLMatcher.grammar_from_regex(r"x[0-9]{1,50}|y(\w{0,999}){100}")
+"""Some texts after y exceed a limit of the lexer."""
+
+
+def bytes_of(vocab: Vocab, text: str) -> list[int]:
+    """Return a text in tokens of one byte."""
+    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+    return [pieces[bytes([byte])] for byte in text.encode()]
+
+
+def test_a_text_that_exceeds_a_limit_of_the_lexer_fails_its_own_job_alone(vocab: Vocab) -> None:
+    tokenizer = ConstraintTokenizer(vocab)
+    number, word = bytes_of(vocab, "x12345678"), bytes_of(vocab, "y" + "abcdefgh" * 20)
+    prompt = [7, 8]
+    beside = [tokenizer.compile(LONG_COUNTS) for _ in range(2)]
+    for one in beside:
+        one.accept([*prompt, *number[:4]], len(prompt))
+    beside[1].allowed_tokens()
+    failing = tokenizer.compile(LONG_COUNTS)
+    with pytest.raises(JobRejected, match=r"too complex.* write smaller counted repetitions") as refused:
+        failing.resume(word)
+    assert refused.value.code == ErrorCode.INVALID_GRAMMAR
+    assert allows(beside[0], number[4])
+    for one in (*beside, tokenizer.compile(LONG_COUNTS)):
+        one.accept([*prompt, *number], len(prompt))
+        assert one.n_accepted == len(number)
+        assert allows(one, vocab.eos)
+        with pytest.raises(JobRejected, match="does not allow"):
+            one.accept([*prompt, *number, *word], len(prompt))
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 0.25])
+def test_a_constraint_is_compiled_again_only_if_this_takes_little_time(
+    vocab: Vocab, monkeypatch: pytest.MonkeyPatch, limit_s: float
+) -> None:
+    monkeypatch.setattr("llamaq.worker.generation.grammar.token_constraint.MAX_RESTART_S", limit_s)
+    tokenizer = ConstraintTokenizer(vocab)
+    number, word = bytes_of(vocab, "x12345678"), bytes_of(vocab, "y" + "abcdefgh" * 20)
+    beside = tokenizer.compile(LONG_COUNTS)
+    with pytest.raises(JobRejected, match="too complex"):
+        tokenizer.compile(LONG_COUNTS).resume(word)
+    if limit_s:
+        beside.resume(number)
+    else:
+        with pytest.raises(JobRejected, match=r"too complex.* write smaller counted repetitions"):
+            beside.resume(number)
+
+
 def test_the_vocabulary_is_not_copied_for_llguidance(vocab: Vocab) -> None:
     assert _Tokens(vocab).tokens is vocab.pieces
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -70,13 +70,20 @@ def json_schema_grammar(schema: dict[str, Any]) -> str:
 
 def is_plain_schema(schema: dict[str, Any]) -> bool:
     """Return whether a JSON schema compiles in a short time, as far as its keywords tell. Others may do so too."""
-    if len(json.dumps(schema)) > MAX_PLAIN_CHARS:
+    return are_plain_schemas([schema])
+
+
+def are_plain_schemas(schemas: Sequence[Any]) -> bool:
+    """Return whether JSON schemas are plain, and together no larger than one plain schema may be."""
+    if not all(isinstance(schema, dict) for schema in schemas) or len(json.dumps(schemas)) > MAX_PLAIN_CHARS + 2:
         return False
-    definitions = [schema[name] for name in _DEFINITIONS & schema.keys()]
-    if not all(isinstance(each, dict) for each in definitions):
-        return False
-    root = {name: value for name, value in schema.items() if name not in _DEFINITIONS}
-    found: list[Any] = [root, *chain.from_iterable(each.values() for each in definitions)]
+    found: list[Any] = []
+    for schema in schemas:
+        definitions = [schema[name] for name in _DEFINITIONS & schema.keys()]
+        if not all(isinstance(each, dict) for each in definitions):
+            return False
+        found.append({name: value for name, value in schema.items() if name not in _DEFINITIONS})
+        found += chain.from_iterable(each.values() for each in definitions)
     for each in found:  # which gets longer meanwhile
         if len(found) > MAX_PLAIN_SUBSCHEMAS or not (isinstance(each, bool) or _is_plain_level(each)):
             return False

@@ -3,7 +3,8 @@
 The limits of llguidance bound each step of a compiled grammar, and most compilations. They do not bound the
 intersection of regular expressions, such as `&` in Lark or `allOf` with several `pattern`. The compilation of 40
 patterns takes minutes, even with the smallest `initial_lexer_fuel`. Such a grammar ends only the sandbox process, and
-only the job with this grammar fails. A plain JSON schema cannot be such a grammar, so it is not compiled twice.
+only the job with this grammar fails. A plain JSON schema cannot be such a grammar, and neither can the grammar of tool
+calls with plain schemas. So these are not compiled twice.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.protocol.output_params import MAX_GRAMMAR_BYTES
+from llamaq.worker.generation.grammar.answer_grammars import is_plain_answer_grammar
 from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabulary, pack_vocabulary
 from llamaq.worker.generation.grammar.json_schemas import is_plain_schema, json_schema_grammar
+from llamaq.worker.generation.grammar.sandbox_process import lark_grammar
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class GrammarSandbox:
     def compile(self, request: JobParams) -> str:
         """Return the constraint of a request in the form that `ConstraintTokenizer.compile` takes.
 
-        That method may still refuse a plain JSON schema, which is not tried here.
+        That method may still refuse a constraint that is not tried here, such as a plain JSON schema.
 
         Raises:
             JobRejected: The grammar is too large, does not compile, or needs too much time or memory.
@@ -86,15 +88,19 @@ class GrammarSandbox:
         trial = _trial_request(request)
         result = self._cached_result(trial)  # does not wait for the trial of another grammar
         if result is None:
-            schema = request.json_schema
-            result = self._convert(trial, schema) if schema and is_plain_schema(schema) else self._try(trial)
+            result = self._convert(trial, request) or self._try(trial)
         if isinstance(result, JobRejected):
             raise JobRejected(result.code, result.message)
         return result
 
-    def _convert(self, trial: str, schema: dict[str, Any]) -> str:
-        """Return the result of a plain JSON schema, without a trial."""
-        result = json_schema_grammar(schema)
+    def _convert(self, trial: str, request: JobParams) -> str | None:
+        """Return the result of a constraint that needs no trial, or None."""
+        if request.json_schema and is_plain_schema(request.json_schema):
+            result = json_schema_grammar(request.json_schema)
+        elif request.lark and is_plain_answer_grammar(request.lark):
+            result = lark_grammar(request.lark)
+        else:
+            return None
         self._cache_result(trial, result)
         return result
 

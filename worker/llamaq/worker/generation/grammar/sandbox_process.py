@@ -73,10 +73,15 @@ def _convert(request: dict[str, Any], end_tokens: frozenset[int], token_of: Call
             case "choice":
                 return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(lark_string, value))}")
             case "lark":
-                return LLMatcher.grammar_from_lark(with_bounded_forcing(value))
+                return lark_grammar(value)
     except ValueError as exc:
         raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the {kind} cannot be used: {exc}") from exc
     raise AssertionError(kind)
+
+
+def lark_grammar(lark: str) -> str:
+    """Return a grammar in Lark in the form that `ConstraintTokenizer.compile` takes. Grammars are not checked."""
+    return LLMatcher.grammar_from_lark(with_bounded_forcing(lark))
 
 
 def main() -> None:

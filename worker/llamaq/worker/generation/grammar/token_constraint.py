@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import lru_cache
 from typing import Self, TypeVar
 
 import llguidance
@@ -34,8 +34,14 @@ Each kind takes 8 MB with a vocabulary of 151,936 tokens. The other kinds that l
 and at most 30 characters. They have few tokens, and masks take as long without them (bench/json_schema_masks.py)."""
 MAX_STEP_S = 1.0
 """If one step takes more processor time than this, the job fails, because the next steps could take as long."""
+MAX_RESTART_S = 0.25
+"""How much processor time a grammar may take to be compiled again, and its accepted tokens to be read again, beside a
+tick. The most expensive grammars take seconds."""
 DEAD_END = "NoExtension"
 """The beginning of llguidance's error if no token can continue the output."""
+LEXER_ERROR = "lexer error"
+"""The beginning of llguidance's error if a text exceeds a limit of the lexer."""
+SMALLER_COUNTS = r"write smaller counted repetitions, such as \w{0,20} in place of (\w{0,999}){100}"
 MAX_ERROR_CHARS = 300
 MAX_COMPILED = 4
 """Number of grammars whose compiled form is kept. A usual JSON schema takes 0.25 MB and 2 ms to compile, so that
@@ -54,10 +60,8 @@ class ConstraintTokenizer:
         self.n_tokens = len(vocab.pieces)
         self.end_tokens = vocab.end_tokens
         self._lock = threading.Lock()
-        self._compiled = lru_cache(MAX_COMPILED)(
-            lambda grammar: on_large_stack(lambda: self.compile_on_this_stack(grammar))
-        )
-        """Returns the first state of a grammar. Jobs get copies of it."""
+        self._compiled: OrderedDict[str, TokenConstraint] = OrderedDict()
+        """The first states of the grammars that were used last. Jobs get copies of them."""
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(tokens),
             n_vocab=self.n_tokens,
@@ -76,24 +80,50 @@ class ConstraintTokenizer:
             JobRejected: The grammar does not compile.
         """
         with self._lock:
-            return self._compiled(grammar).copy()
+            first = self._compiled.pop(grammar, None)
+            if first is None or first.lexer.has_failed:
+                first = on_large_stack(lambda: self.compile_on_this_stack(grammar))
+            self._compiled[grammar] = first
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return first.copy()
 
     def compile_on_this_stack(self, grammar: str) -> TokenConstraint:
         """Compile a grammar as `compile` does. The caller must run on a thread with a stack of `STACK_BYTES`."""
+        started_s = time.thread_time()
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-        return TokenConstraint(self, matcher)
+        constraint = TokenConstraint(self, matcher, grammar)
+        constraint.lexer.compilation_s = time.thread_time() - started_s
+        return constraint
 
     def __repr__(self) -> str:
         return f"<ConstraintTokenizer {self.n_tokens} tokens>"
 
 
+class SharedLexer:
+    """What is known of the lexer that the copies of a constraint share."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        """Whether a text of one of the copies has exceeded a limit of the lexer. Then llguidance accepts no more text
+        with this lexer, also not of the other copies."""
+        self.compilation_s = 0.0
+        """Processor time that the compilation took."""
+
+
 class TokenConstraint:
     """A compiled grammar and its state after the accepted tokens. Not thread-safe."""
 
-    def __init__(self, tokenizer: ConstraintTokenizer, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, tokenizer: ConstraintTokenizer, matcher: llguidance.LLMatcher, grammar: str) -> None:
         self._tokenizer = tokenizer
         self._matcher = matcher
+        self._grammar = grammar
+        self.lexer = SharedLexer()
+        self._may_restart = False
         self._n_accepted = 0
+        self._history: Sequence[int] = ()
+        """Contains the accepted tokens, from `_n_prompt` on."""
+        self._n_prompt = 0
         self._allowed: TokenSet | None = None
         self._only: TokenSet | None = None
         self._check("the grammar cannot be used")
@@ -106,6 +136,7 @@ class TokenConstraint:
         """Return an independent constraint in the same state."""
         other = copy(self)
         other._matcher = self._matcher.deep_copy()
+        other._may_restart = True
         return other
 
     def restrict_to(self, tokens: TokenSet) -> None:
@@ -143,10 +174,16 @@ class TokenConstraint:
         if not new:
             return
         self._allowed = None
+        self._history, self._n_prompt = history, n_prompt
         n_valid = self._bounded(lambda: self._matcher.try_consume_tokens(new))
         self._n_accepted += n_valid
         if n_valid < len(new):
+            if self._restart():
+                self.accept(history, n_prompt, n_history)
+                return
             self._check("the grammar is too complex")
+            if self.lexer.has_failed:
+                raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the grammar is too complex: {SMALLER_COUNTS}")
             message = f"the grammar does not allow token {new[n_valid]} at position {self._n_accepted} of the output"
             raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, message)
 
@@ -208,7 +245,7 @@ class TokenConstraint:
             while (token := choose(allowed, len(tokens))) is not None:
                 if ahead is None:
                     ahead = self.copy()
-                    ahead._n_accepted = 0
+                    ahead._n_accepted, ahead._may_restart = 0, False
                 tokens.append(token)
                 ahead.accept(tokens)
                 allowed = ahead.allowed_tokens()
@@ -221,6 +258,8 @@ class TokenConstraint:
     def _compute_allowed(self) -> TokenSet:
         bits = self._bounded(self._matcher.compute_bitmask)
         if self._matcher.is_error():
+            if self._restart():
+                return self._compute_allowed()
             if not self._matcher.get_error().startswith(DEAD_END):
                 self._check("the grammar is too complex")
             return TokenSet.empty(self._tokenizer.n_tokens)
@@ -231,8 +270,34 @@ class TokenConstraint:
         """Raise `JobRejected` if llguidance has found an error in the grammar, or has exceeded `LIMITS`."""
         if self._matcher.is_error():
             # The message repeats the grammar in its later lines.
-            error = " ".join(self._matcher.get_error().partition("<non-verbose/>")[0].split())
-            raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"{what}: {error[:MAX_ERROR_CHARS]}")
+            error = " ".join(self._matcher.get_error().partition("<non-verbose/>")[0].split())[:MAX_ERROR_CHARS]
+            if self._has_lexer_failed():
+                error = f"{error}; {SMALLER_COUNTS}"
+            raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"{what}: {error}")
+
+    def _has_lexer_failed(self) -> bool:
+        """Return whether a limit of the lexer is exceeded, by the text of this constraint or of another copy."""
+        if self._matcher.is_error() and self._matcher.get_error().startswith(LEXER_ERROR):
+            self.lexer.has_failed = True
+        return self.lexer.has_failed
+
+    def _restart(self) -> bool:
+        """If the lexer has failed, continue once with another lexer. Another copy may have been the cause.
+
+        Returns:
+            Whether the constraint continues. Otherwise it is unchanged: it may not restart, its own text exceeds the
+            limit, or a restart takes too long for the thread of a tick.
+        """
+        if not self._has_lexer_failed() or not self._may_restart or self.lexer.compilation_s > MAX_RESTART_S:
+            return False
+        self._may_restart = False
+        fresh = on_large_stack(lambda: self._tokenizer.compile_on_this_stack(self._grammar))
+        end_s = time.thread_time() + MAX_RESTART_S
+        for token in self._history[self._n_prompt : self._n_prompt + self._n_accepted]:
+            if time.thread_time() > end_s or not fresh._matcher.consume_token(token):
+                return False
+        self._matcher, self.lexer = fresh._matcher, fresh.lexer
+        return True
 
     def _bounded(self, step: Callable[[], T]) -> T:
         """Return the result of a step. Raises `JobRejected` if it takes more than `MAX_STEP_S` of processor time."""
