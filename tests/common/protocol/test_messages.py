@@ -79,7 +79,8 @@ def test_a_bad_request_names_its_field(values: dict[str, Any], complaint: str) -
 NUMBERS = [
     *("adaptive_decay", "adaptive_target", "cache_public", "deadline_s", "delay_s", "draft_max"),
     *("dry_allowed_length", "dry_base", "dry_multiplier", "dry_penalty_last_n", "dynatemp_exponent", "dynatemp_range"),
-    *("frequency_penalty", "logprobs", "max_tokens", "min_keep", "min_p", "min_tokens", "mirostat", "mirostat_eta"),
+    *("frequency_penalty", "generation_timeout_s", "logprobs", "max_tokens", "min_keep", "min_p", "min_tokens"),
+    *("mirostat", "mirostat_eta", "n_indent"),
     *("mirostat_tau", "penalty_last_n", "presence_penalty", "prompt_logprobs", "reasoning_budget", "repeat_penalty"),
     *("queue_timeout_s", "retries", "run_at", "seed", "slot", "temperature", "timeout_s", "top_k", "top_n_sigma"),
     *("top_p", "typical_p", "xtc_probability", "xtc_threshold"),
