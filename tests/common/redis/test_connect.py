@@ -245,7 +245,9 @@ async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice
 
 async def ping_alone(redis: Redis) -> None:
     """Send a command that needs a connection of its own."""
-    await redis.pipeline(transaction=True).ping().execute()
+    pipe = redis.pipeline(transaction=True)
+    pipe.ping()
+    await pipe.execute()
 
 
 @pytest.mark.slow
