@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -12,7 +14,6 @@ from typing import Any
 import pytest
 from redis.exceptions import BusyLoadingError, NoPermissionError
 from tests.support.loop_clock import advance_loop_clock
-from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
@@ -71,15 +72,19 @@ async def test_a_timeout_bounds_the_wait_for_the_end_and_the_cancellation(
     queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_cancelled_jobs, "CLOSE_WAIT_S", 0.1)
-    with EmbeddedRedis() as server, Proxy(server.url) as proxy:
-        async with AsyncClient(f"{proxy.url}?{NEVER}", queue) as client, FakeWorker(server.url, queue) as worker:
+    with EmbeddedRedis() as server:
+        async with AsyncClient(f"{server.url}?{NEVER}", queue) as client, FakeWorker(server.url, queue) as worker:
+            assert server.pid is not None
             await worker.announce()
             waiting = asyncio.create_task(client.generate("hello", timeout=60))
             await worker.start_next()
-            proxy.silence()
+            os.kill(server.pid, signal.SIGSTOP)
             advance_loop_clock(monkeypatch, 60)
-            with pytest.raises(ResultTimeout, match="has not finished within 60 s"):
-                await waiting
+            try:
+                with pytest.raises(ResultTimeout, match="has not finished within 60 s"):
+                    await waiting
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
 
 
 async def test_a_submit_ends_after_the_timeout_of_the_client(queue: str) -> None:
