@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 from tests.support.http_server import post_of, sending, serving_http
 
+from llamaq.gateway import uvicorn_server
 from llamaq.gateway.http.json_body import decode_object
 from llamaq.gateway.settings import serve_settings
 from llamaq.gateway.uvicorn_server import bind, build_server, url_of
@@ -33,8 +34,9 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_open_requests_end_with_an_error_in_the_form_of_the_api(
-    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture, path: str
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
+    monkeypatch.setattr(uvicorn_server, "ANSWER_TIME_S", 20)  # a busy machine is slow to end the requests
     body = {**BODIES[path], "model": queue}
     async with FakeWorker(redis_url, queue) as worker, AsyncExitStack() as open_:
         await worker.announce()
@@ -58,6 +60,14 @@ async def test_open_requests_end_with_an_error_in_the_form_of_the_api(
         assert '"code":"server_stopping"' in refused
         assert '"code":"server_stopping"' in ended
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("shutdown_s", [0.0, 1.0, 29.6])
+def test_the_time_to_end_requests_does_not_include_that_of_their_idle_connections(shutdown_s: float) -> None:
+    server = build_server(serve_settings(redis_url="redis://localhost", queue="q", shutdown_s=shutdown_s))
+    longest_s = server.config.timeout_graceful_shutdown
+    assert longest_s is not None
+    assert longest_s >= shutdown_s + uvicorn_server.ANSWER_TIME_S + uvicorn_server.LAST_REQUESTS_S
 
 
 async def test_requests_that_arrive_while_a_server_begins_to_stop_are_answered(

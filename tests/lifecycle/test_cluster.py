@@ -22,7 +22,6 @@ from llamaq.common.protocol.script_types import Claimant
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient, Client, Job
 from llamaq.worker.broker import job_streams
-from llamaq.worker.broker.intake import SEARCH_EVERY_S
 from llamaq.worker.broker.job_streams import JobStreams
 
 if TYPE_CHECKING:
@@ -158,16 +157,29 @@ def test_jobs_without_a_reader_are_cancelled_on_every_node(cluster_environment: 
     asyncio.run(close_half_of_the_streams())
 
 
+RARE_SEARCHES_STRATEGY = """
+from llamaq.worker.broker import intake
+from paced import Paced
+
+intake.SEARCH_EVERY_S = 600.0
+"""
+"""A strategy for a worker whose waits for new jobs last ten minutes, unless a new job ends them."""
+
+
 def test_an_idle_worker_starts_a_job_of_any_partition_at_once(cluster_environment: Environment) -> None:
-    start_worker(cluster_environment)
+    (cluster_environment.folder / "rare_searches.py").write_text(RARE_SEARCHES_STRATEGY)
+    cluster_environment.start_worker(
+        LLAMAQ_REDIS_URL=f"{cluster_environment.redis_url}?socket_timeout=700",  # otherwise an error ends the waits
+        LLAMAQ_PARTITIONS=str(PARTITIONS),
+        LLAMAQ_LEASE_S=LEASE_S,
+        LLAMAQ_BATCH_STRATEGY="rare_searches:Paced",
+    )
     with client_of(cluster_environment) as client:
-        waits_ms: dict[int, list[float]] = {partition: [] for partition in range(PARTITIONS)}
-        while min(len(waits) for waits in waits_ms.values()) < 3:
+        n_started = dict.fromkeys(range(PARTITIONS), 0)
+        while min(n_started.values()) < 3:
             job = client.submit(PROMPT, max_tokens=1)
-            waits_ms[JobId.parse(job.id).partition].append(job.result().stats.queue_ms)
-        # A worker that looked into the partition only once per `SEARCH_EVERY_S` would start each of these jobs about
-        # that much later. The shortest wait hardly depends on the load of the machine.
-        assert max(min(waits) for waits in waits_ms.values()) < 1000 * SEARCH_EVERY_S / 2, waits_ms
+            job.result()
+            n_started[partition_of(job)] += 1
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
@@ -279,7 +291,7 @@ async def test_a_read_claims_at_most_the_requested_number_of_jobs_by_priority_ov
     nodes: ClusterServers, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_streams, "READ_TIMEOUT_S", 30.0)  # a partition that is late on a busy machine is skipped
-    redis, keys = connect(nodes.url, name="test"), Keys()
+    redis, keys = connect(f"{nodes.url}?socket_timeout=700", name="test"), Keys()
     streams = JobStreams(redis, keys, queue=queue, partitions=PARTITIONS, claimant=Claimant("w1", 60_000))
     await streams.open()
     async with AsyncClient(nodes.url, queue, partitions=PARTITIONS) as client:
@@ -294,12 +306,10 @@ async def test_a_read_claims_at_most_the_requested_number_of_jobs_by_priority_ov
             n_left = {False: n_left[False] - 5 + n_interactive, True: n_left[True] - n_interactive}
         assert sum(len(some) for _, some in await streams.read(1000)) == n_left[False]
         assert await streams.read(1) == []
-        started_s = time.monotonic()
-        waiting = asyncio.create_task(streams.wait(10))
+        waiting = asyncio.create_task(streams.wait(600))  # the test itself may take two minutes
         await asyncio.sleep(0.1)
         job = await client.submit(PROMPT)
         await waiting
-        assert time.monotonic() - started_s < 5
         assert sum(len(some) for _, some in await streams.read(1)) == 1
         assert (await job.status()).state is JobState.QUEUED
     await streams.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment, Read
 
 PROMPT = "Once upon a time"
-SOON_S = 15.0
-"""Half of the default drain. An immediate stop takes much less, also on a busy machine."""
-LONG_LEASE_S = "60"
+LONG_DRAIN_S = "600"
+"""A test waits less long for the end of a worker, so a worker that ends has not waited for the end of its drain."""
+LONG_LEASE_S = "600"
 """Only a job that is requeued gets to another worker before this time has passed."""
 
 
@@ -57,11 +56,9 @@ def test_another_worker_continues_a_job_that_outlasts_the_drain_at_the_next_toke
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
         reader.await_tokens(10)
         second = environment.start_worker(LLAMAQ_LEASE_S=LONG_LEASE_S, LLAMAQ_BATCH_STRATEGY="decode-maximal")
-        stopped_s = time.monotonic()
         first.signal(signal.SIGTERM)
         assert first.end() == 0
         result = reader.finish()
-    assert time.monotonic() - stopped_s < 45, "the job was not requeued: it waited for its lease to expire"
     assert "job.requeued" in first.output
     assert result.stats.generated_tokens == 400
     assert result.stats.worker == second.worker_id
@@ -72,17 +69,15 @@ def test_another_worker_continues_a_job_that_outlasts_the_drain_at_the_next_toke
 def test_a_second_signal_stops_a_worker_at_once_and_its_jobs_are_requeued(
     environment: Environment, read: Read, number: signal.Signals
 ) -> None:
-    first = environment.start_worker()
+    first = environment.start_worker("--drain-s", LONG_DRAIN_S)
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=800, ignore_eos=True))
         reader.await_tokens(3)
         first.signal(number)
         first.await_output("worker.stopping")
         reader.await_tokens(reader.n_tokens + 10)
-        signalled_s = time.monotonic()
         first.signal(number)
         assert first.end() == 130
-        assert time.monotonic() - signalled_s < SOON_S
         assert client.workers() == ()
         assert (client.queue_depth().waiting, client.queue_depth().running) == (1, 0)
         assert reader.job.status().state is JobState.QUEUED
@@ -94,21 +89,18 @@ def test_a_second_signal_stops_a_worker_at_once_and_its_jobs_are_requeued(
 def test_a_signal_stops_a_worker_that_waits_for_redis(
     environment: Environment, free_port: int, number: signal.Signals
 ) -> None:
-    worker = environment.start_worker(wait=False, LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
+    url = f"redis://127.0.0.1:{free_port}/0"
+    worker = environment.start_worker("--drain-s", LONG_DRAIN_S, wait=False, LLAMAQ_REDIS_URL=url)
     worker.await_output("worker.redis_error")
-    signalled_s = time.monotonic()
     worker.signal(number)
     assert worker.end() == 0
-    assert time.monotonic() - signalled_s < SOON_S
     assert "Traceback" not in worker.output
 
 
 def test_an_idle_worker_stops_at_once(environment: Environment) -> None:
-    worker = environment.start_worker()
-    signalled_s = time.monotonic()
+    worker = environment.start_worker("--drain-s", LONG_DRAIN_S)
     worker.signal(signal.SIGTERM)
     assert worker.end() == 0
-    assert time.monotonic() - signalled_s < SOON_S
     with environment.client() as client:
         assert client.workers() == ()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 from tests.support.supervisors import PROMPT, children_of, start_supervisor, supervise
@@ -112,16 +111,14 @@ def test_a_child_that_cannot_requeue_its_jobs_after_the_drain_is_released(enviro
 
 
 def test_a_second_signal_stops_all_children_at_once(environment: Environment, read: Read) -> None:
-    supervisor = supervise(environment, 2)
+    supervisor = supervise(environment, 2, LLAMAQ_DRAIN_S="600", LINGER_TOKENS="20")
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
         reader.await_tokens(3)
         supervisor.signal(signal.SIGINT)
         supervisor.await_output("worker.stopping", 2)
-        signalled_s = time.monotonic()
         supervisor.signal(signal.SIGINT)
-        assert supervisor.end() == 130
-        assert time.monotonic() - signalled_s < 15, "the second signal did not end the drain, which takes 30 s"
+        assert supervisor.end() == 130  # `end` waits for a minute, less long than the drain
         assert client.workers() == ()
         assert reader.job.status().state is JobState.QUEUED, "the worker did not requeue its job"
         assert not environment.running_processes()

@@ -128,7 +128,7 @@ async def close_during(client: AsyncClient, redis: Redis, call: Call) -> str:
         await asyncio.wait([task])
     error = repr(task.exception())
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(SOON_S):
         while await connection_ids(redis) - of_others:  # noqa: ASYNC110  # Redis notices the end of a connection a little later
             await asyncio.sleep(0.01)
     return error

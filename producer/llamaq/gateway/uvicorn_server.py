@@ -28,7 +28,8 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_TINY_CHUNKS, TINY_CHUNK_BYTES = 10_000, 32
 """A body with more chunks than the first number must have at least the second number of bytes for each chunk."""
 ANSWER_TIME_S = 2
-"""Seconds that the server has to end the requests that are still open after `shutdown_s`. Then uvicorn cancels them."""
+"""Seconds that the server has to end the requests that are still open after `shutdown_s`. Then uvicorn cancels them.
+Their connections stay open for `LAST_REQUESTS_S` afterwards, which is not part of this time."""
 DEAD_CLIENT = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 """After 30 s of silence, a client that answers no probe within 30 s is gone, and so is one that takes no data for 60 s.
 macOS does not have the first and the last option.
@@ -260,7 +261,7 @@ def build_server(settings: ServeSettings) -> uvicorn.Server:
             server_header=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=math.ceil(settings.shutdown_s) + ANSWER_TIME_S,
+            timeout_graceful_shutdown=math.ceil(settings.shutdown_s + LAST_REQUESTS_S) + ANSWER_TIME_S,
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -311,15 +310,17 @@ def test_numbers_and_nesting_that_msgpack_cannot_encode_are_invalid_requests() -
 
 
 @pytest.mark.parametrize("part", [b"\x80", b"\x91" * 49 + b"\x90"], ids=["maps", "nested lists"])
-def test_a_request_with_too_many_parts_is_refused_at_once(part: bytes) -> None:
+def test_a_request_with_too_many_parts_is_refused_before_it_is_validated(
+    part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Valid parts are not bounded by their number of bytes alone: 4 MiB of them took a minute to validate."""
     n_parts = 4_000_000 // len(part)
     metadata = b"\x81\xa1a\xdd" + n_parts.to_bytes(4) + part * n_parts
     data = b"\x82\xa6prompt\xa1x\xa8metadata" + metadata
-    began_s = time.process_time()
-    with pytest.raises(InvalidRequest, match="more than 200,000 parts"):
-        codec.decode_request(data, LIMIT * 1024)
-    assert time.process_time() - began_s < 10
+    with monkeypatch.context() as only_here:
+        only_here.setattr(codec, "build_model", None)  # a call of it would be another error
+        with pytest.raises(InvalidRequest, match="more than 200,000 parts"):
+            codec.decode_request(data, LIMIT * 1024)
     assert codec.build_request({"prompt": "x", "metadata": {"a": [{}] * 199_000, "b": [1] * 10**6}}).metadata
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +24,11 @@ def test_special_texts_are_found_from_left_to_right_and_the_longest_first() -> N
 
 
 @pytest.mark.parametrize("text", ["<", "<|", "<|x"])
-def test_beginnings_of_many_special_texts_take_no_long_time(text: str) -> None:
+def test_a_beginning_of_many_special_texts_is_compared_once(text: str) -> None:
     finder = SpecialTokenFinder(f"<|{'x' * (n % 30)}{n}|>" for n in range(300))
-    started_s = time.thread_time()
     assert finder.find(text * 200_000) == []
-    assert time.thread_time() - started_s < 0.25  # comparing one special text after the other takes 0.6 s
+    # The characters that the pattern compares. One special text after the other would have 300 "<" and 4350 "x".
+    assert (finder._pattern.pattern.count("<"), finder._pattern.pattern.count("x")) == (1, 29)
 
 
 @given(st.lists(st.text("ab<|.\n", max_size=4), max_size=7), st.text("ab<|.\n", max_size=30))

@@ -104,13 +104,13 @@ async def test_a_text_that_is_not_unicode_is_refused(redis_url: str, queue: str)
 async def test_commands_that_wait_for_a_silent_worker_leave_connections_for_other_calls(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_commands, "REPLY_BLOCK_S", 4.0)
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+    monkeypatch.setattr(worker_commands, "REPLY_BLOCK_S", 600.0)
+    url = f"{redis_url}?socket_timeout=900"
+    async with AsyncClient(url, queue, timeout_s=1000) as client, FakeWorker(redis_url, queue) as worker:
         await worker.announce()
         n_commands = 3 * MAX_CONNECTIONS
         asking = [asyncio.create_task(client.tokenize("x")) for _ in range(n_commands)]
         await until_asked(worker, n_commands)
-        # Without free connections, this call would wait for the end of a read of 4 s, behind other reads of 4 s.
-        await asyncio.wait_for(client.submit("x"), timeout=3)
+        await client.submit("x")  # without free connections, it would wait until a read of 600 s ends
         async with answering(worker):
             assert await asyncio.gather(*asking) == [[7]] * n_commands

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -311,15 +310,13 @@ async def test_a_flood_of_messages_does_not_block_the_event_loop(
             attempt.text += f"{number} "
             attempt.tokens.append(number)
         flood = asyncio.create_task(worker.scripts.flush("fake", increments, 60_000, renew=False))
-        longest_s, most = 0.0, 0
+        most = 0
         while n_dispatched < n_tokens:
-            before_s, n_before = time.thread_time(), n_dispatched
+            n_before = n_dispatched
             await asyncio.sleep(0)
-            longest_s = max(longest_s, time.thread_time() - before_s)
             most = max(most, n_dispatched - n_before)
         await flood
         attempt.stored = n_tokens
         await attempt.finish()
         check_output(await reader, n_tokens)
         assert 1 < most <= MESSAGES_PER_YIELD
-        assert longest_s < 0.5  # processor time, because the machine may stop the process; a bound for slow machines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.executed_lines import count_executed_lines
 from tests.support.token_lists import TOKENS, n_common
 
 from llamaq.worker.core.packed_tokens import pack
@@ -171,21 +171,18 @@ PATTERNS: dict[str, Callable[[], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_lookup_in_a_large_tree_is_fast_and_copies_no_tokens(pattern: str) -> None:
+def test_a_lookup_in_a_large_tree_takes_few_steps_and_copies_no_tokens(pattern: str) -> None:
     strings = PATTERNS[pattern]()
     index: RadixTree[int] = RadixTree()
     for holder, tokens in enumerate(strings):
         index.add(tokens, holder)
     query = strings[123][:-8] + pack([-1, -1])
-    times_s = []
-    for _ in range(30):
-        start = time.perf_counter()
-        first, second = itertools.islice(itertools.chain(index.matches(query), [None, None]), 2)
-        times_s.append(time.perf_counter() - start)
+    first, second = itertools.islice(itertools.chain(index.matches(query), [None, None]), 2)
     assert first is not None
     assert first[0] == len(query) // 4 - 2
     assert (second is None) == (pattern == "nothing")
-    assert min(times_s) < 0.0002  # the minimum of many runs hardly depends on the load of the machine
+    n_lines = count_executed_lines(lambda: list(itertools.islice(index.matches(query), 2)))
+    assert n_lines < 500  # a loop over the tokens of the query has thousands
     tracemalloc.start()
     try:
         next(index.matches(query))
