@@ -105,3 +105,17 @@ def test_options_of_a_job_and_the_tenant() -> None:
 def test_a_field_of_another_form_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         read(**fields)
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize("system", [[{"type": "text", "text": BILLING}, {"type": "text", "text": "Be kind."}], BILLING])
+def test_the_billing_header_of_claude_code_is_no_part_of_the_prompt(system: Any) -> None:
+    """Claude Code (`x-anthropic-billing-header`) signs each request in its system prompt. llama-server neutralizes the
+    changing part too, because it ends the prefix that a cache can reuse.
+    """
+    text = f"{BILLING}Be kind." if system == BILLING else system
+    assert read(system=text).prompt["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert read(system=BILLING).prompt["messages"] == [USER]
+    assert read(system=f"Not {BILLING}").prompt["messages"][0]["content"] == f"Not {BILLING}"

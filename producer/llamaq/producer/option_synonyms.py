@@ -31,6 +31,7 @@ SYNONYMS = {
     "return_progress": "prompt_progress",
     "stop_sequences": "stop",
     "temp": "temperature",
+    "thinking_budget_tokens": "reasoning_budget",
     "thinking_token_budget": "reasoning_budget",
     "typ_p": "typical_p",
 }

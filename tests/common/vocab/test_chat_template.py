@@ -146,3 +146,44 @@ def test_templates_have_the_variables_of_llama_cpp() -> None:
     chosen = TemplateOptions(tools='[{"a": 1}]', kwargs='{"enable_thinking": false, "date_string": "today"}')
     date, _, thinking, functions = template.render(user, chosen).split("|")
     assert (date, thinking, functions) == ("today", "False", '[\n  {\n    "a": 1\n  }\n]!')
+
+
+ONE_SYSTEM_MESSAGE = """{% for message in messages -%}
+{% if message.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}
+{%- endif %}[{{ message.role }}]{{ message.content }}{% endfor %}"""
+"""A template that refuses system messages as those of Qwen 3.5 and later do."""
+
+
+def chat(*roles: str) -> list[Message]:
+    return [Message(role=role, content=str(number)) for number, role in enumerate(roles)]
+
+
+def reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+@pytest.mark.parametrize(
+    ("roles", "rendered"),
+    [
+        (["system", "system", "user"], "[system]0\n\n1[user]2"),
+        (["system", "user", "system"], f"[system]0[user]1\n\n{reminder('2')}"),
+        (["user", "system", "user"], f"[user]0\n\n{reminder('1')}\n\n2"),
+        (["user", "tool", "system", "assistant"], f"[user]0[tool]1[user]{reminder('2')}[assistant]3"),
+        (["user", "system", "system"], f"[user]0\n\n{reminder('1')}\n\n{reminder('2')}"),
+        (["user", "assistant", "user", "user"], "[user]0[assistant]1[user]2[user]3"),
+    ],
+)
+def test_a_template_that_accepts_one_system_message_gets_one(roles: list[str], rendered: str) -> None:
+    """Codex sends messages of the developer after its instructions, and Claude Code sends later system messages."""
+    template = ChatTemplate(ONE_SYSTEM_MESSAGE, eos="</s>", bos="<s>")
+    assert template.render(chat(*roles), request()) == rendered
+
+
+def test_a_template_that_accepts_several_system_messages_gets_them_unchanged() -> None:
+    assert render(chat("system", "user", "system"), request(add_generation_prompt=False)) == "[system]0[user]1[system]2"
+
+
+def test_a_template_that_refuses_the_chat_for_another_reason_says_this_reason() -> None:
+    template = ChatTemplate("{{ raise_exception('no ' ~ messages | length) }}", eos="</s>", bos="<s>")
+    with pytest.raises(JobRejected, match="no 3"):
+        template.render(chat("system", "system", "user"), request())

@@ -12,8 +12,10 @@ from llamaq.producer.openai_format.request_body import read_body
 from llamaq.producer.openai_format.tools import ToolChoice, form_options
 from llamaq.producer.option_synonyms import translate
 
+NAMES = ["reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget"]
 
-@pytest.mark.parametrize("name", ["reasoning_budget", "reasoning_budget_tokens", "thinking_token_budget"])
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("template", "opening", "closing"),
     [("[THINK] [/THINK]", "[THINK]", "[/THINK]"), ("<|channel|>", "<|channel|>analysis<|message|>", "<|end|>")],

@@ -250,3 +250,35 @@ def test_what_is_not_supported_is_refused_by_its_name(fields: dict[str, Any]) ->
     name = next(iter(fields))
     with pytest.raises(InvalidRequest, match=name):
         chat(**fields)
+
+
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "files.read", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("Jane Doe", "Jane_Doe"), ("files.read", "files_read"), ("a" * 70, "a" * 64), ("<|x|>", "__x__"), ("", None)],
+)
+def test_any_name_of_an_author_is_accepted(name: str, read: str | None) -> None:
+    """Agents write names of people, and tools such as `files.read`. Other servers accept any text."""
+    (message,) = job(messages=[{"role": "user", "name": name, "content": "hi"}])["messages"]
+    assert message.get("name") == read
+
+
+def test_a_tool_may_have_returned_nothing() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert job(messages=[*messages, {"role": "tool", "tool_call_id": "c", "content": None}])["messages"][-1] == {
+        "role": "tool", "tool_call_id": "c", "content": "",
+    }  # fmt: skip
+    with pytest.raises(InvalidRequest, match=r"messages\.0\.content"):
+        job(messages=[{"role": "user", "content": None}])
+
+
+@pytest.mark.parametrize("content", ["", " ", None])
+def test_an_empty_last_message_of_the_assistant_is_an_answer_that_begins(content: str | None) -> None:
+    """Continue sends a space in place of an empty content."""
+    empty = {"role": "assistant", "content": content}
+    assert job(messages=[*HELLO, empty]) == job()
+    assert job(messages=[*HELLO, empty], continue_final_message=True)["messages"][-1]["role"] == "assistant"
+    assert job(messages=[*HELLO, {**empty, "tool_calls": [CALL]}])["messages"][-1]["role"] == "assistant"
+    assert job(messages=[empty])["messages"] == [{"role": "assistant", "content": content or ""}]

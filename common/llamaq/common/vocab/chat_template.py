@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +13,7 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.chat import Message, TemplateOptions, message_for_template
+from llamaq.common.vocab.system_messages import with_one_system_message
 
 
 class ChatTemplate:
@@ -65,16 +67,29 @@ class ChatTemplate:
         return before + tail if after.startswith(tail) else before
 
     def _render(self, formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
-        dicts: Any = [message_for_template(message) for message in messages]
+        """Return the chat as text. If the template refuses several system messages, it gets one."""
         try:
-            tools = json.loads(options.tools)
-            # Templates of firefunction concatenate a text of this name.
-            functions = json.dumps(tools, indent=2) if tools else ""
-            given = {"messages": dicts, "tools": tools, "functions": functions, **json.loads(options.kwargs)}
-            variables = default_variables(datetime.now()) | given  # noqa: DTZ005  # the model is told the local date
-            return str(formatter(**variables).prompt)
-        except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
-            raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses the chat: {exc}") from exc
+            return _format(formatter, messages, options)
+        except JobRejected:
+            chat = with_one_system_message(messages)
+            if chat is None:
+                raise
+            with suppress(JobRejected):
+                return _format(formatter, chat, options)
+            raise
+
+
+def _format(formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
+    dicts: Any = [message_for_template(message) for message in messages]
+    try:
+        tools = json.loads(options.tools)
+        # Templates of firefunction concatenate a text of this name.
+        functions = json.dumps(tools, indent=2) if tools else ""
+        given = {"messages": dicts, "tools": tools, "functions": functions, **json.loads(options.kwargs)}
+        variables = default_variables(datetime.now()) | given  # noqa: DTZ005  # the model is told the local date
+        return str(formatter(**variables).prompt)
+    except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
+        raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses the chat: {exc}") from exc
 
 
 def default_variables(now: datetime) -> dict[str, Any]:

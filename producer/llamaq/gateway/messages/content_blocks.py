@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 
 Message = dict[str, Any]
+BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\s]*;?)*\s*")
+"""The text with which Claude Code begins its system prompt. It is for Anthropic's servers, and no instruction. A part
+of it changes with each request, so no prefix cache would be of use."""
 
 
 def read_system(value: Any) -> list[Message]:
@@ -17,6 +21,7 @@ def read_system(value: Any) -> list[Message]:
         InvalidRequest: It is neither a text nor a list of text blocks.
     """
     text = _text_of("system", value, _blocks_of("system", value)) if value else ""
+    text = BILLING_HEADER.sub("", text)
     return [{"role": "system", "content": text}] if text else []
 
 

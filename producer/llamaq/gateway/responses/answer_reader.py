@@ -9,8 +9,7 @@ from llamaq.common.protocol.job_outcome import Result, TokenLogprobs
 from llamaq.common.protocol.keys import JobId
 from llamaq.gateway.completions.logprobs import tokens_of
 from llamaq.gateway.model_knowledge import ModelKnowledge
-from llamaq.gateway.responses.output_items import OutputItems
-from llamaq.gateway.responses.record import ResponseRecord
+from llamaq.gateway.responses.record import ResponseRecord, output_items_of
 from llamaq.gateway.responses.response_object import ended_response, is_complete
 from llamaq.gateway.responses.token_cuts import Cut, TokenCuts
 from llamaq.producer import Chunk
@@ -73,7 +72,7 @@ class AnswerReader:
 async def read_response(models: ModelKnowledge, job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
     """Return the response of a job that has ended."""
     reader = AnswerReader(models, job_id, record)
-    output = OutputItems(job_id, record.form, has_summary=record.has_summary)
+    output = output_items_of(job_id, record)
     for each in await reader.read_whole(result):
         for _ in output.feed(*each):
             pass

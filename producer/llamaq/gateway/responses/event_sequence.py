@@ -13,8 +13,7 @@ from typing import Any
 
 from llamaq.common.errors import JobFailed
 from llamaq.common.protocol.job_outcome import Result
-from llamaq.gateway.responses.output_items import OutputItems
-from llamaq.gateway.responses.record import ResponseRecord
+from llamaq.gateway.responses.record import ResponseRecord, output_items_of
 from llamaq.gateway.responses.response_object import ended_response, failed_response, is_complete, open_response
 from llamaq.gateway.timings import timings_object
 
@@ -26,7 +25,7 @@ class EventSequence:
         self._job_id = job_id
         self._record = record
         self._starting_after = starting_after
-        self._output = OutputItems(job_id, record.form, has_summary=record.has_summary)
+        self._output = output_items_of(job_id, record)
         self.last_number = -1
         """The number of the last event so far."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.gateway.responses.record import ResponseRecord
+from llamaq.gateway.responses.tools import flat_name
 from llamaq.producer.openai_format.chat_messages import read_messages
 
 Messages = list[dict[str, Any]]
@@ -99,13 +101,18 @@ def _reasoning_of(place: str, item: Mapping[str, Any]) -> str:
 def _call_of(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
     match item:
         case {"call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
-            return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            return {
+                "id": call_id,
+                "type": "function",
+                "function": {"name": flat_name(item.get("namespace"), name), "arguments": arguments},
+            }
     raise InvalidRequest(f"{place}: the texts call_id, name and arguments are required")
 
 
-def input_items(job_id: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as the items of `/v1/responses/{id}/input_items`."""
-    items = [item for message in messages for item in _items_of(message)]
+def input_items(job_id: str, record: ResponseRecord) -> list[dict[str, Any]]:
+    """Return the messages that came with the request of a response as the items of `/v1/responses/{id}/input_items`."""
+    names = record.names_in_namespaces
+    items = [item for message in record.new_messages for item in _items_of(message, names)]
     prefixes = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
     return [
         {"id": f"{prefixes[item['type']]}_{job_id}_in{number}", **item, "status": "completed"}
@@ -113,7 +120,7 @@ def input_items(job_id: str, messages: Sequence[Mapping[str, Any]]) -> list[dict
     ]
 
 
-def _items_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _items_of(message: Mapping[str, Any], names: Mapping[str, Mapping[str, str]]) -> Iterator[dict[str, Any]]:
     content = message.get("content") or ""
     if message["role"] == "tool":
         yield {"type": "function_call_output", "call_id": message.get("tool_call_id") or "", "output": content}
@@ -126,4 +133,5 @@ def _items_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         part = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
         yield {"type": "message", "role": message["role"], "content": [{**part, "text": content}]}
     for call in calls:
-        yield {"type": "function_call", "call_id": call.get("id") or "", **call["function"]}
+        named = names.get(call["function"]["name"], {})
+        yield {"type": "function_call", "call_id": call.get("id") or "", **call["function"], **named}

@@ -85,7 +85,7 @@ class _StoredItems:
             _, record = await self._store.read(ID_PREFIX + job_id, self._owner)
         except RequestRefused:
             return {}
-        items = [*input_items(job_id, record.new_messages), *await self._output(job_id, record)]
+        items = [*input_items(job_id, record), *await self._output(job_id, record)]
         return {item["id"]: item for item in items}
 
     async def _output(self, job_id: str, record: ResponseRecord) -> list[Item]:

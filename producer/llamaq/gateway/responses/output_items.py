@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from llamaq.producer.answer_parts.answer_format import AnswerForm
@@ -42,12 +43,22 @@ class OutputItems:
         job_id: The job of the response.
         form: The form of its answer.
         has_summary: Whether the events of reasoning are those of a summary.
+        names: The fields `name` and `namespace` of calls, by the names that the model writes. Other names have no
+            namespace.
     """
 
-    def __init__(self, job_id: str, form: AnswerForm, *, has_summary: bool = False) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        form: AnswerForm,
+        *,
+        has_summary: bool = False,
+        names: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> None:
         self.items: list[dict[str, Any]] = []
         """The items so far. The last one may be open."""
         self._job_id = job_id
+        self._names = names
         self._splitter = form.splitter()
         self._parts = PARTS | {"reasoning": SUMMARY} if has_summary else PARTS
         self._open: Kind | None = None
@@ -84,7 +95,8 @@ class OutputItems:
             case Content(text):
                 yield from self._write("message", text)
             case CallStarted(index, name):
-                call = {"call_id": call_id(self._job_id, index), "name": name, "arguments": ""}
+                named = self._names.get(name, {"name": name})
+                call = {"call_id": call_id(self._job_id, index), **named, "arguments": ""}
                 yield from self._begin("function_call", call)
             case CallArguments(_, text):
                 yield from self._write("function_call", text)

@@ -12,6 +12,8 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
+from llamaq.gateway.responses.output_items import OutputItems
+from llamaq.gateway.responses.tools import names_in_namespaces
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 
 ID_PREFIX = "resp_"
@@ -42,9 +44,19 @@ class ResponseRecord(WireModel):
         return False
 
     @property
+    def names_in_namespaces(self) -> dict[str, dict[str, str]]:
+        """The fields `name` and `namespace` of calls, by the names that the model writes."""
+        return names_in_namespaces(self.shown.get("tools"))
+
+    @property
     def new_messages(self) -> list[dict[str, Any]]:
         """The messages that came with this request."""
         return self.messages[len(self.messages) - self.n_new :]
+
+
+def output_items_of(job_id: str, record: ResponseRecord) -> OutputItems:
+    """Return the output of a response, without items yet."""
+    return OutputItems(job_id, record.form, has_summary=record.has_summary, names=record.names_in_namespaces)
 
 
 class ResponseStore:

@@ -8,6 +8,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.responses.input_items import Messages, read_input, read_instructions
+from llamaq.gateway.responses.tools import read_response_tools, usable_tools
 from llamaq.producer.openai_format.chat_messages import check_encodable, with_effort
 from llamaq.producer.openai_format.request_body import (
     check_length,
@@ -18,7 +19,7 @@ from llamaq.producer.openai_format.request_body import (
     refuse_unsupported,
     with_integers,
 )
-from llamaq.producer.openai_format.tools import ToolChoice, read_tools
+from llamaq.producer.openai_format.tools import ToolChoice
 
 SHOWN: dict[str, Any] = {
     "instructions": None,
@@ -38,8 +39,6 @@ SHOWN: dict[str, Any] = {
 """Fields of a request that the response repeats, and their values if the request does not have them."""
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` for which an answer has the probabilities of its tokens."""
-FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-"""The fields of a tool, which has no object `function` around them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
         is_streamed=read_flag(body, "stream"),
         is_stored=is_stored,
         is_background=is_background,
-        shown=shown | {"metadata": body.get("metadata") or {}, "store": is_stored},
+        shown=shown | {"metadata": body.get("metadata") or {}, "store": is_stored, "tools": usable_tools(body)},
     )
 
 
@@ -126,38 +125,3 @@ def _read_job_options(body: Mapping[str, Any]) -> dict[str, Any]:
         **({"logprobs": n_top} if n_top or LOGPROBS in include else {}),
         **({"chat_template_kwargs": kwargs} if kwargs else {}),
     }
-
-
-def read_response_tools(body: Mapping[str, Any]) -> ToolChoice:
-    """Return the tools of a body, and which of them the answer must call.
-
-    Raises:
-        InvalidRequest: A field has a form that is not supported. The message names it.
-    """
-    tools, choice = body.get("tools") or [], body.get("tool_choice")
-    if not isinstance(tools, list):
-        raise InvalidRequest("tools: a list of tools is required")
-    functions = [_function_of(number, tool) for number, tool in enumerate(tools)]
-    match choice:
-        case {"type": "function", "name": str(name)}:
-            choice = {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            names = {tool.get("name") for tool in allowed if isinstance(tool, Mapping)}
-            functions = [tool for tool in functions if tool["function"].get("name") in names]
-            if mode == "required" and not functions:
-                raise InvalidRequest("tool_choice.tools: an answer must call one of these tools, but none is in tools")
-            choice = mode
-        case {"type": str(kind)}:
-            raise InvalidRequest(f"tool_choice.type: llamaq supports function and allowed_tools, not {kind[:50]!r}")
-    given = {"tools": functions, "tool_choice": choice, "parallel_tool_calls": body.get("parallel_tool_calls")}
-    return read_tools(given)
-
-
-def _function_of(number: int, tool: Any) -> dict[str, Any]:
-    """Return a tool in the form of a chat."""
-    if not isinstance(tool, Mapping):
-        raise InvalidRequest(f"tools.{number}: an object is required")
-    if tool.get("type") != "function":
-        raise InvalidRequest(f"tools.{number}.type: llamaq supports function, not {str(tool.get('type'))[:50]!r}")
-    fields = {name: tool[name] for name in FUNCTION_FIELDS if tool.get(name) is not None}
-    return {"type": "function", "function": fields}

@@ -114,7 +114,7 @@ async def list_input_items(request: Request) -> Response:
     """Return a page of the messages that came with the request of a response."""
     page = read_page(request, most=MAX_LISTED, default=LISTED)
     record, job = await _find(request)
-    return json_response(page_of(input_items(job.id, record.new_messages), page))
+    return json_response(page_of(input_items(job.id, record), page))
 
 
 async def count_input_tokens(request: Request) -> Response:

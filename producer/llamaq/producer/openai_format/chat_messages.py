@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
 """Options of a job that only its chat template reads."""
 ROLES = {"developer": "system", "function": "tool"}
 """Maps roles of the OpenAI API that chat templates do not know to roles with the same meaning."""
+MAX_NAME_CHARS = 64
+"""Length of the name of an author. Other servers accept any name, such as that of a person, or `server.tool`."""
 UNSUPPORTED = ("audio", "function_call", "tool_calls")
 """Fields of a message whose loss would change the answer."""
 
@@ -27,7 +30,7 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequest: There are no messages, or one has a form that is not supported. The message names it.
     """
-    messages = read_messages(body)
+    messages = _without_empty_answer(read_messages(body), body)
     body = with_allowed_tools(body)
     chat: dict[str, Any] = {"messages": messages}
     if body.get("tool_choice") == "none" or body.get("tools") == []:  # templates print a list even if it is empty
@@ -45,6 +48,18 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequest("add_generation_prompt: it excludes continue_final_message; set one of them")
         chat["add_generation_prompt"] = False
     return chat
+
+
+def _without_empty_answer(messages: list[dict[str, Any]], body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages without an empty last message of the assistant: to continue it is to begin an answer.
+
+    Programs that show an answer while it is generated send the empty message that they have prepared for it.
+    """
+    last = messages[-1]
+    has_parts = last["content"].strip() or last.keys() & {"tool_calls", "reasoning_content"}
+    says_how = any(body.get(name) is not None for name in ("add_generation_prompt", "continue_final_message"))
+    is_left_out = last["role"] == "assistant" and len(messages) > 1 and not has_parts and not says_how
+    return messages[:-1] if is_left_out else messages
 
 
 def check_encodable(name: str, value: Any) -> None:
@@ -110,10 +125,12 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
     read["role"] = ROLES.get(role, role)
     content = message.get("content")
     if content is None:
-        if role != "assistant":
+        if role not in ("assistant", "tool"):  # a tool may have returned nothing
             raise InvalidRequest(f"{place}.content: a text is required")
         content = ""
     read["content"] = _read_content(f"{place}.content", content)
+    if isinstance(name := read.pop("name", None), str) and name:
+        read["name"] = re.sub(r"[^A-Za-z0-9_\-]", "_", name)[:MAX_NAME_CHARS]
     if isinstance(calls := read.get("tool_calls"), list):
         read["tool_calls"] = [_read_call(call) for call in calls]
         check_encodable(f"{place}.tool_calls", read["tool_calls"])
