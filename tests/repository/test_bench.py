@@ -54,6 +54,11 @@ def test_a_single_job_gives_the_tokens_of_the_bare_loop() -> None:
     assert_spread(figures["generate_latency_ms"])
 
 
+def test_a_burst_of_admissions_takes_time_with_and_without_a_cache() -> None:
+    figures = run_quickly("admissions")
+    assert all(figures[kind]["4"]["us_per_admission"] > 0 for kind in ("no_cache", "shared"))
+
+
 def test_concurrent_jobs_are_all_streamed_to_their_ends() -> None:
     figures = run_quickly("overhead")
     for number, kinds in figures["jobs"].items():
