@@ -94,5 +94,5 @@ def test_thousands_of_candidates_are_not_compared_with_each_other() -> None:
         return b"%d" % token
 
     logits = np.linspace(0, 1, 20_000, dtype=np.float32)
-    left = infill(Candidates(logits), InfillTokens(piece, frozenset({end}), end, 0), 0)
+    left = infill(Candidates(logits, np.arange(20_000)), InfillTokens(piece, frozenset({end}), end, 0), 0)
     assert (len(left), left.token_at(0), n_pieces) == (1, end, MAX_COMPARED)

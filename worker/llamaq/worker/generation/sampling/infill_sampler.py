@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llamaq.worker.generation.sampling.candidates import Candidates
+from llamaq.worker.generation.sampling.candidate_filters import top_k
+from llamaq.worker.generation.sampling.candidates import Candidates, Indices
 
 MAX_COMPARED = 100
-"""Largest number of candidates whose texts are compared, the most probable first. llama.cpp compares all. Each of the
-others has a probability below 0.01, and without top-k there can be thousands, of which each is compared with each."""
+"""Largest number of candidates, the most probable first, that can be left. llama.cpp compares each candidate with each
+other one, and without top-k there can be thousands. Each of those has a probability below 0.01."""
 END_FACTOR = 3.0
 LEAST_PROBABILITY = 0.2
 
@@ -50,44 +51,52 @@ def infill(candidates: Candidates, tokens: InfillTokens, position: int) -> Candi
         tokens: What is known about the tokens.
         position: The number of tokens that the job has generated.
     """
-    candidates = candidates.sorted()
-    chances: list[float] = candidates.probabilities().tolist()
-    is_end = [candidates.token_at(index) in tokens.end_tokens for index in range(len(chances))]
-    end_chance = sum([chance for chance, ends in zip(chances, is_end, strict=True) if ends])
-    if END_FACTOR * end_chance * len(chances) > 1 - end_chance:
-        return candidates.take(np.flatnonzero(is_end))
-    chances = _combined(
-        chances[:MAX_COMPARED],
-        [tokens.piece(candidates.token_at(index)) for index in range(min(len(chances), MAX_COMPARED))],
-    )
-    kept = [i for i, chance in enumerate(chances) if chance >= LEAST_PROBABILITY or (is_end[i] and chance > 0)]
-    n_text = sum([not is_end[index] for index in kept])
+    weights = candidates.weights()
+    total = float(weights.sum(dtype=np.float64))
+    ends = _indices_of(tokens.end_tokens, candidates)
+    end_chance = float(weights.take(ends).sum(dtype=np.float64)) / total
+    if END_FACTOR * end_chance * len(candidates) > 1 - end_chance:
+        return candidates.take(ends)
+    likely = top_k(candidates, MAX_COMPARED)
+    ids = [likely.token_at(index) for index in range(len(likely))]
+    chances = _combined((likely.weights() / total).tolist(), list(map(tokens.piece, ids)))
+    kept = [
+        i for i, chance in enumerate(chances) if chance >= LEAST_PROBABILITY or (chance and ids[i] in tokens.end_tokens)
+    ]
+    n_text = sum([ids[index] not in tokens.end_tokens for index in kept])
     if not n_text:
-        return _end(candidates, is_end, tokens, position)
+        return _end(likely, ids, tokens, position)
     least = sum([chances[index] for index in kept]) / (n_text + 1)
-    return candidates.take(np.array([index for index in kept if chances[index] >= least or is_end[index]]))
+    return likely.take(np.array([i for i in kept if chances[i] >= least or ids[i] in tokens.end_tokens]))
 
 
-def _combined(chances: Sequence[float], pieces: Sequence[bytes]) -> list[float]:
+def _indices_of(tokens: frozenset[int], candidates: Candidates) -> Indices:
+    """Return the indices of those of these tokens that are candidates, in ascending order."""
+    wanted = np.array(sorted(tokens), np.intp)
+    if candidates.tokens is None:
+        return wanted
+    return np.flatnonzero(np.isin(candidates.tokens, wanted))
+
+
+def _combined(chances: list[float], pieces: Sequence[bytes]) -> list[float]:
     """Return the probabilities after those of tokens of which one begins with the other were added.
 
     The less probable token of two gets the probability 0.
     """
-    combined = list(chances)
-    for first, beginning in enumerate(pieces[: len(combined)]):
-        for second, piece in enumerate(pieces[: len(combined)]):
-            if not combined[first] or not beginning:
+    for first, beginning in enumerate(pieces):
+        for second, piece in enumerate(pieces):
+            if not chances[first] or not beginning:
                 break
-            if second != first and combined[second] and piece.startswith(beginning):
-                more, less = (second, first) if combined[second] > combined[first] else (first, second)
-                combined[more] += combined[less]
-                combined[less] = 0.0
-    return combined
+            if second != first and chances[second] and piece.startswith(beginning):
+                more, less = (second, first) if chances[second] > chances[first] else (first, second)
+                chances[more] += chances[less]
+                chances[less] = 0.0
+    return chances
 
 
-def _end(candidates: Candidates, is_end: Sequence[bool], tokens: InfillTokens, position: int) -> Candidates:
+def _end(likely: Candidates, ids: Sequence[int], tokens: InfillTokens, position: int) -> Candidates:
     """Return the token that ends the text, or the most probable other one if the job may not end now."""
     if tokens.end is not None and position >= tokens.min_tokens:
         return Candidates.only(tokens.end)
-    best = next((index for index, ends in enumerate(is_end) if not ends), 0)
-    return candidates.take(np.array([best]))
+    best = next((index for index, token in enumerate(ids) if token not in tokens.end_tokens), 0)
+    return likely.take(np.array([best]))
