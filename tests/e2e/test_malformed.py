@@ -123,10 +123,16 @@ def out_of_bounds() -> st.SearchStrategy[tuple[str, Any]]:
         "grammar_root": st.one_of(st.just(""), st.just("-x"), st.text(min_size=65), st.just("a b")),
         "json_schema": st.one_of(st.integers(), st.text(), st.lists(st.integers())),
         "stop": st.one_of(
-            st.lists(st.just(""), min_size=1), st.lists(st.just("x"), min_size=17), st.just(["y" * 257]), st.integers()
+            st.lists(st.just(""), min_size=1),
+            st.integers(129, 140).map(lambda n: ["x"] * n),
+            st.just(["y" * 241] * 17),
+            st.just(["y" * 257]),
+            st.integers(),
         ),
         "ignore_eos": st.one_of(st.text(alphabet="xyz", min_size=2), st.lists(st.booleans()), st.integers(min_value=2)),
         "timeout_s": st.one_of(st.just(0), negative, st.floats(min_value=1.1e7), odd, not_a_number),
+        "generation_timeout_s": st.one_of(st.just(0), negative, st.floats(min_value=1.1e7), odd, not_a_number),
+        "n_indent": st.one_of(st.integers(max_value=-1), st.integers(min_value=1001), st.booleans()),
         "queue_timeout_s": st.one_of(st.just(0), negative, st.floats(min_value=1.1e7), odd, not_a_number),
         "priority": st.one_of(st.integers(), st.text().filter(lambda text: text not in set(Priority))),
         "stream": st.one_of(st.integers(min_value=2), st.text(alphabet="xyz", min_size=2)),
