@@ -194,7 +194,7 @@ def test_an_invalid_parameter_is_refused_by_the_client_with_its_name(sturdy_clie
     n_jobs = count_jobs(redis)
     refuse()
     assert refused.total() >= N_BAD_PARAMETERS
-    assert len(refused) == 25, "a parameter was never tested"
+    assert len(refused) == 27, "a parameter was never tested"
     assert count_jobs(redis) <= n_jobs, "a job was submitted"
 
 
