@@ -172,7 +172,7 @@ async def test_a_file_that_is_deleted_while_it_is_read_ends_the_connection(
     monkeypatch.setattr(blocks, "BLOCKS_AT_ONCE", 1)
     async with (
         serving_http(redis_url, queue, key_prefix=queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         file_id = (await upload(http, os.urandom(40 * BLOCK_BYTES))).json()["id"]
 

@@ -34,6 +34,8 @@ from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
 TIMEOUT_S = 60.0
+STREAM_TIMEOUT_S = 120.0
+"""The longest streams of the tests take 20 s on an idle machine, and a minute beside other tests on a slow one."""
 """Much longer than any step takes on an idle machine."""
 EVENT_TTL_S = 600.0
 """The events of ended jobs are stored for this long, so that tests can read them."""
@@ -278,8 +280,8 @@ class Reader(threading.Thread):
 
     def finish(self) -> Result:
         """Wait until the job ends, check that its result equals the chunks that were read, and return the result."""
-        self.join(TIMEOUT_S)
-        assert not self.is_alive()
+        self.join(STREAM_TIMEOUT_S)
+        assert not self.is_alive(), f"the stream has not ended after {self.n_tokens} tokens"
         if self.error is not None:
             raise self.error
         offsets = [chunk.offset for chunk in self.chunks]
