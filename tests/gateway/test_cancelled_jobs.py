@@ -37,7 +37,7 @@ async def purge_when_waiting(client: AsyncClient) -> None:
 async def test_a_request_whose_waiting_job_is_purged_is_answered_with_an_error(
     redis_url: str, queue: str, path: str
 ) -> None:
-    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
         asking = asyncio.create_task(http.post(path, json={**ENDPOINTS[path], "model": queue}))
         await purge_when_waiting(client)
         answer = await asking
@@ -48,7 +48,7 @@ async def test_a_request_whose_waiting_job_is_purged_is_answered_with_an_error(
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_a_stream_whose_job_is_cancelled_ends_with_an_error(redis_url: str, queue: str, path: str) -> None:
-    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         asking = asyncio.create_task(http.post(path, json={**ENDPOINTS[path], "model": queue, "stream": True}))
         attempt = await worker.start_next()
         await attempt.emit([1], "word ")
@@ -66,7 +66,7 @@ async def test_a_stream_whose_job_is_cancelled_ends_with_an_error(redis_url: str
 async def test_a_stored_response_shows_later_that_it_was_cancelled(
     redis_url: str, queue: str, body: dict[str, bool]
 ) -> None:
-    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
         sent = {"input": "hi", "background": True, **body}
         asking = asyncio.create_task(http.post("/v1/responses", json=sent))
         await until_one_waits(client)

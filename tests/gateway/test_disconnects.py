@@ -183,7 +183,7 @@ async def test_a_server_that_stops_cancels_the_jobs_of_its_open_requests(redis_u
 async def test_a_response_whose_client_was_gone_before_it_was_stored_is_stored_by_the_repeated_request(
     redis_url: str, queue: str
 ) -> None:
-    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def create() -> str:
             body = {"input": "hi", "background": True}

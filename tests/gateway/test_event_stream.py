@@ -150,7 +150,7 @@ async def test_a_stream_whose_job_still_waits_after_its_first_event_tells_so_soo
 
 
 async def test_a_response_whose_end_the_reader_has_is_a_stream_without_events(redis_url: str, queue: str) -> None:
-    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         creating = asyncio.create_task(http.post("/v1/responses", json={"input": "hi"}))
         attempt = await worker.start_next()
         await attempt.emit([1], "hello")

@@ -35,8 +35,8 @@ async def test_a_file_is_stored_shown_listed_and_removed(redis_url: str, queue: 
     async with (
         serving_http(redis_url, queue, key_prefix=queue, max_body_bytes=2000) as first,
         serving_http(redis_url, queue, key_prefix=queue) as second,
-        httpx.AsyncClient(base_url=first) as http,
-        httpx.AsyncClient(base_url=second) as other,
+        httpx.AsyncClient(base_url=first, timeout=60) as http,
+        httpx.AsyncClient(base_url=second, timeout=60) as other,
     ):
         files = [(await upload(http, content)).json()]
         fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
@@ -87,7 +87,7 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
     async with (
         serving_http(redis_url, queue, **settings) as url,
         serving_http(redis_url, queue, **settings, body_timeout_s=0.2) as impatient,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         form = {"Content-Type": "multipart/form-data; boundary=b"}
         announced = await upload(http, b"x" * 700_000)
@@ -132,7 +132,10 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
 async def test_a_damaged_record_does_not_prevent_uploads(redis_url: str, queue: str) -> None:
     redis, keys = connect(redis_url, name="test"), Keys(queue)
     await redis.hset(keys.http_files(""), "file-junk", "junk")
-    async with serving_http(redis_url, queue, key_prefix=queue) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving_http(redis_url, queue, key_prefix=queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
         stored = (await upload(http, b"x")).json()
         listed = (await http.get("/v1/files")).json()
         damaged = await http.get("/v1/files/file-junk")

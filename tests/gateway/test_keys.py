@@ -57,7 +57,7 @@ async def test_only_requests_with_a_valid_key_pass(redis_url: str, queue: str, m
     monkeypatch.setattr(key_store_module, "FRESH_S", 0.0)
     async with key_store(redis_url, queue) as store, answering(redis_url, queue) as (url, requests):
         secret = await store.add(name="alice", requests_per_minute=1000)
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             missing = await http.post(CHAT, json=HELLO)
             wrong = await http.post(CHAT, json=HELLO, headers=bearer(secret + "x"))
             passed = await http.post(CHAT, json=HELLO, headers=bearer(secret))
@@ -95,7 +95,7 @@ async def test_a_key_has_queues_a_priority_and_a_salt(redis_url: str, queue: str
     async with key_store(redis_url, queue) as store, answering(redis_url, queue) as (url, requests):
         elsewhere = await store.add(name="elsewhere", queues=("other",))
         batch = await store.add(name="batch", queues=(queue,), priority="bulk", cache_salt="team")
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             refused = await http.post(CHAT, json=HELLO, headers=bearer(elsewhere))
             passed = await http.post(CHAT, json={**HELLO, "cache_salt": "mine"}, headers=bearer(batch))
             models = [(await http.get("/v1/models", headers=bearer(key))).json()["data"] for key in (elsewhere, batch)]
@@ -163,7 +163,7 @@ async def test_a_server_knows_the_keys_of_a_file_and_reads_it_again(
     assert alice not in file.read_text()
     assert "has a key 'alice'" in failing(monkeypatch, capsys, "keys", "add", "alice", "--file", str(file), code=2)
     settings = {"key_prefix": queue, "require_key": True, "keys_file": file}
-    async with serving_http(redis_url, queue, **settings) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving_http(redis_url, queue, **settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def status_of(secret: str) -> int:
             return (await http.get("/v1/models", headers=bearer(secret))).status_code
@@ -194,7 +194,7 @@ async def test_embeddings_without_a_model_use_a_queue_that_the_key_allows(redis_
         key_store(redis_url, queue) as store,
         answering(redis_url, queue) as (url, _),
         FakeWorker(redis_url, texts, key_prefix=queue) as worker,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await announce_card(worker, kind=JobKind.EMBEDDING)
         http.headers.update(bearer(await store.add(name="bob", queues=[texts])))
@@ -215,7 +215,7 @@ async def test_a_key_finds_models_and_adapters_only_in_its_queues(redis_url: str
         FakeWorker(redis_url, secret, name="first", key_prefix=queue) as other,
         FakeWorker(redis_url, own, name="second", key_prefix=queue) as worker,
         serving_http(redis_url, own, key_prefix=queue, require_key=True) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await announce_card(other, model="base", lora=(hidden, terms.model_copy(update={"scale": 1})))
         await announce_card(worker, model="base", lora=(terms,))

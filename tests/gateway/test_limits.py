@@ -22,7 +22,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 @pytest.mark.parametrize("path", ["/slots", "/props", "/lora-adapters"])
 async def test_what_only_a_worker_knows_is_503_without_a_worker(redis_url: str, queue: str, path: str) -> None:
     """llama-server also answers so while it loads its model. An empty list would say that there is no adapter."""
-    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         answer = await http.get(path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
     assert int(answer.headers["retry-after"]) > 0
@@ -33,7 +33,7 @@ async def test_a_full_queue_is_429_and_tells_when_to_try_again(redis_url: str, q
         AsyncClient(redis_url, queue) as client,
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await worker.announce()
         await client.redis.hset(client.keys.config(queue, 0), mapping={"max_queue": "1", "partitions": "1"})
@@ -55,7 +55,7 @@ async def test_a_request_whose_answers_do_not_all_fit_into_the_queue_leaves_no_j
         AsyncClient(redis_url, queue) as client,
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await worker.announce()
         await client.redis.hset(client.keys.config(queue, 0), mapping={"max_queue": "2", "partitions": "1"})
@@ -66,7 +66,10 @@ async def test_a_request_whose_answers_do_not_all_fit_into_the_queue_leaves_no_j
 
 
 async def test_a_queue_without_a_worker_is_503_if_requests_do_not_wait(redis_url: str, queue: str) -> None:
-    async with serving_http(redis_url, queue, wait_for_worker=False) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving_http(redis_url, queue, wait_for_worker=False) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
         refused = await http.post(CHAT, json=HELLO)
         unknown = await http.post(CHAT, json={**HELLO, "model": "no-such-queue"})
     assert refused.status_code == 503
@@ -93,7 +96,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
 
 
 async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
-    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         for body in MALFORMED:
             refused = await http.post(CHAT, content=body)
             assert refused.status_code == 400, body[:50]
@@ -111,7 +114,7 @@ async def test_a_byte_order_mark_and_integers_with_a_decimal_point_are_accepted(
         requests = [(await worker.start_next()).request for _ in range(2)]
         assert {request.seed for request in requests} == {7, 8}
         assert all((request.logprobs, request.max_tokens, request.temperature) == (1, 3, 0.5) for request in requests)
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             marked = await http.post("/v1/completions", content=b"\xef\xbb\xbf" + b'{"prompt": "hi", "n": 0.0}')
             of_responses = await http.post("/v1/responses", json={"input": "hi", "top_logprobs": 99.0})
         assert "n: a number from 1" in marked.json()["error"]["message"]
@@ -119,7 +122,7 @@ async def test_a_byte_order_mark_and_integers_with_a_decimal_point_are_accepted(
 
 
 async def test_a_compressed_body_is_415_and_the_encoding_named(redis_url: str, queue: str) -> None:
-    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         body = gzip.compress(b"{}")
         refused = [
             await http.post(path, content=body, headers={"Content-Encoding": "gzip"}) for path in (CHAT, "/v1/messages")
@@ -130,7 +133,7 @@ async def test_a_compressed_body_is_415_and_the_encoding_named(redis_url: str, q
 
 
 async def test_a_length_below_1_has_the_name_that_the_request_has_for_it(redis_url: str, queue: str) -> None:
-    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         refused = [
             await http.post(CHAT, json={**HELLO, "max_completion_tokens": 0}),
             await http.post("/v1/responses", json={"input": "hi", "max_output_tokens": -5}),
@@ -144,7 +147,7 @@ async def test_a_length_below_1_has_the_name_that_the_request_has_for_it(redis_u
 
 
 async def test_a_wrong_field_is_400_and_named(redis_url: str, queue: str) -> None:
-    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         for field in WRONG_FIELDS:
             # The repr, because json.dumps refuses a number of 400 digits.
             text = repr({**HELLO, **field}).replace("'", '"').replace("True", "true")
@@ -159,7 +162,7 @@ async def test_a_body_has_a_largest_size_and_a_longest_time(redis_url: str, queu
         serving_http(redis_url, queue, body_timeout_s=0.2) as url_of_bodies,
         serving_http(redis_url, queue, header_timeout_s=0.2) as url_of_headers,
     ):
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             announced = await http.post(CHAT, content=b"x" * 2001)
 
             async def chunks() -> Any:
@@ -227,7 +230,7 @@ async def test_a_body_in_very_many_tiny_chunks_is_refused(
 async def test_the_offer_of_another_protocol_is_ignored(
     redis_url: str, queue: str, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         answer = await http.get("/health", headers={"Connection": "Upgrade", "Upgrade": protocol})
     assert answer.status_code == 200
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -268,7 +271,7 @@ async def test_the_response_to_a_defect_of_the_server_has_the_headers_of_every_r
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue, cors_origins=("*",)) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await worker.announce()
         headers = {"X-Request-Id": "my-id", "Origin": "https://chat.example"}

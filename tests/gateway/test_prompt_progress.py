@@ -31,7 +31,7 @@ async def events_of(redis_url: str, queue: str, path: str, **fields: Any) -> lis
     has_first = asyncio.Event()
     async with (
         gateway(redis_url, queue) as (url, worker, client),
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
         http.stream("POST", path, json=body) as answer,
     ):
 

@@ -34,7 +34,7 @@ async def test_an_error_before_the_first_text_of_a_stream_sets_the_status(
 ) -> None:
     monkeypatch.setattr(prompt_too_long_error, "ASK_TIMEOUT_S", 0.1)  # the worker does not count the prompt
     monkeypatch.setattr(event_stream, "FIRST_PING_S", 30.0)  # the failure is not late on a busy machine either
-    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi", "stream": True}))
         attempt = await worker.start_next()
         await attempt.fail(code)
@@ -51,7 +51,7 @@ async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
     monkeypatch.setattr(event_stream, "FIRST_PING_S", first_ping_s)
     body = {"input": "hi", "stream": True, "background": is_background}
     loop = asyncio.get_running_loop()
-    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         start_s = loop.time()
         async with http.stream("POST", RESPONSES, json=body) as answer:
             lines = answer.aiter_lines()
@@ -68,7 +68,7 @@ async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
 
 async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queue: str) -> None:
     turns = [{"role": "user", "content": str(number)} for number in range(25)]
-    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         created = (await http.post(RESPONSES, json={"input": turns, "background": True})).json()
         path = f"{RESPONSES}/{created['id']}/input_items"
         whole = (await http.get(path)).json()
@@ -108,7 +108,7 @@ async def test_a_response_that_a_client_can_find_again_outlives_its_client(
     redis_url: str, queue: str, kept: dict[str, str]
 ) -> None:
     headers = kept if "Idempotency_Key" in kept else {}
-    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
         async with sending(url, post_of(RESPONSES, {"input": "hi", **kept}, **headers)) as (reader, writer):
             attempt = await worker.start_next()
             if "stream" in kept:
@@ -122,7 +122,7 @@ async def test_a_response_that_a_client_can_find_again_outlives_its_client(
 
 
 async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: str, queue: str) -> None:
-    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
         attempt = await worker.start_next()
         await attempt.finish(text="end", tokens=[2])
@@ -136,7 +136,7 @@ async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: st
 @pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens"])
 async def test_too_many_messages_are_refused_by_the_name_of_their_field(redis_url: str, queue: str, path: str) -> None:
     items = [{"role": "user", "content": "a"}] * MAX_MESSAGES
-    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         for body in ({"input": [*items, *items[:1]]}, {"input": items, "instructions": "b"}):
             error = (await http.post(path, json=body)).json()["error"]
             assert error["param"] == "input"
@@ -145,7 +145,7 @@ async def test_too_many_messages_are_refused_by_the_name_of_their_field(redis_ur
 
 @pytest.mark.parametrize(("value", "is_stream"), [("true", True), ("1", True), ("false", False), ("0", False)])
 async def test_a_boolean_of_the_query_has_four_values(redis_url: str, queue: str, value: str, is_stream: bool) -> None:
-    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
         await (await worker.start_next()).finish(text="Hello", tokens=[2])
         path = f"{RESPONSES}/{(await asking).json()['id']}"
@@ -157,7 +157,7 @@ async def test_a_boolean_of_the_query_has_four_values(redis_url: str, queue: str
 
 
 async def test_references_mean_the_items_of_stored_responses(redis_url: str, queue: str) -> None:
-    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
         await (await worker.start_next()).finish(text="Hello", tokens=[2])
         first = (await asking).json()
@@ -178,7 +178,7 @@ async def test_references_mean_the_items_of_stored_responses(redis_url: str, que
 @pytest.mark.parametrize("item_id", ["", "msg", "msg_x_1", "msg_default.0." + "0" * 32 + "_0", "rs_../../x_0"])
 async def test_a_reference_to_no_stored_item_is_404_and_names_it(redis_url: str, queue: str, item_id: str) -> None:
     body = {"input": [{"type": "item_reference", "id": item_id}]}
-    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         answer = await http.post(RESPONSES, json=body)
     assert answer.status_code == 404
     assert f"input.0: there is no stored item {item_id!r}" in answer.json()["error"]["message"]

@@ -26,7 +26,7 @@ async def test_a_batch_answers_each_line_and_names_those_that_failed(redis_url: 
     async with (
         answering(redis_url, queue),
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         begun = await begin(http, jsonl(*lines[:10], "", bad, *lines[10:]), metadata={"job": "nightly"})
         done = await end_of(http, begun)
@@ -63,7 +63,7 @@ async def test_a_defect_of_the_server_at_one_line_is_the_error_of_this_line(
     async with (
         answering(redis_url, queue),
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         done = await end_of(http, await begin(http, jsonl(line("a", "x"), line("b", "secret"), line("c", "y"))))
         (error,) = await lines_of(http, done["error_file_id"])
@@ -83,7 +83,7 @@ async def test_a_batch_that_its_window_ends_has_an_error_for_each_open_line(
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await worker.announce()
         batch = await begin(http, jsonl(line("a", "x"), line("b", "y")), completion_window="1m")
@@ -99,7 +99,10 @@ async def test_a_batch_that_its_window_ends_has_an_error_for_each_open_line(
 async def test_a_line_is_computed_again_if_another_version_of_the_server_has_submitted_it_otherwise(
     redis_url: str, queue: str
 ) -> None:
-    async with serving_http(redis_url, queue, max_batches=0) as old, httpx.AsyncClient(base_url=old) as http:
+    async with (
+        serving_http(redis_url, queue, max_batches=0) as old,
+        httpx.AsyncClient(base_url=old, timeout=60) as http,
+    ):
         batch = await begin(http, jsonl(line("a", "mine")))
         async with AsyncClient(redis_url, queue) as client:
             await client.submit("theirs", idempotency_key=f"{batch['id'].removeprefix('batch_')}:1")
@@ -135,7 +138,7 @@ async def test_a_line_that_needs_a_worker_waits_for_one(
     async with (
         answering(redis_url, queue),
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         done = await end_of(http, await begin(http, jsonl(line("a", "x"), line("b", "y"))))
     assert (n_prepared, n_answered) == (3, 3)

@@ -19,7 +19,7 @@ async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, que
         '{"a":' * 100 + "1" + "}" * 100,
         '{"a": [' + "[], " * 200_000 + "1]}",
     ]
-    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         failed = await end_of(http, await begin(http, jsonl(*lines)))
         empty = await end_of(http, await begin(http, b"\n"))
         unknown = await end_of(http, await begin(http, jsonl(line("a", "x", model="no-such"))))

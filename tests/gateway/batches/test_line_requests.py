@@ -13,7 +13,7 @@ RESPONSES = "/v1/responses"
 
 
 async def test_a_line_may_refer_to_items_of_stored_responses(redis_url: str, queue: str) -> None:
-    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
         await (await worker.start_next()).finish(text="Hello", tokens=[2])
         (said,) = (await asking).json()["output"]
@@ -36,7 +36,7 @@ async def test_a_line_may_refer_to_items_of_stored_responses(redis_url: str, que
 
 async def test_a_prompt_that_is_too_long_has_the_code_of_the_endpoint(redis_url: str, queue: str) -> None:
     row = {"custom_id": "a", "url": RESPONSES, "body": {"input": "hi"}}
-    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         begun = await begin(http, jsonl(row), endpoint=RESPONSES)
         await (await worker.start_next()).fail("prompt_too_long", "9 tokens are too many")
         done = await end_of(http, begun)

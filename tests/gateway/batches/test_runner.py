@@ -24,7 +24,7 @@ async def test_a_cancelled_batch_keeps_the_answers_that_it_has(redis_url: str, q
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await worker.announce()
         batch = await begin(http, jsonl(line("a", "x"), line("b", "y")))
@@ -46,10 +46,10 @@ async def test_a_server_that_stops_leaves_its_batch_to_another_with_another_queu
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, f"{queue}-other", batch_lease_s=0.3) as second,
-        httpx.AsyncClient(base_url=second) as http,
+        httpx.AsyncClient(base_url=second, timeout=60) as http,
     ):
         await worker.announce()
-        async with serving_http(redis_url, queue) as first, httpx.AsyncClient(base_url=first) as other:
+        async with serving_http(redis_url, queue) as first, httpx.AsyncClient(base_url=first, timeout=60) as other:
             batch = await begin(other, jsonl(line("a", "x"), line("b", "y"), line("c", "z")))
             await (await worker.start_next()).answer(["one"])
             held = await worker.start_next()
@@ -68,15 +68,18 @@ async def test_a_server_that_stops_leaves_its_batch_to_another_with_another_queu
 async def test_a_server_that_ends_the_batch_of_another_one_cancels_its_jobs(redis_url: str, queue: str) -> None:
     async with FakeWorker(redis_url, queue) as worker:
         await worker.announce()
-        async with serving_http(redis_url, queue) as first, httpx.AsyncClient(base_url=first) as http:
+        async with serving_http(redis_url, queue) as first, httpx.AsyncClient(base_url=first, timeout=60) as http:
             batch = await begin(http, b"\n\n" + jsonl(line("a", "x", n=3), line("b", "y"), line("c", "z")))
             stream = worker.keys.jobs(queue, 0, Priority.BULK)
             while await worker.redis.xlen(stream) < 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await worker.redis.xlen(stream) == 5
-        async with serving_http(redis_url, queue, max_batches=0) as idle, httpx.AsyncClient(base_url=idle) as http:
+        async with (
+            serving_http(redis_url, queue, max_batches=0) as idle,
+            httpx.AsyncClient(base_url=idle, timeout=60) as http,
+        ):
             assert (await http.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] == "cancelling"
-        async with serving_http(redis_url, queue) as second, httpx.AsyncClient(base_url=second) as http:
+        async with serving_http(redis_url, queue) as second, httpx.AsyncClient(base_url=second, timeout=60) as http:
             assert (await end_of(http, batch))["status"] == "cancelled"
         assert await worker.redis.xlen(stream) == 0
 
@@ -86,7 +89,7 @@ async def test_damaged_batches_do_not_stop_the_search_for_others(redis_url: str,
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await worker.announce()
         open_batches, damaged = worker.keys.http_open_batches(), f"batch_{secrets.token_hex(16)}"
@@ -157,7 +160,7 @@ async def test_a_damaged_batch_is_named_and_disturbs_no_other(
     async with connect(redis_url, name="test") as redis:
         async with (
             serving_http(redis_url, queue, max_batches=0, **options) as idle,
-            httpx.AsyncClient(base_url=idle) as http,
+            httpx.AsyncClient(base_url=idle, timeout=60) as http,
         ):
             damaged, other = [(await begin(http, jsonl(line("a", "x"))))["id"] for _ in range(2)]
             await redis.hset(keys.http_batch(damaged), field, value)
@@ -169,7 +172,7 @@ async def test_a_damaged_batch_is_named_and_disturbs_no_other(
             async with (
                 answering(redis_url, queue, keys.prefix),
                 serving_http(redis_url, queue, **options) as running,
-                httpx.AsyncClient(base_url=running) as http,
+                httpx.AsyncClient(base_url=running, timeout=60) as http,
             ):
                 assert (await end_of(http, {"id": other}))["status"] in ("completed", "failed")
                 while await redis.zcard(keys.http_open_batches()):  # noqa: ASYNC110 - Redis is asked

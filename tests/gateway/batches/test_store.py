@@ -23,7 +23,7 @@ async def test_a_repeated_request_with_an_idempotency_key_gets_the_same_batch(re
     async with (
         answering(redis_url, queue),
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         file_id = (await upload(http, jsonl(line("a", "x")))).json()["id"]
 
