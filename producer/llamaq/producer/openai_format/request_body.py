@@ -13,7 +13,6 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
-from llamaq.common.protocol.wire_model import NO_NUMBER
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
@@ -173,9 +172,9 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias")) | _read_lora(body.get("lora"))
     _translate_values(options)
     limit_ms = body.get("t_max_predict_ms")
-    if isinstance(limit_ms, bool):
-        raise InvalidRequest(f"t_max_predict_ms: {NO_NUMBER}")
-    if isinstance(limit_ms, int | float) and limit_ms > 0:
+    if limit_ms is not None and (isinstance(limit_ms, bool) or not isinstance(limit_ms, int | float)):
+        raise InvalidRequest(f"t_max_predict_ms: a number is required, not {str(limit_ms)[:50]!r}")
+    if limit_ms is not None and limit_ms > 0:  # 0 and -1 are llama-server's names for no limit
         options.setdefault("generation_timeout_s", _seconds_of("t_max_predict_ms", limit_ms))
     user = body.get("user")
     if isinstance(user, str) and user and "tenant" not in options:
