@@ -213,7 +213,8 @@ async def test_after_a_timeout_all_older_connections_reconnect(redis_url: str, m
         n_timeouts = count_timeouts(redis, monkeypatch)
         await redis.ping()
         await open_connections(redis, n_connections)
-        assert 1 <= n_timeouts() <= 3, "one for each silent connection"  # a machine that stops may cause another one
+        assert n_timeouts() > 0
+        assert n_timeouts() <= 3, "one for each silent connection"  # a machine that stops may cause another one
         await redis.aclose()
 
 
@@ -267,7 +268,8 @@ async def test_a_thousand_commands_to_a_server_that_refuses_connections_fail_tog
     redis = connect(f"redis://{HOST}:{free_port}/0", name="test")
     n_attempts = count_connection_attempts(redis, monkeypatch)
     failed = await asyncio.gather(*(ping(redis) for _ in range(1000)), return_exceptions=True)
-    assert 1 <= n_attempts() <= 2 * MAX_CONNECTIONS, "each command has tried to connect itself"
+    assert n_attempts() > 0
+    assert n_attempts() <= 2 * MAX_CONNECTIONS, "each command has tried to connect itself"
     assert {type(error) for error in failed} == {RedisConnectionError}
     await redis.aclose()
 
@@ -280,7 +282,8 @@ async def test_commands_that_wait_for_a_connection_fail_when_the_server_does_not
         redis = connect(f"redis://{HOST}:{port}/0?socket_timeout=0.4", name="test")
         n_timeouts = count_timeouts(redis, monkeypatch)
         failed = await asyncio.gather(*(ping(redis) for _ in range(500)), return_exceptions=True)
-        assert 1 <= n_timeouts() <= 2 * MAX_CONNECTIONS, "each command has waited for a timeout itself"
+        assert n_timeouts() > 0
+        assert n_timeouts() <= 2 * MAX_CONNECTIONS, "each command has waited for a timeout itself"
         assert all(isinstance(error, RedisTimeoutError | RedisConnectionError) for error in failed)
         await redis.aclose()
 

@@ -278,7 +278,8 @@ async def test_after_a_timeout_of_a_round_trip_older_connections_reconnect(
         n_timeouts = count_timeouts(redis, monkeypatch)
         await asyncio.gather(redis.ping(), redis.ping())
         await asyncio.gather(*(redis.ping() for _ in range(6)))
-        assert 1 <= n_timeouts() <= 2, "one for each silent connection"
+        assert n_timeouts() > 0
+        assert n_timeouts() <= 2, "one for each silent connection"
         await redis.aclose()
 
 

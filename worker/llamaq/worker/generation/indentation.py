@@ -30,7 +30,7 @@ class IndentationCheck:
 
         Args:
             text: The part.
-            may_end: Whether a line without indentation counts. If not, the text goes on after it.
+            may_end: Whether a line with too few spaces and tabs ends the text.
 
         Returns:
             The place of the first character after too few spaces and tabs. None: all lines have enough so far.

@@ -77,7 +77,7 @@ class RememberedHits:
     def is_new(self, job: Job) -> bool:
         """Whether the job's hit was found in this tick, and no sequence was added since."""
         remembered = self._hits.get(job)
-        return remembered is None or (remembered.tick == self._tick and remembered.n_added == self._n_added)
+        return remembered is not None and (remembered.tick, remembered.n_added) == (self._tick, self._n_added)
 
     def begin_tick(self) -> None:
         """Count one more tick."""

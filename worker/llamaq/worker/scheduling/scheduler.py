@@ -317,6 +317,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` when the records of jobs, slots, sequences, cells and cache contradict each other."""
         self._memory.check_integrity()
+        self._waiting.check_integrity()
         ids = [job.id for job in self._jobs()]
         if len(set(ids)) != len(ids):
             raise AssertionError(f"the scheduler has a job twice: {ids}")

@@ -81,8 +81,8 @@ class WaitingQueue:
             running: The jobs that have a slot.
             bulk_first: Whether bulk jobs come before interactive jobs.
         """
-        first, second = (Priority.BULK, Priority.INTERACTIVE) if bulk_first else (Priority.INTERACTIVE, Priority.BULK)
-        for priority in (first, second):
+        in_order = (Priority.BULK, Priority.INTERACTIVE) if bulk_first else (Priority.INTERACTIVE, Priority.BULK)
+        for priority in in_order:
             in_turns = self._in_turns(priority, running)
             eligible = list(islice((job for job in in_turns if has_slot(job)), MAX_COMPARED_JOBS))
             for candidate in self._in_order_of_trial(eligible, find_prefix):
@@ -158,6 +158,12 @@ class WaitingQueue:
         if not self._tenants[priority][tenant]:
             del self._tenants[priority][tenant]
         self._n_overtaken.pop(job.id, None)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` when the counts of the tenants differ from the jobs."""
+        for priority, jobs in self._jobs.items():
+            if Counter(job.request.tenant for job in jobs.values()) != self._tenants[priority]:
+                raise AssertionError(f"{priority}: the tenants of {len(jobs)} jobs are not {self._tenants[priority]}")
 
     def __repr__(self) -> str:
         return f"<WaitingQueue {' '.join(f'{name}={len(jobs)}' for name, jobs in self._jobs.items())}>"
