@@ -284,6 +284,23 @@ def test_a_constraint_is_compiled_again_only_if_this_takes_little_time(
             beside.resume(number)
 
 
+def test_all_copies_together_take_little_time_to_be_compiled_again(vocab: Vocab) -> None:
+    tokenizer = ConstraintTokenizer(vocab)
+    number, word = bytes_of(vocab, "x12345678"), bytes_of(vocab, "y" + "abcdefgh" * 20)
+    beside = [tokenizer.compile(LONG_COUNTS) for _ in range(3)]
+    lexer = beside[0].lexer
+    with pytest.raises(JobRejected, match="too complex"):
+        tokenizer.compile(LONG_COUNTS).resume(word)
+    whole_s = lexer.restart_s_left
+    beside[0].resume(number)
+    assert lexer.restart_s_left < whole_s - beside[0].lexer.compilation_s
+    lexer.restart_s_left = lexer.compilation_s / 2
+    for one in beside[1:]:
+        with pytest.raises(JobRejected, match=r"too complex.* write smaller counted repetitions"):
+            one.resume(number)
+    assert lexer.restart_s_left == lexer.compilation_s / 2, "a copy was compiled that could not be used"
+
+
 def test_the_vocabulary_is_not_copied_for_llguidance(vocab: Vocab) -> None:
     assert _Tokens(vocab).tokens is vocab.pieces
 

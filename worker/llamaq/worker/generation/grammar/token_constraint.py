@@ -34,9 +34,10 @@ Each kind takes 8 MB with a vocabulary of 151,936 tokens. The other kinds that l
 and at most 30 characters. They have few tokens, and masks take as long without them (bench/json_schema_masks.py)."""
 MAX_STEP_S = 1.0
 """If one step takes more processor time than this, the job fails, because the next steps could take as long."""
-MAX_RESTART_S = 0.25
-"""How much processor time a grammar may take to be compiled again, and its accepted tokens to be read again, beside a
-tick. The most expensive grammars take seconds."""
+MAX_RESTART_S = 0.5
+"""How much processor time all copies of a constraint together may take to continue with other lexers: the grammar is
+compiled again, and accepted tokens are read again, beside a tick. A usual grammar takes some milliseconds for each
+copy; the most expensive ones take seconds, and much memory."""
 DEAD_END = "NoExtension"
 """The beginning of llguidance's error if no token can continue the output."""
 LEXER_ERROR = "lexer error"
@@ -109,6 +110,8 @@ class SharedLexer:
         with this lexer, also not of the other copies."""
         self.compilation_s = 0.0
         """Processor time that the compilation took."""
+        self.restart_s_left = MAX_RESTART_S
+        """Processor time that the copies may still take to continue with other lexers."""
 
 
 class TokenConstraint:
@@ -282,22 +285,31 @@ class TokenConstraint:
         return self.lexer.has_failed
 
     def _restart(self) -> bool:
-        """If the lexer has failed, continue once with another lexer. Another copy may have been the cause.
+        """If the text of another copy has made the lexer fail, continue once with another lexer.
 
         Returns:
             Whether the constraint continues. Otherwise it is unchanged: it may not restart, its own text exceeds the
-            limit, or a restart takes too long for the thread of a tick.
+            limit, or the copies have taken too long for the thread of a tick.
         """
-        if not self._has_lexer_failed() or not self._may_restart or self.lexer.compilation_s > MAX_RESTART_S:
+        failed = self.lexer
+        is_cause = not failed.has_failed  # the copy whose text exceeds the limit is the first to see the error
+        if is_cause or not self._may_restart or failed.compilation_s > failed.restart_s_left:
+            self._has_lexer_failed()  # which the other copies must know
             return False
         self._may_restart = False
         fresh = on_large_stack(lambda: self._tokenizer.compile_on_this_stack(self._grammar))
-        end_s = time.thread_time() + MAX_RESTART_S
-        for token in self._history[self._n_prompt : self._n_prompt + self._n_accepted]:
-            if time.thread_time() > end_s or not fresh._matcher.consume_token(token):
-                return False
-        self._matcher, self.lexer = fresh._matcher, fresh.lexer
-        return True
+        failed.restart_s_left -= fresh.lexer.compilation_s
+        started_s = time.thread_time()
+        has_read_all = self._read_again(fresh._matcher, started_s + failed.restart_s_left)
+        failed.restart_s_left -= time.thread_time() - started_s
+        if has_read_all:
+            self._matcher, self.lexer = fresh._matcher, fresh.lexer
+        return has_read_all
+
+    def _read_again(self, matcher: llguidance.LLMatcher, end_s: float) -> bool:
+        """Let a matcher read the accepted tokens. Returns False if it refuses one, or does not end before `end_s`."""
+        accepted = self._history[self._n_prompt : self._n_prompt + self._n_accepted]
+        return all(time.thread_time() < end_s and matcher.consume_token(token) for token in accepted)
 
     def _bounded(self, step: Callable[[], T]) -> T:
         """Return the result of a step. Raises `JobRejected` if it takes more than `MAX_STEP_S` of processor time."""
