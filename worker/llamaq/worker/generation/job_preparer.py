@@ -210,12 +210,18 @@ class JobPreparer:
         if request.constraints:
             grammar = self._constraint_tokenizer.compile(self._grammar_sandbox.compile(request))
             grammar.resume(published.tokens)
+        masked, end_tokens = self._masked_tokens(request), self._vocab.end_tokens.union(request.stop_token_ids)
+        infill_tokens = None
+        if "infill" in params.samplers:
+            end = None if request.constraints or request.allowed_token_ids is not None else self._vocab.end_of_turn
+            end = None if end in masked else end  # a job whose tokens are restricted does not end in this way
+            infill_tokens = InfillTokens(self._vocab.piece, end_tokens, end, request.min_tokens)
         return LogitSampler(
             params,
             seed=request.seed or 0,
             logit_bias=request.logit_bias,
-            masked_tokens=self._masked_tokens(request),
-            end_tokens=self._vocab.end_tokens.union(request.stop_token_ids),
+            masked_tokens=masked,
+            end_tokens=end_tokens,
             min_tokens=request.min_tokens,
             only=self._only_tokens(request),
             bad_words=BadWords.encode(request.bad_words, self._vocab.encode_part),
@@ -225,16 +231,8 @@ class JobPreparer:
             has_drawn_logprobs=request.post_sampling_probs,
             breakers=breakers,
             draws=published.draws,
-            infill_tokens=self._infill_tokens(request) if "infill" in params.samplers else None,
+            infill_tokens=infill_tokens,
         )
-
-    def _infill_tokens(self, request: JobRequest) -> InfillTokens:
-        """Return what the sampler `infill` needs. It may not end a job whose tokens are restricted."""
-        end = self._vocab.end_of_turn
-        if request.constraints or request.allowed_token_ids is not None or end in self._masked_tokens(request):
-            end = None
-        end_tokens = self._vocab.end_tokens.union(request.stop_token_ids)
-        return InfillTokens(self._vocab.piece, end_tokens, end, request.min_tokens)
 
     def _masked_tokens(self, request: JobRequest) -> frozenset[int]:
         """Return the tokens that a job never draws, unless its grammar allows no token but the end."""

@@ -59,15 +59,14 @@ def infill(candidates: Candidates, tokens: InfillTokens, position: int) -> Candi
         return candidates.take(ends)
     likely = top_k(candidates, MAX_COMPARED)
     ids = [likely.token_at(index) for index in range(len(likely))]
+    is_end = [token in tokens.end_tokens for token in ids]
     chances = _combined((likely.weights() / total).tolist(), list(map(tokens.piece, ids)))
-    kept = [
-        i for i, chance in enumerate(chances) if chance >= LEAST_PROBABILITY or (chance and ids[i] in tokens.end_tokens)
-    ]
-    n_text = sum([ids[index] not in tokens.end_tokens for index in kept])
+    kept = [i for i, chance in enumerate(chances) if chance >= LEAST_PROBABILITY or (chance and is_end[i])]
+    n_text = sum([not is_end[index] for index in kept])
     if not n_text:
-        return _end(likely, ids, tokens, position)
+        return _end(likely, is_end, tokens, position)
     least = sum([chances[index] for index in kept]) / (n_text + 1)
-    return likely.take(np.array([i for i in kept if chances[i] >= least or ids[i] in tokens.end_tokens]))
+    return likely.take(np.array([index for index in kept if chances[index] >= least or is_end[index]]))
 
 
 def _indices_of(tokens: frozenset[int], candidates: Candidates) -> Indices:
@@ -94,9 +93,9 @@ def _combined(chances: list[float], pieces: Sequence[bytes]) -> list[float]:
     return chances
 
 
-def _end(likely: Candidates, ids: Sequence[int], tokens: InfillTokens, position: int) -> Candidates:
+def _end(likely: Candidates, is_end: Sequence[bool], tokens: InfillTokens, position: int) -> Candidates:
     """Return the token that ends the text, or the most probable other one if the job may not end now."""
     if tokens.end is not None and position >= tokens.min_tokens:
         return Candidates.only(tokens.end)
-    best = next((index for index, token in enumerate(ids) if token not in tokens.end_tokens), 0)
+    best = next((index for index, ends in enumerate(is_end) if not ends), 0)
     return likely.take(np.array([best]))
