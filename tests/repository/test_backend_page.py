@@ -17,6 +17,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "backend.md").read_text()
 
 BROWSER = """
 globalThis.sessionStorage = {};
+let onEnd;  // called at the end of the stream
 globalThis.fetch = async (path) => ({ok: true, json: async () => ({id: "default.0.1"})});
 globalThis.EventSource = class {
   static CLOSED = 2;
@@ -27,12 +28,14 @@ globalThis.EventSource = class {
       if (path.includes("unknown")) {
         this.readyState = 2;
         this.onerror();
+        onEnd();
         return;
       }
       this.readyState = 0;
       this.onerror();
       this.onmessage({data: '"Hello\\\\n"'});
       this.listeners.end({data: ""});
+      onEnd();
     });
   }
   addEventListener(kind, listener) { this.listeners[kind] = listener; }
@@ -43,14 +46,19 @@ globalThis.EventSource = class {
 
 READERS = """
 const show = (text) => console.log(JSON.stringify(text));
-answer("hi", show);
-setTimeout(() => {
+const read = async () => {
+  const end = new Promise((resolve) => { onEnd = resolve; });
+  await answer("hi", show);
+  await end;
   show(sessionStorage);
+};
+(async () => {
+  await read();
   sessionStorage.job = "unknown";
-  answer("hi", show);
-  setTimeout(() => show(sessionStorage), 50);
-}, 50);
+  await read();
+})();
 """
+"""Reads two streams, one after the other, and shows what is stored after the end of each."""
 
 
 def examples(language: str) -> list[str]:
