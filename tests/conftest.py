@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from gguf import PoolingType
 from hypothesis import HealthCheck, settings
-from tests.support.distribution import distribute
+from tests.support.distribution import check_groups, distribute
 from tests.support.lazy_import import LazyPackage
 from tests.support.ports import reserve_port
 from tests.support.quick import guard_quick_test, has_quick_tests, install_audit_hook, is_quick
@@ -86,6 +86,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     of_other_devices = "gpu" if "LLAMAQ_TEST_GPU" not in os.environ else "cpu"
     items[:] = [item for item in items if item.get_closest_marker(of_other_devices) is None]
@@ -94,6 +95,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.quick)
     if getattr(config.option, "loadgroup", False):  # pytest-xdist sets this variable in its workers
         distribute(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if getattr(session.config.option, "loadgroup", False):
+        check_groups(session.items)
 
 
 @pytest.hookimpl(tryfirst=True)

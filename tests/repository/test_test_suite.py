@@ -10,7 +10,7 @@ from typing import Any
 
 import llama_cpp
 import pytest
-from tests.support.distribution import distribute, group_of
+from tests.support.distribution import check_groups, distribute, group_of
 from tests.support.lazy_import import lazy_import
 from tests.support.quick import NotQuick, guard_quick_test, is_quick
 
@@ -93,6 +93,14 @@ def test_long_groups_start_first_and_quick_tests_last() -> None:
     distribute(tests)
     assert [test.nodeid.split("/")[1] for test in tests] == ["e2e", "lifecycle", "worker"]
     assert [test.markers for test in tests] == [["queue-demo"], [], ["tests/worker/test_a.py"]]
+
+
+def test_groups_that_xdist_ignores_are_an_error(request: pytest.FixtureRequest) -> None:
+    test = pytest.Function.from_parent(request.node.parent, name="test_name", callobj=lambda: None)
+    check_groups([test])  # it has no group
+    test.add_marker(pytest.mark.xdist_group("queue-demo"))
+    with pytest.raises(pytest.UsageError, match="ignores the groups of the tests: .*::test_name"):
+        check_groups([test])
 
 
 def test_a_lazily_imported_package_is_loaded_when_it_is_used_but_not_when_pytest_collects_it(

@@ -66,3 +66,21 @@ def distribute(items: list[pytest.Item]) -> None:
     for item in items:
         if (group := group_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def check_groups(items: list[pytest.Item]) -> None:
+    """Check that pytest-xdist has read the groups: it appends the name of a test's group to the test's node id.
+
+    Without groups, each xdist worker starts the processes of all session fixtures. The tests then take three times as
+    long, and nothing says why.
+
+    Raises:
+        pytest.UsageError: The node id of a test does not name its group.
+    """
+    for item in items:
+        marker = item.get_closest_marker("xdist_group")
+        if marker is not None and not item.nodeid.endswith(f"@{marker.args[0]}"):
+            raise pytest.UsageError(
+                f"pytest-xdist ignores the groups of the tests: the node id is {item.nodeid!r}. pytest "
+                f"{pytest.__version__} and pytest-xdist do not fit together; `make venv` installs versions that do"
+            )
