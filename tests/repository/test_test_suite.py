@@ -99,7 +99,7 @@ def test_groups_that_xdist_ignores_are_an_error(request: pytest.FixtureRequest) 
     test = pytest.Function.from_parent(request.node.parent, name="test_name", callobj=lambda: None)
     check_groups([test])  # it has no group
     test.add_marker(pytest.mark.xdist_group("queue-demo"))
-    with pytest.raises(pytest.UsageError, match="ignores the groups of the tests: .*::test_name"):
+    with pytest.raises(pytest.UsageError, match="ignores the groups of the tests"):
         check_groups([test])
 
 
