@@ -132,12 +132,10 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.fixture(scope="session")
-def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartWorker]:
-    """A function that starts a worker process on a new queue, and waits until the queue lists the worker.
+def _worker_starter(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartWorker]:
+    """Yield a function that starts a worker process on a new queue, and waits until the queue lists the worker.
 
-    The worker runs until the end of the session, so fixtures that start workers have the scope of the session too. A
-    fixture of a module would start another worker each time that xdist comes back to the module.
+    The workers stop when the scope of the fixture ends.
     """
     started: list[ServedQueue] = []
 
@@ -163,6 +161,12 @@ def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathF
     for served in started:
         _served.remove(served)
         _stop(served)
+
+
+start_worker = pytest.fixture(scope="module")(_worker_starter)
+"""Starts workers that run until a test of another file follows."""
+start_shared_worker = pytest.fixture(scope="package")(_worker_starter)
+"""Starts workers that run until a test of another folder follows."""
 
 
 def _spawn(settings: WorkerSettings, folder: Path) -> subprocess.Popen[bytes] | ForkedProcess:
@@ -222,75 +226,77 @@ def cancel_remaining_jobs() -> Iterator[None]:
                         client.cancel(fields.get(b"id", b"").decode(errors="replace"))
 
 
-@pytest.fixture(scope="session")
-def demo(start_worker: StartWorker) -> ServedQueue:
+@pytest.fixture(scope="package")
+def demo(start_shared_worker: StartWorker) -> ServedQueue:
     """A worker with four slots and the demo model."""
-    return start_worker("demo", DEMO_MODEL)
+    return start_shared_worker("demo", DEMO_MODEL)
 
 
-@pytest.fixture(scope="session")
-def narrow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+@pytest.fixture(scope="package")
+def narrow(start_shared_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker whose four slots share 512 cells, on a random-weight model that generates no end token. It drafts."""
     spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=CHATML)
     model = write_model(tmp_path_factory.mktemp("models") / "narrow.gguf", spec, seed=1)
-    return start_worker("narrow", model, n_ctx=512, heartbeat_s=0.2, speculation="ngram", draft_max=8)
+    return start_shared_worker("narrow", model, n_ctx=512, heartbeat_s=0.2, speculation="ngram", draft_max=8)
 
 
-@pytest.fixture(scope="session")
-def slow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+@pytest.fixture(scope="package")
+def slow(start_shared_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker that prefills long prompts in hundreds of small chunks, so that a test can observe the prefill."""
     spec = ModelSpec(Architecture.LLAMA, n_layers=4, n_embd=256, n_ff=512, n_heads=8, n_kv_heads=2, n_ctx=32_768)
     model = write_model(tmp_path_factory.mktemp("models") / "slow.gguf", spec, seed=2)
-    return start_worker("slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=2.0, heartbeat_s=0.2, lease_s=2.0)
+    return start_shared_worker(
+        "slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=2.0, heartbeat_s=0.2, lease_s=2.0
+    )
 
 
-@pytest.fixture(scope="session")
-def caller(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+@pytest.fixture(scope="package")
+def caller(start_shared_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker on a random-weight model whose chat template has tools and reasoning."""
     spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=TOOL_TEMPLATE)
-    return start_worker("caller", write_model(tmp_path_factory.mktemp("models") / "caller.gguf", spec, seed=1))
+    return start_shared_worker("caller", write_model(tmp_path_factory.mktemp("models") / "caller.gguf", spec, seed=1))
 
 
-@pytest.fixture(scope="session")
-def tagger(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+@pytest.fixture(scope="package")
+def tagger(start_shared_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker on a model as that of `caller`, in whose vocabulary each tag of the chat template is a control token."""
     tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
     spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=TOOL_TEMPLATE, control_tags=tags)
-    return start_worker("tagger", write_model(tmp_path_factory.mktemp("models") / "tagger.gguf", spec, seed=1))
+    return start_shared_worker("tagger", write_model(tmp_path_factory.mktemp("models") / "tagger.gguf", spec, seed=1))
 
 
-@pytest.fixture(scope="session")
-def embedder(start_worker: StartWorker, demo_model: Path) -> ServedQueue:
+@pytest.fixture(scope="package")
+def embedder(start_shared_worker: StartWorker, demo_model: Path) -> ServedQueue:
     """A worker with the demo model that computes embeddings."""
-    return start_worker("embedder", demo_model, embeddings=True, pooling=Pooling.MEAN, n_batch=256)
+    return start_shared_worker("embedder", demo_model, embeddings=True, pooling=Pooling.MEAN, n_batch=256)
 
 
-@pytest.fixture(scope="session")
-def reranker(start_worker: StartWorker, rerank_model: Path) -> ServedQueue:
+@pytest.fixture(scope="package")
+def reranker(start_shared_worker: StartWorker, rerank_model: Path) -> ServedQueue:
     """A worker that scores documents."""
-    return start_worker("reranker", rerank_model, embeddings=True)
+    return start_shared_worker("reranker", rerank_model, embeddings=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(demo: ServedQueue) -> Iterator[Client]:
     """A client of the demo model's queue."""
     with demo.client() as opened:
         yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def narrow_client(narrow: ServedQueue) -> Iterator[Client]:
     with narrow.client() as opened:
         yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slow_client(slow: ServedQueue) -> Iterator[Client]:
     with slow.client() as opened:
         yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def wait_for() -> Await:
     """A function that waits until `condition` returns a true value, and returns this value."""
 

@@ -29,7 +29,7 @@ KINDS: dict[str, JobOptions] = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def clients(start_worker: StartWorker) -> Iterator[tuple[Client, Client]]:
     """Clients of a worker with backend sampling, and of one without it. Both compute the same batches."""
     queues = [

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PROMPTS = [[number, *range(40, 60)] for number in range(5, 11)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def queues(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> tuple[ServedQueue, ...]:
     """The queues of a worker with a vector, of one with the biased model, and of one with the model itself."""
     folder = tmp_path_factory.mktemp("control-vectors")

@@ -38,12 +38,12 @@ INFILL = Infill(
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gap_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("infill") / "gaps.gguf", replace(PLAIN, control_tags=TAGS))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def coder(start_worker: StartWorker, gap_file: Path) -> ServedQueue:
     return start_worker("infill", gap_file)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PROMPTS = [[number, *range(40, 60)] for number in range(5, 11)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def queues(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> tuple[ServedQueue, ...]:
     """The queues of a worker with an adapter, of one with the changed model, and of one with the model itself."""
     folder = tmp_path_factory.mktemp("lora")
@@ -71,7 +71,7 @@ NEAR_TIE = 0.02
 SCALES: tuple[dict[str, float] | None, ...] = (None, {"style.gguf": 2}, {"1": 1}, {"0": 1, "terms.gguf": 0.5})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mixed(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """The queue of a worker with two adapters. One of them is off, unless a job asks for it."""
     folder = tmp_path_factory.mktemp("mixed")

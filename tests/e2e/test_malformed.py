@@ -37,7 +37,7 @@ KEYS = Keys()
 MAX_REQUEST_BYTES = 64 * 1024
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sturdy(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker for this module alone. Its small context limits the cost of a mutated `max_tokens`."""
     model = write_model(tmp_path_factory.mktemp("models") / "sturdy.gguf", PLAIN, seed=3)

@@ -118,7 +118,7 @@ def test_the_examples_of_scoring_print_the_probabilities_of_texts(
     assert 1 < float(found["a"]) < float(found["b"]) / 5
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def keeper(start_worker: StartWorker, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker with the demo model that saves slots to disk."""
     return start_worker("keeper", demo_model, cache_dir=str(tmp_path_factory.mktemp("cache")), cache_disk_mb=0)

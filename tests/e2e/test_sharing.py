@@ -22,7 +22,7 @@ FACTS = recall_probe(5, 300).prompt
 SYSTEM = "You remember what you are told. Mia has a red ball. Tom has a blue kite. Lily lives in the castle."
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def wide(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker with eight slots and a disk tier."""
     folder = tmp_path_factory.mktemp("cache")

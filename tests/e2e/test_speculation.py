@@ -48,7 +48,7 @@ def test_a_text_that_repeats_itself_is_drafted_unless_the_job_refuses(narrow_cli
     assert only_worker(narrow_client).card.speculation == "ngram"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def with_draft_model(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker whose draft model has the first layers of its model, so that it is always right."""
     folder = tmp_path_factory.mktemp("draft")

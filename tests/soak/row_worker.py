@@ -12,9 +12,11 @@ from contextlib import suppress
 from redis.exceptions import ResponseError
 
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, JobEntry
-from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
+from llamaq.producer.testing import FakeAttempt, FakeWorker
 
 IDLE_S, FULL_S = 0.005, 0.1
+LEASE_MS = 10_000
+"""The rows of a killed worker start again after this time."""
 
 
 async def serve(url: str, queue: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 SERVED_QUEUES = ("slow", "narrow", "demo")
-"""Session fixtures of `tests/e2e`, each of which starts a worker. The tests of each fixture form a group, so that its
+"""Fixtures of `tests/e2e`, each of which starts a worker. The tests of each fixture form a group, so that its
 worker is started once, and no test finds the jobs of another test in its queue."""
 
 SEPARATE = ("tests/lifecycle/", "tests/repository/test_bench.py", "tests/worker_cli/test_start_worker_commands.py")

@@ -53,7 +53,8 @@ Answer = Callable[[JobRequest], Sequence[str]]
 """Returns the answer to a request, in pieces of text. Each piece becomes one token."""
 
 POLL_S = 0.01
-LEASE_MS = 10_000
+LEASE_MS = 60_000
+"""Lease of a job, which a fake worker does not renew. Then the job counts as waiting again."""
 
 
 class FakeClaimScripts(ClaimScripts):

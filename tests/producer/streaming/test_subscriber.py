@@ -267,7 +267,7 @@ async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(re
     n_jobs, n_tokens = 1000, 4
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         jobs = await asyncio.gather(*(client.submit("x") for _ in range(n_jobs)))
-        attempts = [await worker.start_next() for _ in range(n_jobs)]
+        attempts = await asyncio.gather(*(worker.start_next() for _ in range(n_jobs)))
         readers = [asyncio.create_task(read_all(job)) for job in jobs]
         await until_confirmed(client, n_jobs)
         listed: Any = await client.redis.client_list()
@@ -279,7 +279,7 @@ async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(re
                 attempt.text += f"{offset} "
         for attempt in attempts:
             attempt.stored, attempt.tokens = n_tokens, list(range(n_tokens))
-            await attempt.finish(FinishReason.LENGTH)
+        await asyncio.gather(*(attempt.finish(FinishReason.LENGTH) for attempt in attempts))
         for reader in readers:
             check_output(await reader, n_tokens)
         while client.subscriber.n_confirmed:  # noqa: ASYNC110  # there is no event to await
