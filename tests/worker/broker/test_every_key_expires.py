@@ -19,7 +19,7 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.script_types import JobEntry, TerminalWrite
+from llamaq.common.protocol.script_types import DueJobs, JobEntry, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
@@ -132,7 +132,7 @@ class History:
 
     async def reclaim_with(self, worker: FakeWorker, count: int) -> None:
         claims = self.claims[worker.name]
-        claims.observe_time(0, TRUSTED_MS, 0.0)
+        claims.observe(0, DueJobs(TRUSTED_MS, n_given=0, n_open=1, expired=[]), 0.0)
         for entry in await claims.reclaim(count):
             await claims.check_crash(entry)
             await self._begin(worker, await claims.claim_job(entry))

@@ -11,7 +11,7 @@ import pytest
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import Attempt
+from llamaq.common.protocol.script_types import Attempt, DueJobs
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -19,12 +19,12 @@ from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 
 
-def ignore(partition: int, server_ms: int, waited_s: float) -> None:
-    """Ignore the time of the server."""
+def ignore(partition: int, due: DueJobs, waited_s: float) -> None:
+    """Ignore the reply."""
 
 
 async def sweep(worker: FakeWorker) -> int:
-    return await DeadlineSweep(worker.redis, worker.keys, worker.queue, 1, on_time=ignore).handle_due(0)
+    return await DeadlineSweep(worker.redis, worker.keys, worker.queue, 1, on_reply=ignore).handle_due(0)
 
 
 async def sweep_until_due(worker: FakeWorker) -> None:

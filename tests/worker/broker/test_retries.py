@@ -31,7 +31,7 @@ BROKEN = JobRejected(ErrorCode.DECODE_FAILED, "no room")
 @asynccontextmanager
 async def sweeping(client: AsyncClient) -> AsyncIterator[None]:
     """Let jobs begin to wait when they are due, as every worker does."""
-    task = asyncio.create_task(DeadlineSweep(client.redis, client.keys, client.queue, 1, on_time=ignore).run())
+    task = asyncio.create_task(DeadlineSweep(client.redis, client.keys, client.queue, 1, on_reply=ignore).run())
     yield
     await cancel_tasks(task)
 

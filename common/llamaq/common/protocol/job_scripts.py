@@ -176,8 +176,8 @@ class JobScripts:
     async def due_jobs(self, queue: str, partition: int, count: int) -> DueJobs:
         """Give jobs that are due their entries, and find jobs whose deadline has passed: at most `count` of each."""
         keys = [self._keys.deadlines(queue, partition), self._keys.later(queue, partition)]
-        now_ms, n_given, *expired = await self._due(keys=keys, args=[count])
-        return DueJobs(int(now_ms), int(n_given), expired)
+        now_ms, n_given, n_open, *expired = await self._due(keys=keys, args=[count])
+        return DueJobs(int(now_ms), int(n_given), int(n_open), expired)
 
     async def expire(self, job_id: str) -> ExpireCode:
         """End a job that has reached a deadline, or give a job its entry if it is due."""

@@ -346,10 +346,12 @@ class DueJobs:
     Attributes:
         now_ms: The time of the server in milliseconds since the epoch.
         n_given: Number of due jobs that got their entry in the job stream from this call.
+        n_open: Number of jobs that have not ended.
         expired: Ids of jobs whose deadline has passed, as they are stored. `end_expired` ends these jobs. Another
             client of Redis may have written something else than an id, so they may not be text.
     """
 
     now_ms: int
     n_given: int
+    n_open: int
     expired: list[bytes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from redis.asyncio import Redis
 
 from llamaq.common.protocol.job_scripts import JobScripts
@@ -26,7 +28,16 @@ class AbandonedJobs:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, queue: str, partitions: int, *, disconnect_s: float) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        queue: str,
+        partitions: int,
+        *,
+        disconnect_s: float,
+        may_have_jobs: Callable[[int], bool] = lambda _: True,
+    ) -> None:
         """Create the object.
 
         Args:
@@ -35,11 +46,13 @@ class AbandonedJobs:
             queue: The queue.
             partitions: The number of partitions of the queue.
             disconnect_s: Time without a subscriber after which a job is cancelled, in seconds.
+            may_have_jobs: Returns whether a partition may have jobs. Others are not searched.
         """
         self._scripts = JobScripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
         self._disconnect_s = disconnect_s
+        self._may_have_jobs = may_have_jobs
 
     async def run(self) -> None:
         """Check jobs until cancelled. A partition that does not answer delays no other partition."""
@@ -51,6 +64,8 @@ class AbandonedJobs:
         Raises:
             RedisError: Redis is unreachable, or refused a write.
         """
+        if not self._may_have_jobs(partition):
+            return 0
         return await self._scripts.end_abandoned(
             self._queue, partition, disconnect_s=self._disconnect_s, max_late_s=MAX_LATE_S, count=MAX_CHECKS
         )

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from llamaq.common.protocol.end_expired_jobs import MAX_DUE, end_expired
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.script_types import DueJobs
 from llamaq.worker.broker.partition_searches import search_partitions
 
 EVERY_S = 0.25
@@ -29,7 +30,7 @@ class DeadlineSweep:
     """
 
     def __init__(
-        self, redis: Redis, keys: Keys, queue: str, partitions: int, *, on_time: Callable[[int, int, float], None]
+        self, redis: Redis, keys: Keys, queue: str, partitions: int, *, on_reply: Callable[[int, DueJobs, float], None]
     ) -> None:
         """Create the sweep.
 
@@ -38,15 +39,15 @@ class DeadlineSweep:
             keys: The names of the keys.
             queue: The queue to search.
             partitions: The number of partitions of the queue.
-            on_time: Called at each search, with a partition, the time of its server in milliseconds, and how long this
-                worker has waited for the answer, in seconds.
+            on_reply: Called at each search, with a partition, the reply, and how long this worker has waited for the
+                reply, in seconds.
         """
         self._redis = redis
         self._keys = keys
         self._scripts = JobScripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
-        self._on_time = on_time
+        self._on_reply = on_reply
         self._asking_since_s: dict[int, float] = {}
         """Maps each partition that has not answered yet to the time of the first unanswered question."""
 
@@ -64,7 +65,7 @@ class DeadlineSweep:
         asking_since_s = self._asking_since_s.setdefault(partition, time.monotonic())
         due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
         del self._asking_since_s[partition]
-        self._on_time(partition, due.now_ms, time.monotonic() - asking_since_s)
+        self._on_reply(partition, due, time.monotonic() - asking_since_s)
         await end_expired(self._redis, self._scripts, self._keys, self._queue, partition, due.expired)
         return max(len(due.expired), due.n_given)
 

@@ -58,7 +58,16 @@ class JobStreams:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, claimant: Claimant) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        *,
+        queue: str,
+        partitions: int,
+        claimant: Claimant,
+        on_new: Callable[[], None] = lambda: None,
+    ) -> None:
         """Create the object. `open` must be called before any other method.
 
         Args:
@@ -67,8 +76,10 @@ class JobStreams:
             queue: The queue to read.
             partitions: The number of partitions of the queue.
             claimant: The worker that reads and claims. Its lease is the lease of the entries.
+            on_new: Called when a wait has found a new entry.
         """
         self._redis = redis
+        self._on_new = on_new
         self._scripts = ClaimScripts(redis, keys)
         self._partitions = [
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
@@ -318,6 +329,8 @@ class JobStreams:
     def _note_peeked(self, reply: Any) -> None:
         for stream, entries in reply or ():
             self._last_peeked[stream.decode()] = entries[-1][0]
+        if reply:
+            self._on_new()
 
     def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
         """Record the time of a partition's server, and how long this worker has waited for it: for `reclaim`."""

@@ -120,8 +120,15 @@ class BrokerFactory:
         """
         settings, keys, redis, job_claims = self._settings, self._keys, access.redis, access.job_claims
         outbox = self._make_outbox(WorkerScripts(flush_connection, keys), access.stats)
-        sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
-        abandoned = AbandonedJobs(redis, keys, settings.queue, settings.partitions, disconnect_s=settings.disconnect_s)
+        sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_reply=job_claims.observe)
+        abandoned = AbandonedJobs(
+            redis,
+            keys,
+            settings.queue,
+            settings.partitions,
+            disconnect_s=settings.disconnect_s,
+            may_have_jobs=job_claims.may_have_jobs,
+        )
         others: list[Service] = [sweep, abandoned, *self._make_command_inboxes(redis)]
         if settings.exit_when_empty:
             queue = (settings.queue, settings.partitions)
