@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_other_model import model
 
@@ -81,7 +82,9 @@ ALL = ["reclaim", "reclaim", "movable_jobs", "end_abandoned"]
 
 
 @asynccontextmanager
-async def searching(client: AsyncClient, worker: FakeWorker, monkeypatch: Any) -> AsyncIterator[Searches]:
+async def searching(
+    client: AsyncClient, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Searches]:
     counted: list[str] = []
 
     def count(scripts: type, name: str) -> None:
@@ -107,7 +110,7 @@ async def searching(client: AsyncClient, worker: FakeWorker, monkeypatch: Any) -
 
 
 async def test_without_open_jobs_nothing_but_the_deadlines_is_searched(
-    redis_url: str, queue: str, monkeypatch: Any
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
         AsyncClient(redis_url, queue) as client,
@@ -127,7 +130,7 @@ async def test_without_open_jobs_nothing_but_the_deadlines_is_searched(
 
 
 async def test_a_new_entry_that_ends_a_wait_starts_the_searches_again(
-    redis_url: str, queue: str, monkeypatch: Any
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
         AsyncClient(redis_url, queue) as client,

@@ -8,7 +8,7 @@ class OpenJobs:
 
     A job is open until it has ended. A worker searches the deadlines of each partition four times a second, and the
     reply counts the open jobs. Without any, there is nothing to reclaim, to move or to cancel. So these searches are
-    left out, and an idle worker sends Redis half as many commands.
+    left out, and an idle worker calls about half as many scripts.
 
     A new entry ends the wait of the worker, and `forget` is called. If a reply from before the entry arrives after it,
     the other searches wait for the next reply.
@@ -18,7 +18,7 @@ class OpenJobs:
 
     def __init__(self, partitions: int) -> None:
         """Create the object. As long as a partition is not counted, it may have open jobs."""
-        self._partitions = range(partitions)
+        self._n_partitions = partitions
         self._empty: set[int] = set()
 
     def note(self, partition: int, n_open: int) -> None:
@@ -34,7 +34,7 @@ class OpenJobs:
 
     def may_exist(self, partition: int | None = None) -> bool:
         """Return whether there may be an open job in a partition. None: in any partition."""
-        return len(self._empty) < len(self._partitions) if partition is None else partition not in self._empty
+        return len(self._empty) < self._n_partitions if partition is None else partition not in self._empty
 
     def __repr__(self) -> str:
-        return f"<OpenJobs partitions={len(self._partitions)} empty={len(self._empty)}>"
+        return f"<OpenJobs partitions={self._n_partitions} empty={len(self._empty)}>"
