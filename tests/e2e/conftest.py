@@ -1,8 +1,9 @@
 """Worker processes on real models behind a real Redis, and clients that talk to them.
 
-The tests share workers, because starting them takes most of the time. The workers stop when a test of another folder
-follows, because an idle worker takes processor time too: `tests/support/distribution.py` runs the tests that share a
-worker one after the other. A failed test shows the logs of all workers.
+The tests share workers, because starting them takes most of the time. The workers stop when a test of another file
+(`start_worker`) or of another folder (`start_shared_worker`) follows, because an idle worker takes processor time too:
+`tests/support/distribution.py` runs the tests that share a worker one after the other. A failed test shows the logs of
+all workers.
 """
 
 from __future__ import annotations
