@@ -71,7 +71,7 @@ def distribute(items: list[pytest.Item]) -> None:
 def check_groups(items: list[pytest.Item]) -> None:
     """Check that pytest-xdist has read the groups: it appends the name of a test's group to the test's node id.
 
-    Without groups, each xdist worker starts the processes of all session fixtures. The tests then take three times as
+    Without groups, each xdist worker starts the workers of all shared fixtures. The tests then take three times as
     long, and nothing says why.
 
     Raises:

@@ -54,7 +54,7 @@ Answer = Callable[[JobRequest], Sequence[str]]
 
 POLL_S = 0.01
 LEASE_MS = 60_000
-"""Lease of a job, which a fake worker does not renew. Then the job counts as waiting again."""
+"""Lease of a job in milliseconds. A fake worker does not renew it, so the job then counts as waiting again."""
 
 
 class FakeClaimScripts(ClaimScripts):

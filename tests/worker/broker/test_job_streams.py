@@ -14,7 +14,7 @@ from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, DueJobs, Reader
 from llamaq.common.redis.connect import connect
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.testing import FakeClaimScripts
@@ -104,7 +104,7 @@ async def test_an_expired_entry_is_found_behind_many_with_a_valid_lease(
         await add(redis, queue, 0, INTERACTIVE, 40)
         stream = Keys().jobs(queue, 0, INTERACTIVE)
         scripts = FakeClaimScripts(redis, Keys())
-        streams.observe_time(0, await server_time_ms(redis), 0)
+        streams.observe(0, DueJobs(await server_time_ms(redis), n_given=0, n_open=40, expired=[]), 0)
         await scripts.read_unclaimed(stream, 39, 60_000)
         (taken,) = await scripts.read_unclaimed(stream, 39, 1)  # the lease of this entry expires at once
         while not (found := await streams.reclaim(1)):

@@ -63,6 +63,7 @@ async def test_a_search_for_deadlines_counts_the_jobs_that_have_not_ended(redis_
 class Searches:
     """The searches of a worker, whose calls of scripts are counted."""
 
+    client: AsyncClient
     claims: JobClaims
     sweep: DeadlineSweep
     abandoned: AbandonedJobs
@@ -82,9 +83,7 @@ ALL = ["reclaim", "reclaim", "movable_jobs", "end_abandoned"]
 
 
 @asynccontextmanager
-async def searching(
-    client: AsyncClient, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Searches]:
+async def searching(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Searches]:
     counted: list[str] = []
 
     def count(scripts: type, name: str) -> None:
@@ -99,9 +98,14 @@ async def searching(
     count(ClaimScripts, "reclaim")
     count(ClaimScripts, "movable_jobs")
     count(JobScripts, "end_abandoned")
-    async with model(worker, "any") as claims:
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        model(worker, "any") as claims,
+    ):
         place = (client.redis, client.keys, client.queue, 1)
         yield Searches(
+            client,
             claims,
             DeadlineSweep(*place, on_reply=claims.observe),
             AbandonedJobs(*place, disconnect_s=5, may_have_jobs=claims.may_have_jobs),
@@ -112,15 +116,11 @@ async def searching(
 async def test_without_open_jobs_nothing_but_the_deadlines_is_searched(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with (
-        AsyncClient(redis_url, queue) as client,
-        FakeWorker(redis_url, queue) as worker,
-        searching(client, worker, monkeypatch) as searches,
-    ):
+    async with searching(redis_url, queue, monkeypatch) as searches:
         assert await searches.all() == ALL, "the jobs are not counted yet"
         await searches.sweep.handle_due(0)
         assert await searches.all() == []
-        job = await client.submit("waits", delay_s=1000)
+        job = await searches.client.submit("waits", delay_s=1000)
         assert await searches.all() == []
         await searches.sweep.handle_due(0)
         assert await searches.all() == ALL
@@ -133,15 +133,13 @@ async def test_a_new_entry_that_ends_a_wait_starts_the_searches_again(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
-        AsyncClient(redis_url, queue) as client,
-        FakeWorker(redis_url, queue) as worker,
+        searching(redis_url, queue, monkeypatch) as searches,
         FakeWorker(redis_url, queue, name="other") as other,
-        searching(client, worker, monkeypatch) as searches,
     ):
         await searches.sweep.handle_due(0)
         await searches.claims.wait_and_read(0.01, 1)
         assert await searches.all() == [], "the wait has found no entry"
-        job = await client.submit("moves")
+        job = await searches.client.submit("moves")
         attempt = await other.start_next()
         assert await searches.claims.wait_and_read(5, 1) == [], "another worker was faster"
         await worker_scripts(other).requeue(attempt.claim, attempt.number, other.name)

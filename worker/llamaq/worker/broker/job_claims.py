@@ -31,7 +31,6 @@ from llamaq.common.protocol.script_types import (
 from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
 from llamaq.worker.broker.dead_letters import DeadLetters
 from llamaq.worker.broker.job_streams import Entries, JobStreams
-from llamaq.worker.broker.open_jobs import OpenJobs
 from llamaq.worker.broker.published_output import NO_OUTPUT, read_published
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job_times import JobTimes
@@ -116,15 +115,7 @@ class JobClaims:
         self._queue = queue
         self._partitions = range(partitions)
         self._claimant = Claimant(worker_id, int(lease_s * 1000), model, restart_other_model)
-        self._open_jobs = OpenJobs(partitions)
-        self._streams = JobStreams(
-            redis,
-            keys,
-            queue=queue,
-            partitions=partitions,
-            claimant=self._claimant,
-            on_new=self._open_jobs.forget,
-        )
+        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, claimant=self._claimant)
         self._worker_id = worker_id
         self._max_crashes = max_crashes
         self._dead_letters = DeadLetters(
@@ -188,7 +179,7 @@ class JobClaims:
 
     async def movable(self, count: int) -> list[JobEntry]:
         """Return the entries of up to `count` jobs that wait for a slot in other workers."""
-        if not self._open_jobs.may_exist():
+        if not self._streams.open_jobs.may_exist():
             return []
 
         async def find(partition: int) -> list[JobEntry]:
@@ -209,17 +200,14 @@ class JobClaims:
         Leases are not trusted while the server does not answer, or after its clock has jumped. Without open jobs, no
         jobs are searched.
         """
-        self._streams.observe_time(partition, due.now_ms, waited_s)
-        self._open_jobs.note(partition, due.n_open)
+        self._streams.observe(partition, due, waited_s)
 
     def may_have_jobs(self, partition: int) -> bool:
         """Return whether a partition may have jobs that have not ended."""
-        return self._open_jobs.may_exist(partition)
+        return self._streams.open_jobs.may_exist(partition)
 
     async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[JobEntry]:
         """Take up to `count` entries that were requeued by their worker, or whose lease has expired."""
-        if not self._open_jobs.may_exist():
-            return []
         return await self._accept_all(await self._streams.reclaim(count, priorities))
 
     async def _accept_all(self, found: Entries) -> list[JobEntry]:

@@ -24,9 +24,10 @@ from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, Reader, StreamEntries
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, DueJobs, Reader, StreamEntries
 from llamaq.common.redis.connect import is_cluster
 from llamaq.worker.broker.lease_guard import LeaseGuard
+from llamaq.worker.broker.open_jobs import OpenJobs
 from llamaq.worker.broker.partition_turns import PartitionTurns
 
 log = logging.getLogger(__name__)
@@ -58,16 +59,7 @@ class JobStreams:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(
-        self,
-        redis: Redis,
-        keys: Keys,
-        *,
-        queue: str,
-        partitions: int,
-        claimant: Claimant,
-        on_new: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, claimant: Claimant) -> None:
         """Create the object. `open` must be called before any other method.
 
         Args:
@@ -76,10 +68,8 @@ class JobStreams:
             queue: The queue to read.
             partitions: The number of partitions of the queue.
             claimant: The worker that reads and claims. Its lease is the lease of the entries.
-            on_new: Called when a wait has found a new entry.
         """
         self._redis = redis
-        self._on_new = on_new
         self._scripts = ClaimScripts(redis, keys)
         self._partitions = [
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
@@ -90,6 +80,8 @@ class JobStreams:
         self._wake = keys.wake(queue, 0, self._reader.token)
         """Key of a stream whose first entry ends the call of `wait_and_read`."""
         self._guards = [LeaseGuard(claimant.lease_ms / 1000) for _ in range(partitions)]
+        self.open_jobs = OpenJobs(partitions)
+        """Which partitions may have jobs."""
         self._is_scattered = partitions > 1 and is_cluster(redis)
         self.can_wait_and_read = partitions == 1
         """Whether `wait_and_read` may be called."""
@@ -330,14 +322,17 @@ class JobStreams:
         for stream, entries in reply or ():
             self._last_peeked[stream.decode()] = entries[-1][0]
         if reply:
-            self._on_new()
+            self.open_jobs.forget()
 
-    def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
-        """Record the time of a partition's server, and how long this worker has waited for it: for `reclaim`."""
-        self._guards[partition].observe(server_ms, waited_s)
+    def observe(self, partition: int, due: DueJobs, waited_s: float) -> None:
+        """Record a reply of a partition's server, and how long this worker has waited for it: for `reclaim`."""
+        self._guards[partition].observe(due.now_ms, waited_s)
+        self.open_jobs.note(partition, due.n_open)
 
     async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
         """Take up to `count` entries that were requeued or whose lease has expired, interactive jobs first."""
+        if not self.open_jobs.may_exist():
+            return []
 
         async def reclaim_from(stream: str, share: int) -> StreamEntries:
             lease_ms = self._reader.claimant.lease_ms
