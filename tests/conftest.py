@@ -12,6 +12,7 @@ import sys
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import PoolingType
@@ -29,6 +30,8 @@ from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 ASYNC_TEST_TIMEOUT_S = 120
+REFUSED = "refused"
+"""Under this name, an xdist worker tells the main process why it runs no test."""
 CHILD_PROCESSES = Path(__file__).parent / "support" / "child_processes"
 """Folder whose `sitecustomize.py` is imported by each Python process that a test starts."""
 
@@ -98,8 +101,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if getattr(session.config.option, "loadgroup", False):
+    if not getattr(session.config.option, "loadgroup", False):
+        return
+    try:
         check_groups(session.items)
+    except pytest.UsageError as exc:
+        session.config.workeroutput[REFUSED] = str(exc)  # type: ignore[attr-defined]  # pytest-xdist sets this attribute
+        raise
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """End the run with the error of an xdist worker that has refused the tests. pytest-xdist would not show it."""
+    if message := getattr(node, "workeroutput", {}).get(REFUSED):
+        pytest.exit(message, returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 @pytest.hookimpl(tryfirst=True)
