@@ -17,7 +17,7 @@ from typing import Any
 from llamaq.common.json_schema.bounds import BOUNDS, rewrite_bounds
 from llamaq.common.json_schema.formats import rewrite_format
 from llamaq.common.json_schema.object_keywords import check_min_properties, rewrite_dependencies, rewrite_property_names
-from llamaq.common.json_schema.overlap import Overlaps
+from llamaq.common.json_schema.overlap import MAX_STEPS, Overlaps
 from llamaq.common.json_schema.patterns import rewrite_patterns
 from llamaq.common.json_schema.references import References, Schema, refused
 
@@ -61,14 +61,24 @@ _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs")
 
 
-def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
+class NotCompared(Exception):
+    """The schemas of a `oneOf` cannot be compared with each other in `max_steps` steps, but perhaps in more."""
+
+
+def rewrite_schema(schema: dict[str, Any], max_steps: int = MAX_STEPS) -> dict[str, Any]:
     """Return a schema for llguidance whose values all match `schema`.
 
+    Args:
+        schema: The schema.
+        max_steps: Upper bound on the steps to compare the schemas of a `oneOf`, at most `MAX_STEPS`. A step takes 1 to
+            4 us.
+
     Raises:
+        NotCompared: `max_steps` is less than `MAX_STEPS`, and more steps are needed.
         ValueError: A keyword is not supported. The message names it and its place.
     """
     _check_nesting(schema)
-    return _Rewriting(schema).run()
+    return _Rewriting(schema, max_steps).run()
 
 
 def subschemas(schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,12 +94,14 @@ class _Rewriting:
 
     Args:
         root: The whole schema.
+        max_steps: Upper bound on the steps to compare the schemas of a `oneOf`.
     """
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], max_steps: int) -> None:
         self._root = root
         self._references = References(root)
-        self._overlaps = Overlaps(self._references)
+        self._max_steps = max_steps
+        self._overlaps = Overlaps(self._references, max_steps)
         text = json.dumps(root)
         self._has_parts = any(f'"{name}"' in text for name in (*_IN_PLACE, "patternProperties"))
         """Whether several schemas may describe the same value."""
@@ -166,6 +178,8 @@ class _Rewriting:
         if overlap is not None:
             branches = self._with_discriminator(branches, rest)
             if branches is None:
+                if self._overlaps.is_exhausted and self._max_steps < MAX_STEPS:
+                    raise NotCompared(f"`oneOf` at {place}")
                 message = (
                     f"is not supported where its schemas {overlap[0]} and {overlap[1]} may match the same value: use "
                     "anyOf, or give each of them a required property with a different const"
