@@ -127,7 +127,7 @@ YARN = {"rope_scaling": "yarn", "rope_scale": 4.0, "yarn_orig_ctx": 64}
 def test_another_rope_changes_what_a_model_computes(
     logits_with: LogitsWith, values: dict[str, Any], others: dict[str, Any]
 ) -> None:
-    assert distance(logits_with(**values), logits_with(**others)) > 0.02
+    assert distance(logits_with(**values), logits_with(**others)) > 0.3
 
 
 def test_the_scale_of_rope_is_the_inverse_of_the_scale_of_its_frequencies(logits_with: LogitsWith) -> None:
