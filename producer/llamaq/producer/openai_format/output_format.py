@@ -47,6 +47,8 @@ def _read_response_format(value: Any) -> dict[str, Any]:
     match value:
         case None | {"type": "text"}:
             return {}
+        case Mapping() if not value:  # as in llama-server
+            return {}
         case {"type": "json_object" | "json_schema", "schema": Mapping() as schema}:  # llama-server
             return {"json_schema": dict(schema)}
         case {"type": "json" | "json_object", "value": Mapping() as schema}:  # TGI, and thereby huggingface_hub

@@ -13,6 +13,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
+from llamaq.common.protocol.output_params import MAX_SEED
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
@@ -211,6 +212,9 @@ def _translate_values(options: dict[str, Any]) -> None:
         options["top_p"] = 1e-9
     if _is_below(options.get("top_k"), 0):  # vLLM and llama-server: all tokens
         options["top_k"] = 0
+    seed = options.get("seed")
+    if type(seed) is int and seed < -1:  # OpenAI's API has seeds of 64 bits with a sign
+        options["seed"] = seed & MAX_SEED
     if isinstance(options.get("mirostat"), bool):  # promptfoo's options for llama-server have a switch
         options["mirostat"] = int(options["mirostat"])
     if _is_below(options.get("dry_base"), 1):  # llama-server takes its default
