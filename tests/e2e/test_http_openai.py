@@ -204,7 +204,7 @@ async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> Non
         with pytest.raises(openai.NotFoundError, match="GET /v1/models") as missing:
             await api.chat.completions.create(model="no-such-model", messages=HELLO)
         with pytest.raises(openai.BadRequestError) as unsupported:
-            await api.chat.completions.create(model=demo.queue, messages=HELLO, functions=[{"name": "f"}])
+            await api.chat.completions.create(model=demo.queue, messages=HELLO, extra_body={"documents": [{}]})
         with pytest.raises(openai.BadRequestError) as out_of_bounds:
             await api.chat.completions.create(model=demo.queue, messages=HELLO, temperature=-1)
         with pytest.raises(openai.BadRequestError) as too_long:
@@ -212,7 +212,7 @@ async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> Non
         with pytest.raises(openai.BadRequestError) as bad_grammar:
             await api.completions.create(model=demo.queue, prompt="x", extra_body={"grammar": "root ::= ("})
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    assert unsupported.value.param == "functions"
+    assert unsupported.value.param == "documents"
     assert out_of_bounds.value.param == "temperature"
     assert too_long.value.code == "context_length_exceeded"
     assert too_long.value.type == "exceed_context_size_error"
@@ -239,6 +239,7 @@ async def test_the_models_are_the_queues_with_their_context(demo: ServedQueue) -
         by_alias = await api.models.retrieve(card.model)
         by_model = await api.completions.create(model=card.model, prompt="x", max_tokens=1)
     assert models[demo.queue]["meta"]["n_ctx_train"] == card.n_ctx_train
+    assert models[demo.queue]["max_model_len"] == card.context_limit
     assert models[demo.queue]["capabilities"] == ["completion", "chat"]
     assert shown.model_dump()["meta"] == models[demo.queue]["meta"]
     assert by_alias.id in models

@@ -110,6 +110,15 @@ def test_a_ranking_has_the_best_document_first_in_the_form_of_the_request() -> N
     ]
 
 
+def test_a_document_may_be_a_list_of_content_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = read_ranking_body({"query": "q", "documents": [{"content": parts}, "c"], "top_n": 2})
+    assert body.documents == ["ab", "c"]
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(InvalidRequest, match=r"^documents\.content: parts of the form"):
+        read_ranking_body({"query": "q", "documents": [{"content": [image]}]})
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

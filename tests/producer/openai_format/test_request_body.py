@@ -46,6 +46,10 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
         ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"json_schema": {"a": 1}}),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, {"json_schema": {"a": 1}}),
+        ({"response_format": {"type": "json_object", "value": {"a": 1}}}, {"json_schema": {"a": 1}}),
+        ({"response_format": {"type": "json", "value": {"a": 1}}}, {"json_schema": {"a": 1}}),
+        ({"response_format": {"type": "json_schema", "value": {"schema": {"a": 1}}}}, {"json_schema": {"a": 1}}),
+        ({"response_format": {"type": "regex", "value": "[0-9]"}}, {"regex": "[0-9]"}),
         ({"structured_outputs": {"json": {"a": 1}, "regex": None}}, {"json_schema": {"a": 1}}),
         ({"structured_outputs": {"choice": ["x"]}}, {"choice": ["x"]}),
         ({"guided_json": {"a": 1}, "guided_regex": None}, {"json_schema": {"a": 1}}),
@@ -68,6 +72,11 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"stop": ""}, {}),
         ({"t_max_predict_ms": 1500}, {"generation_timeout_s": 1.5}),
         ({"t_max_predict_ms": -1}, {}),
+        ({"seed": -2}, {"seed": 2**63 - 2}),
+        ({"seed": -(2**63)}, {"seed": 0}),
+        ({"response_format": {}}, {}),
+        ({"mirostat": True}, {"mirostat": 1}),
+        ({"mirostat": False}, {"mirostat": 0}),
         ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
         ({"logprobs": False, "top_logprobs": 4}, {}),
         ({"tools": [{"type": "function"}], "tool_choice": "none"}, {}),
@@ -274,6 +283,20 @@ def test_a_tool_may_have_returned_nothing() -> None:
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=r"messages\.0\.content"):
         job(messages=[{"role": "user", "content": None}])
+
+
+def test_reasoning_in_the_parts_of_an_answer_is_its_reasoning() -> None:
+    """LiteLLM sends answers of Anthropic's API in this form to the servers of its provider `hosted_vllm`."""
+    thinking = [{"type": "thinking", "thinking": "hm"}, {"type": "redacted_thinking", "data": "AA=="}]
+    answer = {"role": "assistant", "content": [*thinking, {"type": "text", "text": "Hello"}]}
+    read = {"role": "assistant", "content": "Hello", "reasoning_content": "hm"}
+    assert job(messages=[*HELLO, answer, *HELLO])["messages"][1] == read
+    assert job(messages=[*HELLO, {**answer, "reasoning_content": "hm"}, *HELLO])["messages"][1] == read
+    of_vllm = {"role": "assistant", "content": "Hello", "reasoning": "hm"}
+    assert job(messages=[*HELLO, of_vllm, *HELLO])["messages"][1] == read
+    assert job(messages=[*HELLO, {**of_vllm, "reasoning_content": "hm", "reasoning": 5}, *HELLO])["messages"][1] == read
+    with pytest.raises(InvalidRequest, match=r"messages\.0\.content\.0\.type: llamaq supports parts of the type text"):
+        job(messages=[{"role": "user", "content": thinking}])
 
 
 @pytest.mark.parametrize("content", ["", " ", None])

@@ -8,7 +8,7 @@ from typing import Any
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.gateway.completions.prompt_probabilities import PromptFields, write_off_the_loop
-from llamaq.gateway.completions.stream_chunks import StreamChunks, delta_of
+from llamaq.gateway.completions.stream_chunks import StreamChunks
 from llamaq.gateway.completions.token_id_fields import TokenIdFields
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
@@ -147,7 +147,7 @@ class ChoiceStream:
 
     def _parts(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         self._has_call |= any(isinstance(part, CallStarted) for part in parts)
-        return [self._chunks.delta(self._index, delta_of(part, self._job_id)) for part in parts]
+        return [self._chunks.part(self._index, part, self._job_id) for part in parts]
 
 
 def _has_probabilities(piece: Chunk) -> bool:

@@ -11,7 +11,7 @@ from llamaq.gateway.timings import timings_object
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.response_body import FINISH_REASONS, stop_reason, usage_object
-from llamaq.producer.openai_format.tools import call_id
+from llamaq.producer.openai_format.tools import as_function_call, call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class StreamChunks:
     model: str
     created_s: int
     fingerprint: str
+    has_functions: bool = False
+    """Whether calls have the form of `functions`, see `as_function_call`."""
 
     def first(self, index: int) -> dict[str, Any]:
         """Return the chunk that begins a choice of a chat."""
@@ -37,6 +39,11 @@ class StreamChunks:
         """Return the chunk with the next part of a choice of a chat."""
         return self._chunk(index, {"delta": delta}, logprobs=logprobs)
 
+    def part(self, index: int, part: Part, job_id: str) -> dict[str, Any]:
+        """Return the chunk with a part of the answer of a job."""
+        delta = delta_of(part, job_id)
+        return self.delta(index, as_function_call(delta) if self.has_functions else delta)
+
     def empty(self, index: int) -> dict[str, Any]:
         """Return a chunk of a choice without text."""
         return self._chunk(index, self._no_content)
@@ -44,7 +51,9 @@ class StreamChunks:
     def last(self, index: int, result: Result, *, is_call: bool = False) -> dict[str, Any]:
         """Return the chunk that ends a choice, which may have ended with a tool call."""
         reason = FINISH_REASONS[result.finish_reason]
-        chunk = self._chunk(index, self._no_content, "tool_calls" if is_call and reason == "stop" else reason)
+        if is_call and reason == "stop":
+            reason = "function_call" if self.has_functions else "tool_calls"
+        chunk = self._chunk(index, self._no_content, reason)
         chunk["choices"][0] |= stop_reason(result)
         return chunk | {"timings": timings_object(result.stats)}
 

@@ -28,7 +28,7 @@ from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
 from llamaq.producer.openai_format.response_body import completion_object
-from llamaq.producer.openai_format.tools import form_options, message_of
+from llamaq.producer.openai_format.tools import as_function_call, form_options, message_of
 
 FINGERPRINT = f"build-llamaq-{version('llamaq')}"
 """The `system_fingerprint` of answers. As with llama-server, it begins with a `b`."""
@@ -150,6 +150,8 @@ class PreparedCompletion:
             message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], result.job_id)
             for splitter, result in zip(self.splitters(), results, strict=False)
         ]
+        if self.body.has_functions:
+            messages = [as_function_call(message) for message in messages]
         answer = completion_object(
             self.body.endpoint,
             *results,

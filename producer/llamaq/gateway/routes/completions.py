@@ -67,7 +67,9 @@ async def _events(
     """Yield the encoded chunks of a streamed answer."""
     body, echoed, splitters = asked.body, asked.echoed, asked.splitters()
     answer_id = completion_id(body.endpoint, generation.streams[0].job.id)
-    chunks = StreamChunks(body.endpoint, answer_id, asked.model, int(time.time()), FINGERPRINT)
+    chunks = StreamChunks(
+        body.endpoint, answer_id, asked.model, int(time.time()), FINGERPRINT, has_functions=body.has_functions
+    )
     prompts = await asked.prompts() if asked.has_token_ids else []
     choices = [
         ChoiceStream(

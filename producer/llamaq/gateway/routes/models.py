@@ -87,7 +87,8 @@ def model_object(name: str, named: NamedModel, workers: Sequence[Worker]) -> dic
     """Return the object of OpenAI's API for a queue or an adapter. `name` is its id.
 
     The workers of a queue serve the same model. The context of one job is bounded by the training context and by the
-    cells of one worker. As with vLLM, `parent` is the model that an adapter changes.
+    cells of one worker. As with vLLM, `parent` is the model that an adapter changes. Clients that know vLLM but not
+    llama-server read the context from `max_model_len`.
     """
     card, adapter = workers[0].card, named.adapter
     return {
@@ -96,6 +97,7 @@ def model_object(name: str, named: NamedModel, workers: Sequence[Worker]) -> dic
         "created": _created_s(workers),
         "owned_by": "llamaq",
         "parent": None if adapter is None else named.queue,
+        "max_model_len": card.context_limit,
         "aliases": sorted({worker.card.model for worker in workers}) if adapter is None else [adapter.name],
         "tags": [],
         "capabilities": _capabilities(card),

@@ -10,12 +10,12 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
 from llamaq.common.protocol.job_request import MAX_MESSAGES
-from llamaq.producer.openai_format.tools import with_allowed_tools
+from llamaq.producer.openai_format.tools import with_allowed_tools, with_tools_of_functions
 
 TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
 """Options of a job that only its chat template reads."""
-ROLES = {"developer": "system", "function": "tool"}
-"""Maps roles of the OpenAI API that chat templates do not know to roles with the same meaning."""
+ROLES = {"developer": "system"}
+"""Maps a role of the OpenAI API that chat templates do not know to a role with the same meaning."""
 MAX_NAME_CHARS = 64
 """Length of the name of an author. Other servers accept any name, such as that of a person, or `server.tool`."""
 UNSUPPORTED = ("audio", "function_call", "tool_calls")
@@ -31,7 +31,7 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         InvalidRequest: There are no messages, or one has a form that is not supported. The message names it.
     """
     messages = _without_empty_answer(read_messages(body), body)
-    body = with_allowed_tools(body)
+    body = with_allowed_tools(with_tools_of_functions(body))
     chat: dict[str, Any] = {"messages": messages}
     if body.get("tool_choice") == "none" or body.get("tools") == []:  # templates print a list even if it is empty
         body = {**body, "tools": None}
@@ -107,7 +107,26 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise InvalidRequest("messages: a list of messages is required")
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"messages: {len(messages)} messages are more than {MAX_MESSAGES}")
-    return [_read_message(number, message) for number, message in enumerate(messages)]
+    return [_read_message(number, message) for number, message in enumerate(_with_calls_of_functions(messages))]
+
+
+def _with_calls_of_functions(messages: list[Any]) -> list[Any]:
+    """Return messages that have calls of tools in place of calls of functions, see `with_tools_of_functions`.
+
+    These calls have no ids, but some chat templates require them, as nine letters or digits. The result of a function
+    answers the last call.
+    """
+    changed, call_id = [], None
+    for number, message in enumerate(messages):
+        match message:
+            case {"function_call": Mapping() as call, **rest}:
+                call_id = f"{number:09d}"
+                changed.append({**rest, "tool_calls": [{"id": call_id, "type": "function", "function": call}]})
+            case {"role": "function", **rest}:
+                changed.append({**rest, "role": "tool", "tool_call_id": call_id})
+            case _:
+                changed.append(message)
+    return changed
 
 
 def _read_message(number: int, message: Any) -> dict[str, Any]:
@@ -124,17 +143,39 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
     read = {name: value for name, value in message.items() if name in known and value is not None}
     read["role"] = ROLES.get(role, role)
     content = message.get("content")
-    if content is None:
-        if role not in ("assistant", "tool"):  # a tool may have returned nothing
-            raise InvalidRequest(f"{place}.content: a text is required")
-        content = ""
-    read["content"] = _read_content(f"{place}.content", content)
+    if content is None and role not in ("assistant", "tool"):  # a tool may have returned nothing
+        raise InvalidRequest(f"{place}.content: a text is required")
+    if role == "assistant":
+        content, thinking = _without_thinking(content)
+        reasoning = thinking or message.get("reasoning")  # the name that vLLM and OpenRouter have for the field
+        read = ({"reasoning_content": reasoning} if reasoning and isinstance(reasoning, str) else {}) | read
+    read["content"] = _read_content(f"{place}.content", "" if content is None else content)
     if isinstance(name := read.pop("name", None), str) and name:
         read["name"] = re.sub(r"[^A-Za-z0-9_\-]", "_", name)[:MAX_NAME_CHARS]
     if isinstance(calls := read.get("tool_calls"), list):
         read["tool_calls"] = [_read_call(call) for call in calls]
         check_encodable(f"{place}.tool_calls", read["tool_calls"])
     return read
+
+
+def _without_thinking(content: Any) -> tuple[Any, str]:
+    """Return the content of an earlier answer without its parts of reasoning, and the text of the reasoning.
+
+    LiteLLM sends the blocks of Anthropic's API in this form to vLLM's servers, which accept it. Encrypted reasoning is
+    left out.
+    """
+    if not isinstance(content, list):
+        return content, ""
+    kept, reasoning = [], ""
+    for part in content:
+        match part:
+            case {"type": "thinking", "thinking": str(text)}:
+                reasoning += text
+            case {"type": "redacted_thinking"}:
+                pass
+            case _:
+                kept.append(part)
+    return kept, reasoning
 
 
 def _read_call(call: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads how a request constrains its output: the forms of OpenAI, llama-server and vLLM."""
+"""Reads how a request constrains its output: the forms of OpenAI, llama-server, vLLM and TGI."""
 
 from __future__ import annotations
 
@@ -47,8 +47,16 @@ def _read_response_format(value: Any) -> dict[str, Any]:
     match value:
         case None | {"type": "text"}:
             return {}
+        case Mapping() if not value:  # as in llama-server
+            return {}
         case {"type": "json_object" | "json_schema", "schema": Mapping() as schema}:  # llama-server
             return {"json_schema": dict(schema)}
+        case {"type": "json" | "json_object", "value": Mapping() as schema}:  # TGI, and thereby huggingface_hub
+            return {"json_schema": dict(schema)}
+        case {"type": "json_schema", "value": {"schema": Mapping() as schema}}:
+            return {"json_schema": dict(schema)}
+        case {"type": "regex", "value": str(regex)}:
+            return {"regex": regex}
         case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
             return {"json_schema": dict(schema)}
         case {"type": "json_object"}:

@@ -13,11 +13,12 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
+from llamaq.common.protocol.output_params import MAX_SEED
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
 from llamaq.producer.openai_format.output_format import read_constraint
-from llamaq.producer.openai_format.tools import ToolChoice, read_tools
+from llamaq.producer.openai_format.tools import ToolChoice, read_tools, with_tools_of_functions
 from llamaq.producer.option_synonyms import SYNONYMS
 
 MAX_CHOICES = 128
@@ -68,6 +69,8 @@ class GenerationBody:
     """Number of choices for each prompt. The choices of one prompt follow each other in `jobs`."""
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     """The tools that the answers may call."""
+    has_functions: bool = False
+    """Whether the body names these tools as `functions`. Then the answers call them in this older form too."""
     is_streamed: bool = False
     """Whether the answer is a stream of chunks."""
     has_usage_chunk: bool = False
@@ -104,6 +107,9 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
     Raises:
         InvalidRequest: The body has no prompt, or a field that is not supported. The message names the field.
     """
+    has_functions = endpoint is Endpoint.CHAT and bool(body.get("functions"))
+    if has_functions:
+        body = with_tools_of_functions(body)
     refuse_unsupported(body, except_for="prompt_logprobs")
     body = with_integers(body)
     prompts = [read_chat(body)] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
@@ -120,6 +126,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         tuple(_with_seed({**prompt, **options}, number) for prompt in prompts for number in range(n)),
         n=n,
         tool_choice=read_tools(body) if endpoint is Endpoint.CHAT else ToolChoice(),
+        has_functions=has_functions,
         is_streamed=read_flag(body, "stream"),
         has_usage_chunk=_read_stream_flag(body, "include_usage"),
         is_stored=read_flag(body, "store"),
@@ -205,6 +212,11 @@ def _translate_values(options: dict[str, Any]) -> None:
         options["top_p"] = 1e-9
     if _is_below(options.get("top_k"), 0):  # vLLM and llama-server: all tokens
         options["top_k"] = 0
+    seed = options.get("seed")
+    if type(seed) is int and seed < -1:  # OpenAI's API has seeds of 64 bits with a sign
+        options["seed"] = seed & MAX_SEED
+    if isinstance(options.get("mirostat"), bool):  # promptfoo's options for llama-server have a switch
+        options["mirostat"] = int(options["mirostat"])
     if _is_below(options.get("dry_base"), 1):  # llama-server takes its default
         del options["dry_base"]
     if "stop" in options and not options["stop"]:

@@ -18,6 +18,8 @@ FINISH_REASONS = {
     FinishReason.DEADLINE: "length",
 }
 """Maps each finish reason of llamaq to a finish reason of the OpenAI API, whose clients know no other values."""
+CALL_FIELDS = frozenset({"tool_calls", "function_call"})
+"""The fields of a message with calls, of which it has one. Its name is also the finish reason of such an answer."""
 
 
 def completion_object(
@@ -50,8 +52,10 @@ def completion_object(
         for index, result in enumerate(results)
     ]
     for choice, message in zip(choices, messages, strict=False):
-        is_call = "tool_calls" in message and choice["finish_reason"] == "stop"
-        choice.update({"message": message} | ({"finish_reason": "tool_calls"} if is_call else {}))
+        choice["message"] = message
+        found = CALL_FIELDS & message.keys()
+        if found and choice["finish_reason"] == "stop":
+            (choice["finish_reason"],) = found
     return {
         "id": completion_id(endpoint, results[0].job_id),
         "object": "chat.completion" if is_chat else "text_completion",

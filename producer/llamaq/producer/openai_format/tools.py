@@ -57,6 +57,43 @@ def read_tools(body: Mapping[str, Any]) -> ToolChoice:
     return ToolChoice(tuple(tools), tuple(demanded), body.get("parallel_tool_calls") is not False)
 
 
+def with_tools_of_functions(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a body that has tools in place of `functions`, the form that OpenAI's API had before it had tools.
+
+    OpenAI's API still accepts this form, and programs such as Dify and promptfoo still have a mode for it.
+
+    Raises:
+        InvalidRequest: A field has a form that is not supported, or the body has tools too.
+    """
+    functions, choice = body.get("functions"), body.get("function_call")
+    if not functions:
+        return body
+    if not isinstance(functions, list):
+        raise InvalidRequest("functions: a list of functions is required")
+    if body.get("tools"):
+        raise InvalidRequest("functions: the request also has tools; give one of the two")
+    tools = [{"type": "function", "function": function} for function in functions]
+    names = [_name_of(number, tool, "functions") for number, tool in enumerate(tools)]
+    match choice:
+        case None | "auto" | "none":
+            wanted = choice
+        case {"name": str(name)} if name in names:
+            wanted = {"type": "function", "function": {"name": name}}
+        case _:
+            raise InvalidRequest("function_call: auto, none, or an object with the name of a function is required")
+    kept = {name: value for name, value in body.items() if name not in ("functions", "function_call")}
+    return {**kept, "tools": tools, "tool_choice": wanted, "parallel_tool_calls": False}
+
+
+def as_function_call(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message, or the delta of a chunk, whose only call has the form of `functions`: without an id."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "function_call": calls[0]["function"]}
+
+
 def with_allowed_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a body that has only the tools that its `tool_choice` allows, with the mode as its `tool_choice`.
 
