@@ -70,17 +70,20 @@ def _cases(name: str, content: Any) -> Iterator[Case]:
                 yield Case(f"{name}: {key}", one)
 
 
-def spellings(value: Any) -> Iterator[str]:
+def spellings(value: Any, *, plain_numbers: bool = True) -> Iterator[str]:
     """Yield texts of JSON that all mean the same value. The first one is that of `json.dumps`.
 
-    The properties are in different orders, white space is different, and numbers are written without exponents and
-    without a fraction of zeros.
+    The properties are in different orders, and white space is different.
+
+    Args:
+        value: The value.
+        plain_numbers: Write numbers without exponents and without a fraction of zeros. In draft 4, `1.0` is no integer.
     """
     yield json.dumps(value, ensure_ascii=False)
     yield json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     yield json.dumps(value, ensure_ascii=False, indent=2)
     for one in islice(_orders(value), MAX_ORDERS):
-        yield _with_plain_numbers(one)
+        yield _with_plain_numbers(one) if plain_numbers else json.dumps(one, ensure_ascii=False)
 
 
 def _orders(value: Any) -> Iterator[Any]:
