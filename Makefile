@@ -160,7 +160,7 @@ types: $(VENV)/dev.stamp ## mypy, strict
 CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
 QUEUE_BENCHES := queue_latency queue_throughput
 PEER_BENCHES := overhead itl_under_prefill $(CACHE_BENCHES) bulk serve_overhead
-BENCHES := bulk single_generate overhead itl_under_prefill speculation draft_model backend_sampling kv_unified $(QUEUE_BENCHES) strategies admissions tokenize_overhead long_prompt client_cost json_schema_coverage json_schema_masks prompt_scoring worker_memory serve_overhead open_streams $(CACHE_BENCHES)
+BENCHES := bulk single_generate overhead itl_under_prefill speculation draft_model backend_sampling kv_unified $(QUEUE_BENCHES) strategies admissions tokenize_overhead long_prompt client_cost json_schema_coverage json_schema_masks json_schema_first_token prompt_scoring worker_memory serve_overhead open_streams $(CACHE_BENCHES)
 BENCH_ARGS ?=
 PEER := xllamacpp==2026.10.11549
 PLOTTER := matplotlib==3.11.2

@@ -1,4 +1,4 @@
-"""What does a JSON schema cost: the time that a new schema adds to the first token, and the time of a token's mask?
+"""What does a JSON schema cost: the time to compile a new schema, and the time of a token's mask?
 
 The vocabulary is that of `--model` (tiny: 151,936 tokens). `new_schema_ms`: a schema that was not used before, from the
 request to the compiled constraint. Its keywords are of the usual kinds, so no other process tries it. `again_ms`: the

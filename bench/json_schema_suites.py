@@ -36,7 +36,7 @@ from llamaq.common.errors import JobRejected, LlamaqError
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.engine.gguf_vocab import extract_vocab
-from llamaq.worker.generation.grammar.json_schemas import is_plain_schema, json_schema_grammar
+from llamaq.worker.generation.grammar.json_schemas import json_schema_grammar, plain_schema_grammar
 from llamaq.worker.generation.grammar.large_stack import on_large_stack
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
@@ -139,7 +139,7 @@ class SuiteCheck:
         if constraint is None:
             return
         suite.accepted.append(case)
-        suite.n_plain += is_plain_schema(case.schema)
+        suite.n_plain += plain_schema_grammar(case.schema) is not None
         suite.compile_ms.append(elapsed_ms)
         suite.untried_ms.append(_milliseconds(partial(self._compile_untried, case.schema)))
         self._check_instances(suite, case, constraint)

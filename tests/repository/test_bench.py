@@ -299,6 +299,14 @@ def test_the_cost_of_a_new_json_schema_and_of_its_masks_is_measured() -> None:
         assert_spread(figures[name])
 
 
+def test_the_first_tokens_of_jobs_with_and_without_a_schema_are_measured() -> None:
+    figures = run_quickly("json_schema_first_token")
+    assert figures["ttft_ms"].keys() == {"none", "new", "again", "new_unusual"}
+    for one in figures["ttft_ms"].values():
+        assert_spread(one)
+    assert figures["added_ms"].keys() == figures["ttft_ms"].keys() - {"none"}
+
+
 def test_the_scores_of_a_prompt_are_those_of_the_logits_of_llama_cpp_python() -> None:
     figures = run_quickly("prompt_scoring")
     assert figures["largest_difference"] < 0.1

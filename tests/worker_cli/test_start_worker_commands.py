@@ -7,12 +7,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.support.command_line import llamaq
 from tests.support.forked_scripts import run_script
 
 from llamaq.common.logging_setup import LogFormat
+from llamaq.worker.process import child_main
+from llamaq.worker.process.exit_codes import EXIT_OK
 from llamaq.worker.settings import WorkerSettings
+from llamaq.worker_cli import start_worker_commands
 from llamaq.worker_cli.start_worker_commands import example_command, note_demo_model
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
@@ -77,6 +82,39 @@ def test_a_worker_that_cannot_start_logs_the_reason_in_one_line(arguments: tuple
     (line,) = (line for line in ended.stderr.splitlines() if " ERROR " in line)
     assert message in line
     assert "Traceback" not in ended.stderr
+
+
+def test_the_flags_of_llama_cpp_are_settings_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[WorkerSettings] = []
+
+    def serve(settings: WorkerSettings) -> int:
+        served.append(settings)
+        return EXIT_OK
+
+    monkeypatch.setattr(start_worker_commands, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(child_main, "check_and_serve", serve)
+    flags: dict[str, tuple[list[str], Any]] = {
+        "rope_scaling": (["--rope-scaling", "yarn"], "yarn"),
+        "rope_scale": (["--rope-scale", "4"], 4),
+        "rope_freq_base": (["--rope-freq-base", "5000.5"], 5000.5),
+        "yarn_orig_ctx": (["--yarn-orig-ctx", "128"], 128),
+        "yarn_ext_factor": (["--yarn-ext-factor", "0.5"], 0.5),
+        "yarn_attn_factor": (["--yarn-attn-factor", "1.5"], 1.5),
+        "yarn_beta_slow": (["--yarn-beta-slow", "-1"], -1),
+        "yarn_beta_fast": (["--yarn-beta-fast=16"], 16),
+        "numa": (["--numa", "isolate"], "isolate"),
+        "main_gpu": (["--main-gpu", "2"], 2),
+        "split_mode": (["--split-mode", "row"], "row"),
+        "tensor_split": (["--tensor-split", "3,0.5"], (3, 0.5)),
+        "override_tensor": (["--override-tensor", "ffn=CPU,attn=CPU"], ("ffn=CPU", "attn=CPU")),
+        "use_mmap": (["--no-use-mmap"], False),
+        "use_mlock": (["--use-mlock"], True),
+        "warmup": (["--no-warmup"], False),
+        "chat_template_file": (["--chat-template-file", "chat.jinja"], Path("chat.jinja")),
+    }
+    llamaq("worker", "--no-supervise", "--model", "x.gguf", *(word for words, _ in flags.values() for word in words))
+    (settings,) = served
+    assert {name: getattr(settings, name) for name in flags} == {name: value for name, (_, value) in flags.items()}
 
 
 def test_an_unknown_flag_is_refused() -> None:

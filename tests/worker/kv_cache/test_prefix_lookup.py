@@ -10,11 +10,14 @@ from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import DeviceMatch
 from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
+from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.waiting_queue import MAX_COMPARED_JOBS
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, next_letter, run_tick, run_to_end
 
+BLOCK_TOKENS = 4
 pytestmark = pytest.mark.interpreted  # CountingCache inherits from a compiled class
 
 
@@ -33,10 +36,13 @@ class CountingCache(RadixPrefixCache):
 class Rig:
     """A scheduler whose cache counts lookups."""
 
-    def __init__(self, n_slots: int, n_ctx: int = 1000) -> None:
+    def __init__(self, n_slots: int, n_ctx: int = 1000, *, host_bytes: int = 0) -> None:
         self.engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 5)
         self.cache = CountingCache()
-        self.scheduler = make_scheduler(self.engine, make_memory(self.engine, n_slots=n_slots, cache=self.cache))
+        store = BlockStore(BLOCK_TOKENS, host_bytes, can_cut=True)
+        offload = BlockTransfers(store, self.engine.sequences) if host_bytes else None
+        memory = make_memory(self.engine, n_slots=n_slots, cache=self.cache, offload=offload)
+        self.scheduler = make_scheduler(self.engine, memory)
 
     def submit(self, *jobs: Job) -> None:
         for job in jobs:
@@ -145,6 +151,23 @@ def test_the_eviction_of_other_entries_does_not_repeat_the_lookup() -> None:
     assert rig.scheduler.cache_snapshot().evictions == 1
     (end,) = rig.finish()
     assert end.stats.prefix_cache_tokens == 40
+
+
+def test_while_cells_are_moved_only_jobs_that_reuse_stored_blocks_are_looked_up_again() -> None:
+    rig = Rig(n_slots=2, n_ctx=100, host_bytes=10**6)
+    for token in (1, 2):  # the second job evicts the cells of the first one
+        rig.submit(make_job([token] * 60, max_tokens=1))
+        rig.finish()
+    # To make room for the first of these jobs, the cells of the second entry are saved, one block in each tick.
+    rig.submit(make_job([3] * 70, job_id="first", max_tokens=1), make_job([1] * 65, job_id="stored", max_tokens=1))
+    rig.submit(*(make_job([token] * 65, max_tokens=1) for token in (5, 6, 7)))
+    assert rig.lookups_of_a_tick() == 5
+    assert rig.running == [None, None]
+    n_lookups = [rig.lookups_of_a_tick() for _ in range(10)]
+    assert n_lookups == [1] * 10
+    reused = {end.job.id: end.stats.prefix_cache_tokens for end in rig.finish()}
+    assert reused["stored"] > 0
+    assert reused["first"] == 0
 
 
 def test_the_cells_of_a_stale_hit_do_not_count_as_room() -> None:

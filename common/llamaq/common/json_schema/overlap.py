@@ -14,8 +14,10 @@ TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "o
 MAX_DEPTH = 8
 """Schemas below this level are taken to overlap."""
 MAX_STEPS = 200_000
-"""Upper bound on the keywords, names and values that are read for one document. Reading them takes about 0.2 s. All
-further schemas are assumed to overlap."""
+"""Upper bound on the steps for one document, which take about 0.2 s. All further schemas are assumed to overlap. Each
+keyword, name and value that is read is a step."""
+STEPS_TO_COMPARE = 10
+"""A comparison of two schemas that are read takes as long as this number of steps."""
 _LARGEST = 1e300
 """Larger bounds are ignored."""
 ALTERNATIVES = ("anyOf", "oneOf")
@@ -45,32 +47,56 @@ class _Shape:
     items: list[Schema] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What several schemas require together."""
+
+    schemas: tuple[Schema, ...]
+    conjuncts: Sequence[Schema]
+    """The schemas without `$ref` and `allOf`, which their targets and parts replace."""
+    shape: _Shape
+    alternatives: Sequence[Sequence[Sequence[Schema]]]
+    """For each `anyOf` and `oneOf`: its schemas, each with the other keywords of the conjuncts."""
+
+
 class Overlaps:
     """Compares the schemas of one document.
 
     Args:
         references: The definitions of the document.
+        max_steps: Upper bound on the steps, at most `MAX_STEPS`.
     """
 
-    def __init__(self, references: References) -> None:
+    def __init__(self, references: References, max_steps: int = MAX_STEPS) -> None:
         self._references = references
+        self._max_steps = max_steps
         self._n_steps = 0
+        self._described: dict[tuple[int, ...], _Described] = {}
+        """By the identities of the schemas, which the values keep alive. Each schema of a `oneOf` is compared with all
+        others."""
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there were more than `max_steps` steps, so that further schemas are not compared."""
+        return self._n_steps > self._max_steps
 
     def are_disjoint(self, one: Sequence[Schema], other: Sequence[Schema], depth: int = 0) -> bool:
         """Return whether no value matches all schemas of `one` and all schemas of `other`. False: this is not known."""
-        if depth > MAX_DEPTH or self._n_steps > MAX_STEPS:
+        if depth > MAX_DEPTH or self.is_exhausted:
             return False
-        one, other = self._conjuncts(one), self._conjuncts(other)
-        first, second = _shape(one), _shape(other)
-        if _are_disjoint_values(first, second) or self._have_disjoint_parts(first, second, depth):
+        self._n_steps += STEPS_TO_COMPARE + len(one) + len(other)
+        first, second = self._describe(one), self._describe(other)
+        if _are_disjoint_values(first.shape, second.shape):
             return True
-        return self._have_disjoint_alternatives(one, other, depth) or self._have_disjoint_alternatives(
-            other, one, depth
+        if self._have_disjoint_parts(first.shape, second.shape, depth):
+            return True
+        return self._have_disjoint_alternatives(first, second, depth) or self._have_disjoint_alternatives(
+            second, first, depth
         )
 
     def discriminators(self, branches: Sequence[Schema]) -> Iterator[str]:
         """Yield the properties whose values differ between any two of the branches."""
-        shapes = [_shape(self._conjuncts([branch])) for branch in branches]
+        shapes = [self._describe([branch]).shape for branch in branches]
         names = [name for name in shapes[0].properties if all(name in shape.properties for shape in shapes)]
         for name in names:
             schemas = [shape.properties[name] for shape in shapes]
@@ -83,25 +109,20 @@ class Overlaps:
 
         None: there are no such properties, or a value that is no object may match all schemas.
         """
-        first, second = _shape(self._conjuncts(one)), _shape(self._conjuncts(other))
+        if self.is_exhausted:
+            return None
+        self._n_steps += STEPS_TO_COMPARE
+        first, second = self._describe(one).shape, self._describe(other).shape
         if not first.types & second.types <= {"object"}:
             return None
         mine, others = _required_alone(first, second), _required_alone(second, first)
         return None if mine is None or others is None else (mine, others)
 
-    def _have_disjoint_alternatives(self, schemas: Sequence[Schema], other: Sequence[Schema], depth: int) -> bool:
-        """Return whether `schemas` have an `anyOf` whose schemas are all disjoint from `other`."""
-        rest = [
-            {name: value for name, value in schema.items() if name not in ALTERNATIVES}
-            if isinstance(schema, dict)
-            else schema
-            for schema in schemas
-        ]
+    def _have_disjoint_alternatives(self, one: _Described, other: _Described, depth: int) -> bool:
+        """Return whether `one` has an `anyOf` whose schemas are all disjoint from `other`."""
         return any(
-            all(self.are_disjoint([*rest, one], other, depth + 1) for one in schema[name])
-            for schema in schemas
-            for name in ALTERNATIVES
-            if isinstance(schema, dict) and isinstance(schema.get(name), list)
+            all(self.are_disjoint(alternative, other.conjuncts, depth + 1) for alternative in alternatives)
+            for alternatives in one.alternatives
         )
 
     def _have_disjoint_parts(self, one: _Shape, other: _Shape, depth: int) -> bool:
@@ -125,6 +146,15 @@ class Overlaps:
             )
             for name in one.required
         )
+
+    def _describe(self, schemas: Sequence[Schema]) -> _Described:
+        key = tuple(map(id, schemas))
+        described = self._described.get(key)
+        if described is None:
+            conjuncts = self._conjuncts(schemas)
+            described = _Described(tuple(schemas), conjuncts, _shape(conjuncts), _alternatives(conjuncts))
+            self._described[key] = described
+        return described
 
     def _conjuncts(self, schemas: Sequence[Schema]) -> list[Schema]:
         """Return the schemas, the targets of their references and the schemas of their `allOf`, in one list."""
@@ -166,6 +196,24 @@ def _required_alone(one: _Shape, other: _Shape) -> str | None:
     """Return a property that only `one` requires, if possible one that `other` does not have at all."""
     names = sorted(one.required - other.required, key=lambda name: (name in other.properties, name))
     return names[0] if names else None
+
+
+def _alternatives(conjuncts: Sequence[Schema]) -> list[list[list[Schema]]]:
+    found = [
+        schema[name]
+        for schema in conjuncts
+        for name in ALTERNATIVES
+        if isinstance(schema, dict) and isinstance(schema.get(name), list)
+    ]
+    if not found:
+        return []
+    rest: list[Schema] = [
+        {name: value for name, value in schema.items() if name not in ALTERNATIVES}
+        if isinstance(schema, dict)
+        else schema
+        for schema in conjuncts
+    ]
+    return [[[*rest, one] for one in alternatives] for alternatives in found]
 
 
 def _are_disjoint_values(one: _Shape, other: _Shape) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from llamaq.common.json_schema.bounds import BOUNDS, rewrite_bounds
 from llamaq.common.json_schema.formats import rewrite_format
 from llamaq.common.json_schema.object_keywords import rewrite_dependencies, rewrite_property_names, rewrite_sizes
-from llamaq.common.json_schema.overlap import Overlaps
+from llamaq.common.json_schema.overlap import MAX_STEPS, Overlaps
 from llamaq.common.json_schema.patterns import rewrite_patterns
 from llamaq.common.json_schema.references import References, Schema, base_keyword, has_references, refused
 
@@ -66,14 +66,25 @@ _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs")
 
 
-def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
+class NotCompared(Exception):
+    """The schemas of a `oneOf` may have a common value. More steps, or properties that exclude each other, may help."""
+
+
+def rewrite_schema(schema: dict[str, Any], max_steps: int = MAX_STEPS) -> dict[str, Any]:
     """Return a schema for llguidance whose values all match `schema`.
 
+    Args:
+        schema: The schema.
+        max_steps: Upper bound on the steps to compare the schemas of a `oneOf`, at most `MAX_STEPS`. A step takes 1 to
+            4 us.
+
     Raises:
+        NotCompared: `max_steps` is less than `MAX_STEPS`, and the schemas of a `oneOf` may have a common value. If they
+            exclude each other's properties, each may become a copy of the target of its reference, which takes longer.
         ValueError: A keyword is not supported. The message names it and its place.
     """
     _check_nesting(schema)
-    return _Rewriting(schema).run()
+    return _Rewriting(schema, max_steps).run()
 
 
 def subschemas(schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -89,12 +100,14 @@ class _Rewriting:
 
     Args:
         root: The whole schema.
+        max_steps: Upper bound on the steps to compare the schemas of a `oneOf`.
     """
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], max_steps: int) -> None:
         self._root = root
         self._references = References(root)
-        self._overlaps = Overlaps(self._references)
+        self._max_steps = max_steps
+        self._overlaps = Overlaps(self._references, max_steps)
         text = json.dumps(root)
         self._has_parts = any(f'"{name}"' in text for name in (*_IN_PLACE, "patternProperties"))
         """Whether several schemas may describe the same value."""
@@ -178,7 +191,10 @@ class _Rewriting:
             return schema
         overlap = self._overlap(branches, rest)
         if overlap is not None:
-            branches = self._with_discriminator(branches, rest) or self._excluding_each_other(branches, rest)
+            separate = self._with_discriminator(branches, rest)
+            if separate is None and self._max_steps < MAX_STEPS:
+                raise NotCompared(f"`oneOf` at {place}")
+            branches = separate or self._excluding_each_other(branches, rest)
             if branches is None:
                 message = (
                     f"is not supported where its schemas {overlap[0]} and {overlap[1]} may match the same value: use "

@@ -11,7 +11,7 @@ from tests.support.grammars import is_whole_output
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.generation.grammar.json_schemas import is_plain_schema, json_schema_grammar
+from llamaq.worker.generation.grammar.json_schemas import json_schema_grammar, plain_schema_grammar
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 
@@ -51,6 +51,12 @@ PLAIN: dict[str, dict[str, Any]] = {
     "values": record(a={"const": "x"}, b={"enum": ["a", 1, None, 2.5, True]}),
     "pattern": texts(pattern=r"^(\+\d{1,3} )?\d{3,14}(?:-[a-z]+)*$"),
     "format": array(texts(format="date-time"), maxItems=10),
+    "exclusive parts": {"oneOf": [TEXT, {"type": "null"}]},
+    "union with a discriminator": {
+        "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/cat", "dog": "#/$defs/dog"}},
+        "$defs": {name: record(kind={"const": name, "default": name, "type": "string"}) for name in ("cat", "dog")},
+    },
     "list of itself": array({"$ref": "#"}),
     "tree": {
         "$ref": "#/$defs/node",
@@ -61,7 +67,10 @@ COSTLY: dict[str, Any] = {"allOf": [texts(pattern=f"(a|b)*a(a|b){{{n}}}$") for n
 """The intersection of its patterns takes minutes."""
 NOT_PLAIN: dict[str, dict[str, Any]] = {
     "parts": {"allOf": [texts(pattern="^a"), texts(pattern="b$")]},
-    "exclusive parts": {"oneOf": [TEXT, {"type": "null"}]},
+    "exclusive parts that take long to compare": {
+        "oneOf": [any_of(*({"const": (n, m)} for m in range(10))) for n in range(19)]
+    },
+    "exclusive parts with a sibling": {"type": "string", "oneOf": [{"const": "a"}, {"const": "b"}]},
     "pattern and length": texts(pattern="^a+$", maxLength=5),
     "format and length": texts(format="uri", minLength=1),
     "multiple": {"type": "integer", "multipleOf": 7, "minimum": 8},
@@ -116,6 +125,12 @@ EXPENSIVE: dict[str, dict[str, Any]] = {
             for n in range(13)
         },
     },
+    "exclusive unions": {
+        "oneOf": [
+            {"oneOf": [record(kind={"const": 10 * n + m}, **dict.fromkeys("abc", TEXT)) for m in range(4)]}
+            for n in range(5)
+        ]
+    },
     "all formats": any_of(
         *(
             texts(format=name)
@@ -128,22 +143,27 @@ EXPENSIVE: dict[str, dict[str, Any]] = {
 }
 
 
+def plain_grammar(schema: dict[str, Any]) -> str:
+    grammar = plain_schema_grammar(schema)
+    assert grammar is not None
+    return grammar
+
+
 @pytest.mark.parametrize("schema", PLAIN.values(), ids=PLAIN)
 def test_usual_schemas_are_plain(schema: dict[str, Any]) -> None:
-    assert is_plain_schema(schema)
+    assert plain_grammar(schema) == json_schema_grammar(schema)
 
 
 @pytest.mark.parametrize("schema", NOT_PLAIN.values(), ids=NOT_PLAIN)
 def test_a_schema_that_may_be_expensive_or_is_wrong_is_not_plain(schema: dict[str, Any]) -> None:
-    assert not is_plain_schema(schema)
+    assert plain_schema_grammar(schema) is None
 
 
 @pytest.mark.parametrize("schema", EXPENSIVE.values(), ids=EXPENSIVE)
 def test_the_most_expensive_plain_schemas_compile_in_a_short_time(vocab: Vocab, schema: dict[str, Any]) -> None:
-    assert is_plain_schema(schema)
     tokenizer = ConstraintTokenizer(vocab)
     started_s = time.process_time()
-    tokenizer.compile(json_schema_grammar(schema))
+    tokenizer.compile(plain_grammar(schema))
     assert time.process_time() - started_s < MAX_COMPILATION_S
 
 
@@ -171,7 +191,6 @@ def test_a_plain_schema_needs_no_process(vocab: Vocab, monkeypatch: pytest.Monke
     ids=["bad pattern", "missing reference", "endless reference"],
 )
 def test_a_plain_schema_that_does_not_compile_is_refused(vocab: Vocab, schema: dict[str, Any], reason: str) -> None:
-    assert is_plain_schema(schema)
     with pytest.raises(JobRejected, match=reason) as refused:
-        ConstraintTokenizer(vocab).compile(json_schema_grammar(schema))
+        ConstraintTokenizer(vocab).compile(plain_grammar(schema))
     assert refused.value.code == ErrorCode.INVALID_GRAMMAR

@@ -309,7 +309,7 @@ class KvMemory:
         self._hits_of_waiting.begin_tick()
         self._eviction.trim()
         if self._offload.has_transfers:  # the step below may change the stored blocks that a hit names
-            self._hits_of_waiting.forget_all()
+            self._hits_of_waiting.forget_stored()
         free_cells = self._pool.n_cells - self._pool.ledger.used
         step = self._offload.step(budget_s, prefill_token_s, free_cells)
         for run, n_tokens, tier in step.loaded:

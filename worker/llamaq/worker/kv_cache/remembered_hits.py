@@ -117,8 +117,15 @@ class RememberedHits:
         self._hits.pop(job, None)
 
     def forget_all(self) -> None:
-        """Forget all hits: a sequence has lost cells, or a stored block that they name may have changed."""
+        """Forget all hits: a sequence that they name has lost cells."""
         self._hits.clear()
+
+    def forget_stored(self) -> None:
+        """Forget the hits that name stored blocks, because these blocks may change.
+
+        The other hits stay: blocks that are stored now have the tokens of entries that the lookups have found.
+        """
+        self._hits = {job: one for job, one in self._hits.items() if one.hit.stored is None}
 
     @property
     def jobs(self) -> set[Job]:

@@ -35,8 +35,7 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "llama.cpp": LLAMA_CPP_PYTHON_VERSION,
         "memory": [engine.sequences.can_save_parts, engine.sequences.can_cut, engine.context.kv_unified],
         "gpu_layers": computes_on_gpu(settings),
-        # Without flash attention V is stored transposed. The state of another layout or data type cannot be loaded.
-        "layout": [settings.flash_attn, settings.cache_type_k, settings.cache_type_v, settings.swa_full],
+        "layout": [_attention_layout(settings), settings.cache_type_k, settings.cache_type_v, settings.swa_full],
         # RoPE is part of the keys.
         "rope": [getattr(settings, name) for name in RopeSettings.model_fields],
         "salt": settings.cache_salt,
@@ -57,13 +56,26 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
+def _attention_layout(settings: WorkerSettings) -> str:
+    """Return the value of `flash_attn` that stands for all values with the same cells.
+
+    Without flash attention V is stored transposed, and llama.cpp does not load such state into cells of the other
+    layout. With `auto`, V is never transposed: llama.cpp creates the cells before it finds out whether the device has
+    flash attention (`llama_context::llama_context`). No function of llama.cpp returns what it has found. If the device
+    has none, the cells differ from those of `on` by rounding alone.
+    """
+    return "off" if settings.flash_attn == "off" else "auto"
+
+
 def _has_long_context(engine: Engine) -> bool:
     """Return whether the context is longer than the one that the model was first trained with.
 
     For such a context, llama.cpp takes the other one of the two sets of RoPE factors that some models have.
     """
     architecture = engine.model.metadata("general.architecture")
-    original = engine.model.metadata(f"{architecture}.rope.scaling.original_context_length")
+    key = f"{architecture}.rope.scaling.original_context_length"
+    overrides = {override.key: override.value for override in engine.model.options.override_kv}
+    original = overrides.get(key, engine.model.metadata(key))  # `metadata` returns the value of the file
     return original is not None and engine.context.cells_per_sequence > int(original)
 
 

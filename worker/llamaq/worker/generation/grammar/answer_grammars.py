@@ -16,7 +16,11 @@ from typing import Any
 from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS
 from llamaq.common.protocol.answer_tags import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from llamaq.common.protocol.output_params import MAX_TAG_CHARS
-from llamaq.worker.generation.grammar.json_schemas import MAX_PLAIN_CHARS, MAX_PLAIN_SUBSCHEMAS, are_plain_schemas
+from llamaq.worker.generation.grammar.json_schemas import (
+    MAX_PLAIN_CHARS,
+    MAX_PLAIN_SUBSCHEMAS,
+    are_plain_rewritten_schemas,
+)
 
 _OPTIONS = "x-guidance"
 _OPTIONS_CHARS = len(json.dumps({_OPTIONS: SCHEMA_OPTIONS}))
@@ -63,7 +67,7 @@ def is_plain_answer_grammar(lark: str) -> bool:
             return False
         if match["schema"] is not None:
             schemas.append(_schema_without_options(match["schema"]))
-    return len(lark) - len(schemas) * _OPTIONS_CHARS <= MAX_PLAIN_CHARS and are_plain_schemas(schemas)
+    return len(lark) - len(schemas) * _OPTIONS_CHARS <= MAX_PLAIN_CHARS and are_plain_rewritten_schemas(schemas)
 
 
 def _schema_without_options(text: str) -> dict[str, Any] | None:

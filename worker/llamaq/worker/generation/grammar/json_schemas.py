@@ -16,7 +16,8 @@ from typing import Any
 from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS, rewrite_schema
+from llamaq.common.json_schema.overlap import MAX_STEPS
+from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS, NotCompared, rewrite_schema
 
 MAX_PLAIN_CHARS = 16 * 1024
 """Largest plain schema, as JSON text. The most expensive ones of this size take 80 ms (integers with bounds)."""
@@ -24,6 +25,8 @@ MAX_PLAIN_SUBSCHEMAS = 200
 """Largest number of schemas in a plain schema, itself included."""
 MAX_PLAIN_LENGTH = 1000
 """Largest size of a string or an array in a plain schema."""
+MAX_PLAIN_STEPS = 20_000
+"""Upper bound on the steps to compare the schemas of `oneOf` in a plain schema, which take at most 80 ms."""
 
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _DEFINITIONS = frozenset({"$defs", "definitions"})
@@ -35,6 +38,7 @@ _COMBINATIONS = tuple(
     for each in (
         "$ref",
         "anyOf",
+        "oneOf discriminator",
         "type const",
         "type enum",
         "type format",
@@ -55,40 +59,60 @@ _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions)/[^/%~]+)?")
 to a value that is not."""
 
 
-def json_schema_grammar(schema: dict[str, Any]) -> str:
+def json_schema_grammar(schema: dict[str, Any], max_steps: int = MAX_STEPS) -> str:
     """Return a JSON schema in the form that `ConstraintTokenizer.compile` takes.
+
+    Args:
+        schema: The schema.
+        max_steps: See `rewrite_schema`.
 
     Raises:
         JobRejected: The schema has a keyword that is not supported.
+        NotCompared: See `rewrite_schema`.
     """
     options: Any = SCHEMA_OPTIONS  # a typed dictionary of llguidance, which `common` does not import
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(schema)), overrides=options)
+        return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(schema, max_steps)), overrides=options)
     except ValueError as exc:
         raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the JSON schema cannot be used: {exc}") from exc
 
 
-def is_plain_schema(schema: dict[str, Any]) -> bool:
-    """Return whether a JSON schema compiles in a short time, as far as its keywords tell. Others may do so too."""
-    return are_plain_schemas([schema])
+def plain_schema_grammar(schema: dict[str, Any]) -> str | None:
+    """Return what `json_schema_grammar` returns for a plain schema. None: the schema is not plain.
+
+    Raises:
+        JobRejected: The schema has a keyword that is not supported.
+    """
+    if _plain_levels([schema]) is None:
+        return None
+    try:
+        return json_schema_grammar(schema, MAX_PLAIN_STEPS)
+    except NotCompared:
+        return None
 
 
-def are_plain_schemas(schemas: Sequence[Any]) -> bool:
-    """Return whether JSON schemas are plain, and together no larger than one plain schema may be."""
+def are_plain_rewritten_schemas(schemas: Sequence[Any]) -> bool:
+    """Return whether rewritten JSON schemas are plain, and together no larger than one plain schema may be."""
+    levels = _plain_levels(schemas)
+    return levels is not None and not any("oneOf" in each for each in levels)
+
+
+def _plain_levels(schemas: Sequence[Any]) -> list[dict[str, Any]] | None:
+    """Return all schemas in the given ones, if they are plain as far as their keywords tell. Otherwise return None."""
     if not all(isinstance(schema, dict) for schema in schemas) or len(json.dumps(schemas)) > MAX_PLAIN_CHARS + 2:
-        return False
+        return None
     found: list[Any] = []
     for schema in schemas:
         definitions = [schema[name] for name in _DEFINITIONS & schema.keys()]
         if not all(isinstance(each, dict) for each in definitions):
-            return False
+            return None
         found.append({name: value for name, value in schema.items() if name not in _DEFINITIONS})
         found += chain.from_iterable(each.values() for each in definitions)
     for each in found:  # which gets longer meanwhile
         if len(found) > MAX_PLAIN_SUBSCHEMAS or not (isinstance(each, bool) or _is_plain_level(each)):
-            return False
+            return None
         found += [] if isinstance(each, bool) else _parts(each)
-    return True
+    return [each for each in found if isinstance(each, dict)]
 
 
 def _is_plain_level(schema: Any) -> bool:
@@ -102,7 +126,7 @@ def _is_plain_level(schema: Any) -> bool:
 def _parts(schema: dict[str, Any]) -> list[Any]:
     """Return the schemas that stand directly in a schema with plain keywords."""
     alone = [schema[name] for name in ("items", "additionalProperties") if name in schema]
-    lists = (schema.get(name, ()) for name in ("anyOf", "prefixItems"))
+    lists = (schema.get(name, ()) for name in ("anyOf", "oneOf", "prefixItems"))
     return [*alone, *chain.from_iterable(lists), *schema.get("properties", {}).values()]
 
 
@@ -147,9 +171,11 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
     "additionalProperties": _is_schema,
     "anyOf": _is_list_of(_is_schema),
     "const": _is_scalar,
+    "discriminator": lambda value: isinstance(value, dict),
     "enum": _is_list_of(_is_scalar),
     "format": _is_text,
     "items": _is_schema,
+    "oneOf": _is_list_of(_is_schema),
     "pattern": _is_plain_pattern,
     "prefixItems": _is_list_of(_is_schema),
     "properties": lambda value: isinstance(value, dict),

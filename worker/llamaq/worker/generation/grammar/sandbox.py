@@ -27,7 +27,7 @@ from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.protocol.output_params import MAX_GRAMMAR_BYTES
 from llamaq.worker.generation.grammar.answer_grammars import is_plain_answer_grammar
 from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabulary, pack_vocabulary
-from llamaq.worker.generation.grammar.json_schemas import is_plain_schema, json_schema_grammar
+from llamaq.worker.generation.grammar.json_schemas import plain_schema_grammar
 from llamaq.worker.generation.grammar.sandbox_process import lark_grammar
 
 logger = logging.getLogger(__name__)
@@ -95,13 +95,13 @@ class GrammarSandbox:
 
     def _convert(self, trial: str, request: JobParams) -> str | None:
         """Return the result of a constraint that needs no trial, or None."""
-        if request.json_schema and is_plain_schema(request.json_schema):
-            result = json_schema_grammar(request.json_schema)
+        result = None
+        if request.json_schema:
+            result = plain_schema_grammar(request.json_schema)
         elif request.lark and is_plain_answer_grammar(request.lark):
             result = lark_grammar(request.lark)
-        else:
-            return None
-        self._cache_result(trial, result)
+        if result is not None:
+            self._cache_result(trial, result)
         return result
 
     def _try(self, trial: str) -> str | JobRejected:

@@ -30,8 +30,10 @@ class BadWords:
         self.last_tokens = frozenset(word[-1] for words in self._words.values() for word in words)
 
     @classmethod
-    def encode(cls, words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> BadWords:
+    def encode(cls, words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> BadWords:
         """Return bad words by their texts. `encode` returns the tokens of a text that is a part of a longer text."""
+        if not words:  # nearly every job
+            return NO_BAD_WORDS
         texts = [word.lstrip() or word for word in words]
         return cls(tokens for text in texts for form in (text, " " + text) if (tokens := encode(form)))
 
