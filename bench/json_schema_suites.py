@@ -43,8 +43,8 @@ from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenize
 
 QUICK_N_SCHEMAS = 20
 N_SAMPLED, QUICK_N_SAMPLED = 20, 1
-N_OUTPUTS, QUICK_N_OUTPUTS = 8, 1
-MAX_TOKENS, QUICK_MAX_TOKENS = 1024, 64
+N_OUTPUTS, QUICK_N_OUTPUTS = 4, 1
+MAX_TOKENS, QUICK_MAX_TOKENS = 512, 64
 SLOW_MS = 1000.0
 MAX_CHARS = 300
 """Length of the texts of deviations in the output."""
