@@ -12,6 +12,7 @@ Schema = Any
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are no schemas."""
 _IDENTIFIERS = ("$id", "id")
+_NAMES = ("$anchor", *_IDENTIFIERS)
 _OLD_DRAFT = re.compile("/draft-0[3-7]/")
 _NAMED_ID = re.compile("#[^/]")
 
@@ -57,7 +58,7 @@ class References:
 
 def base_keyword(schema: Schema) -> str | None:
     """Return the keyword that changes the base of the references in a schema: `$id`, `id` (draft 4) or None."""
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or schema.keys().isdisjoint(_IDENTIFIERS):
         return None
     return next((name for name in _IDENTIFIERS if _is_text(schema.get(name)) and schema[name][:1] != "#"), None)
 
@@ -77,12 +78,17 @@ def _anchors(root: dict[str, Any]) -> list[tuple[str, Schema]]:
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict) and (part is root or base_keyword(part) is None):
-            found += [(part["$anchor"], part)] if _is_text(part.get("$anchor")) else []
-            found += [(part[name][1:], part) for name in _IDENTIFIERS if _NAMED_ID.match(str(part.get(name)))]
-            waiting += [value for name, value in part.items() if name not in _VALUES]
+            if not part.keys().isdisjoint(_NAMES):
+                found += [(part["$anchor"], part)] if _is_text(part.get("$anchor")) else []
+                found += [(part[name][1:], part) for name in _IDENTIFIERS if _NAMED_ID.match(str(part.get(name)))]
+            waiting += part.values() if part.keys().isdisjoint(_VALUES) else _schemas_in(part)
         elif isinstance(part, list):
             waiting += part
     return found
+
+
+def _schemas_in(schema: dict[str, Any]) -> list[Any]:
+    return [value for name, value in schema.items() if name not in _VALUES]
 
 
 def _is_text(value: Any) -> bool:

@@ -156,9 +156,9 @@ class _Rewriting:
             items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
             schema = _renamed(schema, "unevaluatedItems", items)
         schema = _with_whole_sizes(schema)
-        if not isinstance(schema.get("items"), list):
+        if "additionalItems" in schema and not isinstance(schema.get("items"), list):
             schema = _without(schema, "additionalItems")  # llguidance would read `items` alone, without `prefixItems`
-        elif "prefixItems" in schema:
+        if "prefixItems" in schema and isinstance(schema.get("items"), list):
             raise refused("prefixItems", place, "is not supported beside a list of items: leave one of them out")
         schema = rewrite_format(schema)
         schema = rewrite_dependencies(schema)
@@ -283,7 +283,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _without(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in schema.items() if key != name} if name in schema else schema
+    return {key: value for key, value in schema.items() if key != name}
 
 
 def _renamed(schema: dict[str, Any], name: str, other: str) -> dict[str, Any]:
@@ -299,6 +299,8 @@ def _no_schema(place: str) -> ValueError:
 
 def _with_whole_sizes(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with sizes such as 2 in place of 2.0, which llguidance does not accept."""
+    if schema.keys().isdisjoint(_SIZES):
+        return schema
     sizes = {name: schema[name] for name in _SIZES if isinstance(schema.get(name), float)}
     return schema | {name: int(size) for name, size in sizes.items() if size.is_integer()} if sizes else schema
 
