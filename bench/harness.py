@@ -60,6 +60,8 @@ class Plan:
     rounds: int
     n_threads: int
     seed: int
+    folders: tuple[Path, ...] = ()
+    """The folders with data that the command line names."""
 
     def settings(self, **values: Any) -> WorkerSettings:
         """Return the settings of a worker for this plan; `values` are additional settings."""
@@ -94,12 +96,13 @@ class Stack:
         return asyncio.run(connected())
 
 
-def run(measure: Callable[[Plan], Figures], default_model: str = "") -> None:
+def run(measure: Callable[[Plan], Figures], default_model: str = "", *, needs_folders: bool = False) -> None:
     """Parse the command line, call `measure`, and print the line of JSON. All started processes are stopped.
 
     Args:
         measure: Runs the benchmark.
         default_model: The model without `--model`. "": `demo` for a quick run, otherwise `tiny`.
+        needs_folders: Whether the command line names folders with data.
     """
 
     def main(
@@ -108,12 +111,16 @@ def run(measure: Callable[[Plan], Figures], default_model: str = "") -> None:
         rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; figures are medians over the rounds.")] = 3,
         n_threads: Annotated[int, typer.Option(min=0, help="Threads of llama.cpp; 0: all cores except one.")] = 0,
         seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 1,
+        folders: Annotated[list[Path] | None, typer.Argument(exists=True, file_okay=False, hidden=True)] = None,
     ) -> None:
+        if bool(folders) != needs_folders:
+            raise typer.BadParameter("name a folder with data" if needs_folders else "this benchmark reads no folder")
         model_name = model or default_model or ("demo" if quick else "tiny")
         threads = n_threads or max(1, usable_cores() - 1)  # Redis and the client need a core too
         try:
             with interrupt_on_sigterm():
-                plan = Plan(find_model(model_name), quick, 1 if quick else rounds, threads, seed)
+                n_rounds = 1 if quick else rounds
+                plan = Plan(find_model(model_name), quick, n_rounds, threads, seed, tuple(folders or ()))
                 about = facts()
                 gc.freeze()  # otherwise a collection in the client visits all that was imported, which takes 50 ms
                 figures = measure(plan)

@@ -1,9 +1,10 @@
 """Of 236 JSON schemas, how many does a worker accept, and does every output match its schema?
 
-The schemas are those that pydantic makes for 101 types, and 135 in the manner of test suites and API descriptions
-(`json_schemas.jsonl`). Each is sampled several times: `complete` outputs ended by themselves, `cut` ones reached the
-token limit. Tokens that close strings, arrays and objects get a bias, because the model writes random text. A complete
-output that does not match its schema is a fault of the worker.
+The schemas are those that pydantic makes for 101 types, and 135 that were written for this benchmark, in the manner of
+test suites and API descriptions (`json_schemas.jsonl`). `json_schema_suites.py` reads schemas of other projects. Each
+schema is sampled several times: `complete` outputs ended by themselves, `cut` ones reached the token limit. Tokens that
+close strings, arrays and objects get a bias, because the model writes random text. A complete output that does not
+match its schema is a fault of the worker.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ QUICK_STEP = 16
 MAX_TOKENS, QUICK_MAX_TOKENS = 384, 64
 CLOSING_TEXTS = ('"', "}", "]", '"}', '"]')
 CLOSING_BIAS = 4.0
+TEMPERATURE = 1.5
 
 REFUSALS = (ErrorCode.INVALID_GRAMMAR, ErrorCode.INVALID_REQUEST)
 
@@ -43,7 +45,9 @@ def load_cases() -> list[Case]:
     ]
 
 
-async def sample(cases: list[Case], n_outputs: int, max_tokens: int, seed: int, client: AsyncClient) -> list[Answer]:
+async def sample(
+    cases: list[Case], n_outputs: int, max_tokens: int, seed: int, client: AsyncClient, temperature: float = TEMPERATURE
+) -> list[Answer]:
     """Return `n_outputs` results or errors for each schema."""
     tokenizer = await client.tokenizer()
     bias = {tokens[-1]: CLOSING_BIAS for text in CLOSING_TEXTS if (tokens := tokenizer.encode(text))}
@@ -53,7 +57,7 @@ async def sample(cases: list[Case], n_outputs: int, max_tokens: int, seed: int, 
         for number in range(n_outputs)
     )
     options: JobOptions = {
-        "max_tokens": max_tokens, "logit_bias": bias, "temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0
+        "max_tokens": max_tokens, "logit_bias": bias, "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0
     }  # fmt: skip
     return [answer async for answer in client.map(requests, raise_errors=False, **options)]
 

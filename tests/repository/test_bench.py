@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100
 
 
-def run_quickly(name: str) -> dict[str, Any]:
+def run_quickly(name: str, *arguments: str) -> dict[str, Any]:
     """Run `bench/<name>.py --quick`, and return the figures of the JSON in its last line."""
-    script = [str(ROOT / "bench" / f"{name}.py"), "--quick"]
+    script = [str(ROOT / "bench" / f"{name}.py"), "--quick", *arguments]
     alone = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_BENCH_")}
     done = run_script(script, cwd=ROOT, variables=alone, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -260,6 +260,37 @@ def test_every_output_of_a_json_schema_matches_it() -> None:
     assert figures["compiled"] + figures["refused"] == figures["schemas"]
     assert figures["compiled"] > figures["refused"]
     assert figures["outputs_valid"] == figures["outputs_complete"] > 0
+
+
+def test_the_schemas_and_instances_of_a_suite_are_checked(tmp_path: Path) -> None:
+    suite, store = tmp_path / "suite", tmp_path / "store"
+    suite.mkdir()
+    store.mkdir()
+    number = {"type": "object", "properties": {"a": {"type": "integer"}, "b": True}}
+    tests = [
+        {"description": "in order", "data": {"a": 1, "b": 2}, "valid": True},
+        {"description": "in another order, with a fraction", "data": {"b": 2, "a": 1.0}, "valid": True},
+        {"description": "a character that no output has", "data": {"c": "\1"}, "valid": True},
+        {"description": "a text", "data": {"a": "1"}, "valid": False},
+        {"description": "not told by this grammar", "data": {"a": 1}, "valid": False},
+    ]
+    cases = [{"schema": number, "tests": tests}, {"schema": {"not": {}}, "tests": tests}, {"schema": True, "tests": []}]
+    (suite / "cases.json").write_text(json.dumps(cases))
+    (suite / "no_schema.json").write_text('{"a": 1}')
+    (store / "catalogue.json").write_text(json.dumps({"record": number, "list": {"type": "array"}}))
+    figures = run_quickly("json_schema_suites", str(suite), str(store))
+    found, stored = figures["suites"].values()
+    assert [found[name] for name in ("schemas", "accepted", "refused", "failed", "boolean")] == [3, 1, 1, 0, 1]
+    assert found["reasons"] == {"not": 1}
+    assert [found[name] for name in ("valid", "only_respelled", "wrong_rejects")] == [3, 1, 1]
+    assert [found[name] for name in ("invalid", "wrong_accepts")] == [2, 1]
+    assert "not told by this grammar" in found["deviations"]["wrong_accepts"][0]
+    assert "a character that no output has" in found["deviations"]["wrong_rejects"][0]
+    assert stored["schemas"] == stored["accepted"] == stored["plain"] == 2
+    assert_spread(stored["compile_ms"])
+    assert_spread(stored["untried_ms"])
+    assert figures["sampled"]["schemas"] == figures["sampled"]["compiled"] == 1
+    assert figures["sampled"]["faults"] == []
 
 
 def test_the_cost_of_a_new_json_schema_and_of_its_masks_is_measured() -> None:

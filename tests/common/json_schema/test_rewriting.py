@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 from llamaq.common.json_schema.overlap import Overlaps
-from llamaq.common.json_schema.patterns import without_nul
+from llamaq.common.json_schema.patterns import narrowed
 from llamaq.common.json_schema.references import References
 from llamaq.common.json_schema.rewriting import rewrite_schema
 
@@ -34,6 +34,7 @@ POINTER = {"pattern": r"^(0|[1-9][0-9]{0,8})(#|(/([[^~/]&&[^\x00]]|~[01])*)*)$"}
 REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "descriptions are left out": ({**INTEGER, "title": "T", "x-order": 1, "nullable": True}, INTEGER),
     "options of llguidance are left out": ({**INTEGER, "x-guidance": {"lenient": True}}, INTEGER),
+    "the draft is left out": ({**INTEGER, "$schema": "https://json-schema.org/draft-04/schema"}, INTEGER),
     "unused definitions are left out": ({**INTEGER, "$defs": {"a": {"not": {}}}}, INTEGER),
     "values are not schemas": ({"enum": [{"not": 1, "$ref": 2}]}, {"enum": [{"not": 1, "$ref": 2}]}),
     "a property may be named as a keyword": (
@@ -51,10 +52,27 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"$id": "https://a.com/s", "$ref": "https://a.com/s#x", "$defs": {"a": {"$anchor": "x", **INTEGER}}},
         {"$ref": "#/$defs/0", "$defs": {"0": INTEGER}},
     ),
+    "the name of a schema in draft 7 is a target": (
+        {"$ref": "#x", "definitions": {"a": {"$id": "#x", **INTEGER}, "b": {"$id": "#/definitions/a", "type": "null"}}},
+        {"$ref": "#/$defs/0", "$defs": {"0": INTEGER}},
+    ),
+    "an anchor inside a value or below another base is no target": (
+        {
+            "$ref": "#x",
+            "$defs": {
+                "a": {"$anchor": "x", **INTEGER},
+                "b": {"enum": [{"$anchor": "x"}], "default": {"$anchor": "x"}},
+                "c": {"$id": "https://b.com", "items": {"$anchor": "x", "type": "null"}},
+            },
+        },
+        {"$ref": "#/$defs/0", "$defs": {"0": INTEGER}},
+    ),
     "a reference to the root stays": ({"items": {"$ref": "#"}}, {"items": {"$ref": "#"}}),
     "an unknown format does not constrain": ({"type": "string", "format": "password"}, {"type": "string"}),
     "a format becomes a narrower one": ({"format": "iri"}, {"format": "uri"}),
     "a format becomes a pattern": ({"format": "relative-json-pointer"}, POINTER),
+    "a format of draft 3 has a new name": ({"format": "ip-address"}, {"format": "ipv4"}),
+    "a size may be written as a fraction": ({"maxLength": 2.0, "minItems": 1.0}, {"maxLength": 2, "minItems": 1}),
     "one item is unique": ({"uniqueItems": True, "maxItems": 1}, {"maxItems": 1}),
     "items that may be equal": ({"uniqueItems": False, "maxItems": 3}, {"maxItems": 3}),
     "unevaluated properties are additional ones": (
@@ -64,6 +82,10 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unevaluated items after a list of items are additional ones": (
         {"items": [INTEGER], "unevaluatedItems": False},
         {"items": [INTEGER], "additionalItems": False},
+    ),
+    "additional items need a list of items": (
+        {"prefixItems": [INTEGER], "additionalItems": False},
+        {"prefixItems": [INTEGER]},
     ),
     "unevaluated properties have the names that are allowed": (
         {"propertyNames": {"enum": ["a"]}, "unevaluatedProperties": INTEGER},
@@ -103,6 +125,14 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**INTEGER, "minimum": -(2**63), "exclusiveMaximum": 2**63},
         {**INTEGER, "minimum": -(10**18), "maximum": 10**18},
     ),
+    "exclusive bounds of draft 4": (
+        {"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5, "exclusiveMaximum": False},
+        {"minimum": 1e-9, "maximum": 0.5},
+    ),
+    "large exclusive bounds of draft 4": (
+        {**INTEGER, "minimum": -(2**59), "exclusiveMinimum": True},
+        {**INTEGER, "minimum": -(2**59) + 64},
+    ),
     "large bounds that are exact stay": ({"minimum": -(2**59), "maximum": 5.5}, {"minimum": -(2**59), "maximum": 5.5}),
     "an exclusive bound of a small interval": (
         {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5},
@@ -127,6 +157,64 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ],
         },
     ),
+    "oneOf of objects that require different properties": (
+        {
+            "type": "object",
+            "oneOf": [
+                {"title": "A", "required": ["a"], "properties": {"a": INTEGER}},
+                {"required": ["b", "c"], "properties": {"a": {}, "b": INTEGER}},
+                {"type": "null"},
+            ],
+        },
+        {
+            "type": "object",
+            "anyOf": [
+                {"required": ["a"], "properties": {"a": INTEGER, "b": False}},
+                {"required": ["b", "c"], "properties": {"a": False, "b": INTEGER}},
+                {"type": "null"},
+            ],
+        },
+    ),
+    "at least one of several properties": (
+        {**A_AND_B, "minProperties": 1},
+        {**A_AND_B, "allOf": [{"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}]},
+    ),
+    "exactly one of several properties": (
+        {**A_AND_B, "minProperties": 1, "maxProperties": 1},
+        {
+            **A_AND_B,
+            "allOf": [
+                {
+                    "anyOf": [
+                        {"properties": {"a": True, "b": False}, "required": ["a"], "additionalProperties": False},
+                        {"properties": {"b": True, "a": False}, "required": ["b"], "additionalProperties": False},
+                    ]
+                }
+            ],
+        },
+    ),
+    "no further property": (
+        {**A_AND_B, "required": ["a"], "maxProperties": 1},
+        {
+            **A_AND_B,
+            "required": ["a"],
+            "allOf": [
+                {
+                    "anyOf": [
+                        {"properties": {"a": True, "b": False}, "required": [], "additionalProperties": False},
+                    ]
+                }
+            ],
+        },
+    ),
+    "all properties": (
+        {**A_AND_B, "additionalProperties": False, "minProperties": 2, "maxProperties": 2},
+        {**A_AND_B, "additionalProperties": False, "allOf": [{"anyOf": [{"required": ["a", "b"]}]}]},
+    ),
+    "as many properties as there are": (
+        {**A_AND_B, "additionalProperties": False, "minProperties": 0, "maxProperties": 2},
+        {**A_AND_B, "additionalProperties": False},
+    ),
 }  # fmt: skip
 
 
@@ -146,11 +234,14 @@ def test_a_schema_is_written_with_the_keywords_of_llguidance(schema: dict[str, A
             r"\[a\]\PL\p{Cc}\x{0}\u0000\x01",
             r"\[a\][\PL&&[^\x00]][\p{Cc}&&[^\x00]][\x{0}&&[^\x00]][\u0000&&[^\x00]]\x01",
         ),
+        (r"\s[\s-]\S", r"[\s&&[^\x85]][[[\s&&[^\x85]]-]&&[^\x00]][\S&&[^\x{FEFF}]]"),
+        (r"[^\s]", r"[[^[\s\x{FEFF}]]&&[^\x00]]"),
+        (r"\(?!\\b[(?!]", r"\(?!\\b[(?!]"),
         ("[a", "[a"),
     ],
 )
 def test_no_set_of_characters_of_a_pattern_has_the_character_nul(pattern: str, expected: str) -> None:
-    assert without_nul(pattern) == expected
+    assert narrowed(pattern) == expected
     assert rewrite_schema({"patternProperties": {pattern: True}}) == {"patternProperties": {expected: True}}
 
 
@@ -173,10 +264,42 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys that may be equal": ({"required": ["a"], "minProperties": 3}, "above 2, because a key may occur twice"),
     "beyond all digits": ({"minimum": 10**400}, "`minimum` at # is not supported beyond 9000000000000000000"),
     "no number between": ({"exclusiveMinimum": 0, "maximum": 1e-10}, "`exclusiveMinimum` at # is not supported where"),
+    "draft 3, disallow": ({"disallow": "string"}, "`disallow` at # is not supported"),
+    "draft 3, divisibleBy": ({"divisibleBy": 2}, "use multipleOf"),
+    "draft 3, extends": ({"extends": {"maximum": 3}}, "use allOf"),
+    "draft 3, required": ({"properties": {"a": {"required": True}}}, "`required` at #/properties/a is not supported"),
+    "look-ahead": ({"items": {"pattern": "^(?!a)"}}, r"`pattern` at #/items has `\(\?!`: look-around"),
+    "look-behind of names": ({"patternProperties": {"(?<=a)b": {}}}, r"`patternProperties` at # has `\(\?<=`"),
+    "word boundary": ({"pattern": r"a\b"}, r"`pattern` at # has `\\b`"),
+    "back-reference": ({"pattern": r"(a)\1"}, r"`pattern` at # has `\\1`"),
+    "some of several properties": ({**A_AND_B, "maxProperties": 2}, "`maxProperties` at # is not supported above 1"),
+    "one of very many properties": (
+        {"properties": {f"a{number}": {} for number in range(33)}, "minProperties": 1},
+        "`minProperties` at # is not supported with more than 32 optional properties",
+    ),
+    "two lists of items": ({"prefixItems": [{}], "items": [INTEGER]}, "`prefixItems` at # is not supported beside"),
+    "no schema": ({"properties": {"a": {"items": "string"}}, "anyOf": [3]}, "the schema at #/anyOf/0 is neither"),
+    "overlap of objects": (
+        {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["a", "b"]}]},
+        "may match the same value",
+    ),
     "overlap": ({"oneOf": [{"minimum": 1}, {"maximum": 1}]}, "schemas 0 and 1 may match the same value: use anyOf"),
     "oneOf of no type": ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "may match the same value"),
+    "keywords beside a reference of draft 7": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "oneOf": [{"$ref": "#/definitions/a", "type": "integer"}, {"type": "string"}],
+            "definitions": {"a": {}},
+        },
+        "schemas 0 and 1 may match the same value",
+    ),
     "remote": ({"$ref": "https://example.com/a"}, "points to 'https://example.com/a', which is not in the schema"),
     "nested identifier": ({"items": {"$id": "b", "$ref": "#/a"}, "a": {}}, "`\\$id` at #/items"),
+    "nested identifier of draft 4": ({"items": {"id": "b", "$ref": "#/a"}, "a": {}}, "`id` at #/items"),
+    "reference into another base": (
+        {"$ref": "#/$defs/b/items", "$defs": {"b": {"$id": "b", "items": {"$ref": "#/$defs/a"}}, "a": {}}},
+        "points to '#/\\$defs/b/items'",
+    ),
     "nested": ({"enum": [json.loads("[" * 200 + "]" * 200)]}, "deeper than 128 levels"),
 }
 

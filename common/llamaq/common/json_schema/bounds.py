@@ -43,6 +43,7 @@ def rewrite_bounds(schema: dict[str, Any], place: str, *, is_part: bool) -> dict
     Raises:
         ValueError: There is no such schema.
     """
+    schema = _with_numbers(schema)
     given = _bound(schema, 0), _bound(schema, 1)
     bounds = [_exact(_limited(given[side], given[1 - side], place, side), given[side]) for side in (0, 1)]
     if schema.get("type") != "integer":
@@ -51,6 +52,17 @@ def rewrite_bounds(schema: dict[str, Any], place: str, *, is_part: bool) -> dict
         if bound is not None and bound != given[side]:
             schema = {key: value for key, value in schema.items() if key not in keywords}
             schema[keywords[bound.is_exclusive]] = -bound.value if side else bound.value
+    return schema
+
+
+def _with_numbers(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose exclusive bounds are numbers. In draft 4 they are `true` or `false`, beside the bound."""
+    for inclusive, exclusive in _KEYWORDS:
+        is_exclusive = schema.get(exclusive)
+        if isinstance(is_exclusive, bool):
+            schema = {key: value for key, value in schema.items() if key != exclusive}
+            if is_exclusive and inclusive in schema:
+                schema[exclusive] = schema.pop(inclusive)
     return schema
 
 

@@ -11,7 +11,8 @@ IMPLEMENTED = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid"
 NARROWER: Mapping[str, str] = MappingProxyType(
     {
         "idn-email": "email",
-        "idn-hostname": "hostname",
+        "host-name": "hostname",  # the names of draft 3
+        "ip-address": "ipv4",
         "uri-reference": "uri",
         "uri-template": "uri",
         "iri": "uri",
@@ -22,6 +23,7 @@ NARROWER: Mapping[str, str] = MappingProxyType(
 _POINTER = "(/([^~/]|~[01])*)*"
 _BASE64 = "^([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?$"
 _HEX = "[0-9a-f]"
+_LABEL = "[A-Za-z0-9](-?[A-Za-z0-9]){0,30}"  # without "--", which only an encoded label may have
 _YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # many libraries have no year 0
 _LEAP = "(0[48]|[2468][048]|[13579][26])"
 _DATE = (
@@ -35,6 +37,7 @@ PATTERNS: Mapping[str, str] = MappingProxyType(
         "date": f"^{_DATE}$",  # llguidance has a February 30, and a second 60
         "time": f"^{_TIME}$",
         "date-time": f"^{_DATE}T{_TIME}$",
+        "idn-hostname": rf"^{_LABEL}(\.{_LABEL}){{0,3}}$",
         "json-pointer": f"^{_POINTER}$",
         "relative-json-pointer": f"^(0|[1-9][0-9]{{0,8}})(#|{_POINTER})$",
         "regex": "^[A-Za-z0-9 _,;:=/@-]*$",  # letters and digits stand for themselves in a regular expression

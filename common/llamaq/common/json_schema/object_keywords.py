@@ -25,6 +25,9 @@ _NAME_FORMATS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Maps each format to a regular expression whose strings have the format. llguidance has formats of values only."""
+_SIZES = ("minProperties", "maxProperties")
+MAX_OPTIONAL = 32
+"""Upper bound on the optional properties of an object whose properties are counted. Each of them is an alternative."""
 _ANY_NAME = r"^[^\x00-\x1f]*$"
 _ANNOTATIONS = frozenset({"type", "title", "description", "examples", "default", "$comment"})
 
@@ -111,22 +114,77 @@ def _format_pattern(name: Any) -> str | None:
     return _NAME_FORMATS.get(NARROWER.get(name, name), _ANY_NAME)
 
 
-def check_min_properties(schema: dict[str, Any], place: str) -> None:
-    """Refuse a `minProperties` that a grammar cannot enforce.
+def rewrite_sizes(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a schema whose `minProperties` and `maxProperties` a grammar can enforce.
 
-    A grammar cannot remember keys that the schema does not name, so an output could have such a key twice.
+    llguidance counts properties only where all named ones are required, or at least one of the others in a closed
+    object. Elsewhere, the schema gets alternatives: each requires another property, and excludes further ones if their
+    number is limited. A grammar cannot remember keys that the schema does not name, so an output could have such a key
+    twice.
 
     Raises:
-        ValueError: At most one key more than those in `required` can be demanded.
+        ValueError: The number of properties cannot be enforced.
     """
-    n_least = schema.get("minProperties")
-    if not isinstance(n_least, int):
-        return
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    required = schema.get("required")
-    n_most = 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)
-    if n_least > n_most and not is_closed:
-        message = (
-            f"is not supported above {n_most}, because a key may occur twice: name the properties, and require them"
-        )
-        raise refused("minProperties", place, message)
+    required = schema.get("required", [])
+    if schema.keys().isdisjoint(_SIZES) or not _is_list_of_names(required):
+        return schema
+    optional = _optional_names(schema, required)
+    n_required, is_closed = len(set(required)), _is_closed(schema)
+    n_missing = max(0, (_size(schema, "minProperties") or 0) - n_required)
+    most = _size(schema, "maxProperties")
+    n_more = None if most is None or (is_closed and most >= n_required + len(optional)) else most - n_required
+    if n_missing > 1 and not (is_closed and n_missing >= len(optional)):
+        reason = f"is not supported above {n_required + 1}, because a key may occur twice"
+        raise refused("minProperties", place, f"{reason}: name the properties, and require them")
+    if not optional or (is_closed and n_missing == 1 and most is None):
+        return schema
+    if n_more is not None and n_more > 1:
+        reason = f"is not supported above {n_required + 1} where properties are optional"
+        raise refused("maxProperties", place, f"{reason}: remove it and check the result")
+    if len(optional) > MAX_OPTIONAL and (n_missing or n_more is not None):
+        keyword = "minProperties" if n_more is None else "maxProperties"
+        raise refused(keyword, place, f"is not supported with more than {MAX_OPTIONAL} optional properties")
+    rest = {key: value for key, value in schema.items() if key not in _SIZES}
+    cases = _cases_of_size(required, optional, n_missing, n_more)
+    earlier = rest.get("allOf")
+    return {**rest, "allOf": [*(earlier if isinstance(earlier, list) else []), {"anyOf": cases}]} if cases else rest
+
+
+def _cases_of_size(required: list[str], optional: list[str], n_missing: int, n_more: int | None) -> list[Schema]:
+    """Return alternatives that have at least `n_missing` and at most `n_more` of the optional properties.
+
+    Empty: every object has so many. If `n_missing` is above 1, all properties are needed.
+    """
+    if n_missing > len(optional) or (n_more is not None and n_more < n_missing):
+        return [False]
+    if n_missing > 1:
+        return [{"required": optional}]
+    if n_more is None:
+        return [{"required": [name]} for name in optional] if n_missing else []
+    one = [_exactly(required, optional, [name]) for name in optional] if n_more else []
+    return one if n_missing else [*one, _exactly(required, optional, [])]
+
+
+def _exactly(required: list[str], optional: list[str], names: list[str]) -> dict[str, Any]:
+    """Return a schema of objects with the required properties and these ones of the optional properties only."""
+    allowed = dict.fromkeys((*required, *names), True) | {name: False for name in optional if name not in names}
+    return {"properties": allowed, "required": names, "additionalProperties": False}
+
+
+def _is_closed(schema: dict[str, Any]) -> bool:
+    return schema.get("additionalProperties") is False and not schema.get("patternProperties")
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _optional_names(schema: dict[str, Any], required: list[str]) -> list[str]:
+    properties = schema.get("properties")
+    named = properties.items() if isinstance(properties, dict) else ()
+    return [name for name, value in named if value is not False and name not in required]
+
+
+def _size(schema: dict[str, Any], name: str) -> int | None:
+    value = schema.get(name)
+    return value if type(value) is int else None

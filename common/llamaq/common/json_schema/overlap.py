@@ -104,6 +104,20 @@ class Overlaps:
             if all(self.are_disjoint(one, two, 1) for one, two in pairs):
                 yield name
 
+    def required_by_one(self, one: Sequence[Schema], other: Sequence[Schema]) -> tuple[str, str] | None:
+        """Return a property that only the schemas of `one` require, and one that only those of `other` require.
+
+        None: there are no such properties, or a value that is no object may match all schemas.
+        """
+        if self.is_exhausted:
+            return None
+        self._n_steps += STEPS_TO_COMPARE
+        first, second = self._describe(one).shape, self._describe(other).shape
+        if not first.types & second.types <= {"object"}:
+            return None
+        mine, others = _required_alone(first, second), _required_alone(second, first)
+        return None if mine is None or others is None else (mine, others)
+
     def _have_disjoint_alternatives(self, one: _Described, other: _Described, depth: int) -> bool:
         """Return whether `one` has an `anyOf` whose schemas are all disjoint from `other`."""
         return any(
@@ -152,10 +166,12 @@ class Overlaps:
                 found.append(schema)
                 continue
             self._n_steps += 3 + sum(len(value) if isinstance(value, dict | list) else 1 for value in schema.values())
+            ref = schema.get("$ref")
+            if ref is not None and self._references.refs_stand_alone:
+                schema = {"$ref": ref}  # other keywords must not tell schemas apart, although they apply to the output
             found.append({name: value for name, value in schema.items() if name not in ("$ref", "allOf")})
             if isinstance(schema.get("allOf"), list):
                 waiting += schema["allOf"]
-            ref = schema.get("$ref")
             if isinstance(ref, str) and ref not in refs:
                 refs.add(ref)
                 waiting.append(self._references.resolve(ref))
@@ -174,6 +190,12 @@ def _shape(schemas: Sequence[Schema]) -> _Shape:
             _add_object(shape, schema)
             _add_array(shape, schema)
     return shape
+
+
+def _required_alone(one: _Shape, other: _Shape) -> str | None:
+    """Return a property that only `one` requires, if possible one that `other` does not have at all."""
+    names = sorted(one.required - other.required, key=lambda name: (name in other.properties, name))
+    return names[0] if names else None
 
 
 def _alternatives(conjuncts: Sequence[Schema]) -> list[list[list[Schema]]]:

@@ -16,10 +16,10 @@ from typing import Any
 
 from llamaq.common.json_schema.bounds import BOUNDS, rewrite_bounds
 from llamaq.common.json_schema.formats import rewrite_format
-from llamaq.common.json_schema.object_keywords import check_min_properties, rewrite_dependencies, rewrite_property_names
+from llamaq.common.json_schema.object_keywords import rewrite_dependencies, rewrite_property_names, rewrite_sizes
 from llamaq.common.json_schema.overlap import MAX_STEPS, Overlaps
 from llamaq.common.json_schema.patterns import rewrite_patterns
-from llamaq.common.json_schema.references import References, Schema, refused
+from llamaq.common.json_schema.references import References, Schema, base_keyword, has_references, refused
 
 SCHEMA_OPTIONS: dict[str, Any] = {
     "whitespace_pattern": r" |\n[ \t]{0,20}",  # without a bound, some models write white space without end
@@ -41,18 +41,23 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "propertyNames": "use patternProperties and additionalProperties",
         "$dynamicRef": "use $ref",
         "$recursiveRef": "use $ref",
+        "disallow": "describe the values that are allowed",  # the keywords of draft 3
+        "divisibleBy": "use multipleOf",
+        "extends": "use allOf",
     }
 )
 """Maps each keyword that no grammar can enforce to what can be used in its place."""
 IMPLEMENTED = frozenset({
-    "type", "const", "enum", "$ref", "$schema", "allOf", "anyOf", "oneOf",
+    "type", "const", "enum", "$ref", "allOf", "anyOf", "oneOf",
     "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
     "items", "prefixItems", "additionalItems", "minItems", "maxItems",
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "pattern", "format",
 })  # fmt: skip
 """The keywords that llguidance implements. All other keywords are removed: they describe a value, but do not constrain
-it. In recursive schemas, llguidance does not accept them."""
+it. In recursive schemas, llguidance does not accept them. `$schema` is removed too: llguidance knows only some of its
+values, and would ignore the keywords of later drafts."""
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _WITHOUT_SHORT_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
 """Keywords whose schemas describe the same value as the schema that has them."""
@@ -62,7 +67,7 @@ _NAMED = ("properties", "patternProperties", "$defs")
 
 
 class NotCompared(Exception):
-    """The schemas of a `oneOf` cannot be compared with each other in `max_steps` steps, but perhaps in more."""
+    """The schemas of a `oneOf` may have a common value. More steps, or properties that exclude each other, may help."""
 
 
 def rewrite_schema(schema: dict[str, Any], max_steps: int = MAX_STEPS) -> dict[str, Any]:
@@ -74,7 +79,8 @@ def rewrite_schema(schema: dict[str, Any], max_steps: int = MAX_STEPS) -> dict[s
             4 us.
 
     Raises:
-        NotCompared: `max_steps` is less than `MAX_STEPS`, and more steps are needed.
+        NotCompared: `max_steps` is less than `MAX_STEPS`, and the schemas of a `oneOf` may have a common value. If they
+            exclude each other's properties, each may become a copy of the target of its reference, which takes longer.
         ValueError: A keyword is not supported. The message names it and its place.
     """
     _check_nesting(schema)
@@ -123,15 +129,19 @@ class _Rewriting:
 
     def _rewrite(self, schema: Schema, place: str) -> Schema:
         """Return a schema and all schemas in it rewritten."""
-        if not isinstance(schema, dict):
+        if isinstance(schema, bool):
             return schema
-        if "$id" in schema and place != "#" and '"$ref"' in json.dumps(schema):
-            raise refused("$id", place, "is not supported where its schema has references: remove it")
+        if not isinstance(schema, dict):
+            raise _no_schema(place)
+        base = base_keyword(schema)
+        if base is not None and place != "#" and has_references(schema):
+            raise refused(base, place, "is not supported where its schema has references: remove it")
+        if isinstance(schema.get("required"), bool):
+            raise refused("required", place, "is not supported inside a property: list its name in the object")
         schema = self._simplify(schema, place)
         for keyword, way_out in REFUSED.items():
             if keyword in schema:
                 raise refused(keyword, place, f"is not supported: {way_out}")
-        check_min_properties(schema, place)
         _check_characters(schema, place)
         if "oneOf" in schema:
             schema = self._rewrite_one_of(schema, place)
@@ -145,10 +155,16 @@ class _Rewriting:
             schema = _renamed(schema, "unevaluatedProperties", "additionalProperties")
             items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
             schema = _renamed(schema, "unevaluatedItems", items)
+        schema = _with_whole_sizes(schema)
+        if "additionalItems" in schema and not isinstance(schema.get("items"), list):
+            schema = _without(schema, "additionalItems")  # llguidance would read `items` alone, without `prefixItems`
+        if "prefixItems" in schema and isinstance(schema.get("items"), list):
+            raise refused("prefixItems", place, "is not supported beside a list of items: leave one of them out")
         schema = rewrite_format(schema)
         schema = rewrite_dependencies(schema)
         schema = rewrite_property_names(schema, self._references)
-        schema = rewrite_patterns(schema)
+        schema = rewrite_patterns(schema, place)
+        schema = rewrite_sizes(schema, place)
         if not schema.keys().isdisjoint(BOUNDS):
             schema = rewrite_bounds(schema, place, is_part=self._has_parts)
         if schema.get("uniqueItems") is False or _is_at_most_one(schema.get("maxItems")):
@@ -173,13 +189,13 @@ class _Rewriting:
         branches, rest = schema["oneOf"], _without(schema, "oneOf")
         if not isinstance(branches, list):
             return schema
-        branches = _excluding_each_other(branches)
         overlap = self._overlap(branches, rest)
         if overlap is not None:
-            branches = self._with_discriminator(branches, rest)
+            separate = self._with_discriminator(branches, rest)
+            if separate is None and self._max_steps < MAX_STEPS:
+                raise NotCompared(f"`oneOf` at {place}")
+            branches = separate or self._excluding_each_other(branches, rest)
             if branches is None:
-                if self._overlaps.is_exhausted and self._max_steps < MAX_STEPS:
-                    raise NotCompared(f"`oneOf` at {place}")
                 message = (
                     f"is not supported where its schemas {overlap[0]} and {overlap[1]} may match the same value: use "
                     "anyOf, or give each of them a required property with a different const"
@@ -191,11 +207,14 @@ class _Rewriting:
 
     def _overlap(self, branches: Sequence[Schema], rest: dict[str, Any]) -> tuple[int, int] | None:
         """Return the places of two schemas that may match the same value, or None."""
+        return next(self._overlapping_pairs(branches, rest), None)
+
+    def _overlapping_pairs(self, branches: Sequence[Schema], rest: dict[str, Any]) -> Iterator[tuple[int, int]]:
+        """Yield the places of any two schemas that may match the same value."""
         for place, branch in enumerate(branches):
             for earlier in range(place):
                 if not self._overlaps.are_disjoint([rest, branches[earlier]], [rest, branch]):
-                    return earlier, place
-        return None
+                    yield earlier, place
 
     def _with_discriminator(self, branches: list[Schema], rest: dict[str, Any]) -> list[Schema] | None:
         """Return the schemas, which require a property whose value differs in each. None: there is no such property.
@@ -213,6 +232,21 @@ class _Rewriting:
             return [branch if _is_target(branch) else _requiring(branch, {name}) for branch in branches]
         return None
 
+    def _excluding_each_other(self, branches: list[Schema], rest: dict[str, Any]) -> list[Schema] | None:
+        """Return the schemas, each without the properties that overlapping ones require. None: there are none.
+
+        A value of the first of two such schemas has a property that the second one excludes, and the other way round.
+        So it matches only one of the original schemas.
+        """
+        excluded: list[set[str]] = [set() for _ in branches]
+        for one, other in self._overlapping_pairs(branches, rest):
+            names = self._overlaps.required_by_one([rest, branches[one]], [rest, branches[other]])
+            if names is None:
+                return None
+            excluded[other].add(names[0])
+            excluded[one].add(names[1])
+        return [_without_properties(branch, names) for branch, names in zip(branches, excluded, strict=True)]
+
     def _rewrite_ref(self, ref: Any, place: str) -> str:
         """Return the reference to a target as a member of `$defs`."""
         if ref == "#":
@@ -222,29 +256,17 @@ class _Rewriting:
         return f"#/$defs/{self._targets.setdefault(ref, str(len(self._targets)))}"
 
 
-def _excluding_each_other(branches: list[Schema]) -> list[Schema]:
-    """Let each schema that only requires one property exclude the properties that the others require."""
-    names = [_only_required(branch) for branch in branches]
-    if len(set(names)) < len(names) or None in names:
-        return branches
-    return [
-        {**branch, "properties": {other: False for other in names if other != name}}
-        for branch, name in zip(branches, names, strict=True)
-    ]
-
-
-def _only_required(schema: Schema) -> str | None:
-    if isinstance(schema, dict) and schema.keys() == {"required"} and _is_one_name(schema["required"]):
-        return str(schema["required"][0])
-    return None
+def _without_properties(schema: Schema, names: set[str]) -> Schema:
+    """Return a schema whose objects do not have the named properties."""
+    if not names:
+        return schema
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    return {**schema, "properties": known | dict.fromkeys(sorted(names), False)}
 
 
 def _is_target(schema: Schema) -> bool:
     return isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"] != "#"
-
-
-def _is_one_name(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)
 
 
 def _is_at_most_one(value: Any) -> bool:
@@ -269,6 +291,18 @@ def _renamed(schema: dict[str, Any], name: str, other: str) -> dict[str, Any]:
     if name not in schema:
         return schema
     return {other: schema[name], **_without(schema, name)}
+
+
+def _no_schema(place: str) -> ValueError:
+    return ValueError(f"the schema at {place} is neither an object nor a boolean")
+
+
+def _with_whole_sizes(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with sizes such as 2 in place of 2.0, which llguidance does not accept."""
+    if schema.keys().isdisjoint(_SIZES):
+        return schema
+    sizes = {name: schema[name] for name in _SIZES if isinstance(schema.get(name), float)}
+    return schema | {name: int(size) for name, size in sizes.items() if size.is_integer()} if sizes else schema
 
 
 def _check_characters(schema: dict[str, Any], place: str) -> None:

@@ -92,6 +92,7 @@ TREE = {
         ({"type": "integer", "multipleOf": 7}, ["14", "700"], ["15"]),
         ({"type": "string", "pattern": "\\d+"}, ['"a1b"', '"22"'], ['"ab"']),
         ({"type": "string", "maxLength": 70}, ['"' + 70 * "a" + '"'], ['"' + 71 * "a" + '"']),
+        ({"type": "array", "prefixItems": [integer()], "additionalItems": False}, ["[1]", '[1, "a"]'], ['["a"]']),
         ({"type": "array", "items": {"type": "null"}, "maxItems": 70}, ["[]", "[null, null]"], ["[1]"]),
         (
             {"type": "object", "patternProperties": {"^n_": {"type": "integer"}}, "additionalProperties": False},
@@ -108,6 +109,22 @@ TREE = {
             {"properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}, "type": "object"},
             ["{}", '{"b": 2}', '{"a": 1, "b": 2}'],
             ['{"a": 1}'],
+        ),
+        ({"type": "string", "pattern": r"^\s[\s]$"}, ['" \u2003"', '"\\t "'], ['" \x85"', '"\ufeff "', '"a "']),
+        ({"type": "string", "pattern": r"^\S[^\s]$"}, ['"aé"'], ['" a"', '"a\x85"', '"\ufeffa"', '"a\ufeff"']),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 1},
+            ['{"a": 1}', '{"b": 2}'],
+            ["{}", '{"a": 1, "b": 2}', '{"a": 1, "c": 2}'],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "required": [name], "properties": {name: {"type": "null"}}} for name in "ab"
+                ]
+            },
+            ['{"a": null}', '{"b": null, "c": 1}'],
+            ["{}", '{"a": 1}', '{"a": null, "b": null}'],
         ),
         ({"type": "string", "pattern": '^[^"]*$'}, ['"a\\\\\\n"', '"é"'], ['"\\""', '"a\\""']),
         ({"type": "string", "pattern": r'^[^<>:"/\\|?*]+$'}, ['"a b"', '"\\t"'], ['"\\""', '"\\\\"', '"a|"']),
@@ -139,6 +156,11 @@ TREE = {
             ['"2024-02-29T10:00:59Z"'],
             ['"2023-02-29T10:00:00Z"', '"2023-01-01T10:00:60Z"', '"2024-02-29T10:00:59.1Z"'],
         ),
+        (
+            {"type": "string", "format": "idn-hostname"},
+            ['"example.org"', '"a-b.C"'],
+            ['"xn--X"', '"-a"', '"a-"', '"a..b"', '""', f'"{"a" * 64}"'],
+        ),
         (names_of_format("ipv4"), ['{"127.0.0.1": 1}', "{}"], ['{"127.0.0.256": 1}', '{"a": 1}']),
         (names_of_format("date-time"), ['{"2024-02-29T10:00:00Z": 1}'], ['{"2024-02-30T10:00:00Z": 1}']),
         (names_of_format("idn-email"), ['{"a.b@example.org": 1}'], ['{"a": 1}', '{"a@b@c.d": 1}']),
@@ -148,6 +170,8 @@ TREE = {
         (names_of_format("duration"), ['{"P3DT4H": 1}', '{"PT5M": 1}'], ['{"P": 1}', '{"P3DT": 1}']),
         (names_of_format("path"), ['{"a/b": 1}'], ['{"a": "x"}']),
         (number(exclusiveMinimum=0, maximum=0.5), ["0.1", "0.5"], ["0", "0.0", "-0", "0.6"]),
+        (number(minimum=0, exclusiveMinimum=True, maximum=0.5), ["0.1", "0.5"], ["0", "0.0", "0.6"]),
+        (integer(maximum=10**18, exclusiveMaximum=True), ["999999999999999872"], ["1000000000000000000"]),
         (number(exclusiveMinimum=2, maximum=2.5), ["2.1"], ["2", "2.0"]),
         (number(minimum=-0.5, exclusiveMaximum=0), ["-0.1"], ["0", "-0", "-0.0"]),
         (number(exclusiveMinimum=0), ["0.0000000001", "7"], ["0", "-1"]),

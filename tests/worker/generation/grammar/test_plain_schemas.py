@@ -111,6 +111,7 @@ EXPENSIVE: dict[str, dict[str, Any]] = {
     ),
     "classes of letters": any_of(*(texts(pattern=rf"\w{{{n},999}}" * 8) for n in range(1, 100))),
     "states that multiply": any_of(*(texts(pattern=f"^{f'[ab]*a[ab]{{{n}}}' * 4}$") for n in range(1, 150))),
+    "white space": texts(pattern=r"(\S|\s)*" * 350),
     "many stars": texts(pattern="a*" * 4000 + "a?" * 2000),
     "many alternatives": texts(pattern="|".join(f".*{number}.*" for number in range(1200))),
     "letters of either case": texts(pattern=r"[a-zA-Z\u00e0-\u00ff\u0400-\u04ff]*" * 300),
