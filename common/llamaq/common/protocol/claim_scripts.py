@@ -29,12 +29,11 @@ from llamaq.common.redis.write_refusals import DamagedJobKey
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# How long a job that waits in a worker stays there although another worker has a free slot, and the upper bound of this
-# time. The time is multiplied by the `move_factor` of the job (see _lib.lua).
 MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
-
-# Upper bound on the waiting entries of one stream that are examined for a worker with a free slot.
+"""How long a job that waits in a worker stays there although another worker has a free slot, and the upper bound of
+this time. The time is multiplied by the `move_factor` of the job (see _lib.lua)."""
 MAX_WAITING_EXAMINED = 100
+"""Upper bound on the waiting entries of one stream that are examined for a worker with a free slot."""
 
 
 def _claim_outcome(reply: list[Any]) -> ClaimOutcome:
@@ -193,8 +192,8 @@ class ClaimScripts:
 
         Returns:
             For each of the first entries, in the same order, the attempt, or a code if the job was not claimed, or the
-            error of Redis. There are fewer outcomes than entries if there are many entries,
-            or if their requests are large. The other jobs are unchanged: call again for them.
+            error of Redis. There are fewer outcomes than entries if there are many entries, or if their requests are
+            large. The other jobs are unchanged: call again for them.
         """
         some = entries[:MAX_JOBS_IN_CALL]
         keys: list[str] = []

@@ -22,8 +22,8 @@ from llamaq.common.redis.write_refusals import is_job_key_error
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# Approximate upper bound on the ended jobs whose stats a queue stores.
 MAX_STATS = 10_000
+"""Approximate upper bound on the ended jobs whose stats a queue stores."""
 
 
 class WorkerScripts(AttemptScripts):
