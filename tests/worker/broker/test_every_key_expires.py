@@ -183,7 +183,7 @@ class History:
         await end_expired(redis, self.scripts, keys, queue, 0, due.expired)
 
     async def end_abandoned(self) -> None:
-        await self.scripts.end_abandoned(self.client.queue, 0, disconnect_s=0, max_late_s=1000, count=100)
+        await self.upkeep.end_abandoned(0, disconnect_s=0, max_late_s=1000, count=100)
 
     async def release(self) -> None:
         await self.upkeep.release_worker(0, self.random.choice(self.workers).name)

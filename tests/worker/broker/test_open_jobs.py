@@ -21,6 +21,8 @@ from llamaq.worker.broker.abandoned_jobs import AbandonedJobs
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.open_jobs import OpenJobs
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 
 
 def test_a_queue_may_have_open_jobs_until_each_partition_was_empty_and_again_after_a_new_job() -> None:
@@ -97,8 +99,8 @@ async def searching(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(scripts, name, recorded)
 
     count(ClaimScripts, "reclaim")
-    count(ClaimScripts, "movable_jobs")
-    count(JobScripts, "end_abandoned")
+    count(WorkerScripts, "movable_jobs")
+    count(UpkeepScripts, "end_abandoned")
     async with (
         AsyncClient(redis_url, queue) as client,
         FakeWorker(redis_url, queue) as worker,

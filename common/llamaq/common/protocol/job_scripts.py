@@ -59,8 +59,8 @@ class JobScripts:
         self._submit, self._cancel, self._set_priority, self._position = (
             redis.register_script(source(name)) for name in ("submit", "cancel", "set_priority", "position")
         )
-        self._due, self._expire, self._abandoned, self._purge_dead_letter = (
-            redis.register_script(source(name)) for name in ("due", "expire", "abandoned", "purge_dead_letter")
+        self._due, self._expire, self._purge_dead_letter = (
+            redis.register_script(source(name)) for name in ("due", "expire", "purge_dead_letter")
         )
 
     async def submit(self, submission: Submission) -> SubmitReply:
@@ -157,28 +157,6 @@ class JobScripts:
         )
         code: ExpireCode = reply.decode()
         return code
-
-    async def end_abandoned(
-        self, queue: str, partition: int, *, disconnect_s: float, max_late_s: float, count: int
-    ) -> int:
-        """Cancel waiting jobs with `cancel_on_disconnect` that have had no subscriber for `disconnect_s` seconds.
-
-        Args:
-            queue: Name of the queue.
-            partition: The partition.
-            disconnect_s: The time in seconds.
-            max_late_s: If the check of a job is later than this, the time begins again.
-            count: Number of jobs to check at most.
-
-        Returns:
-            The number of jobs that were due for a check, at most `count`.
-        """
-        streams = [self._keys.jobs(queue, partition, priority) for priority in (Priority.INTERACTIVE, Priority.BULK)]
-        reply = await self._abandoned(
-            keys=[self._keys.watched(queue, partition), *streams],
-            args=[GROUP, int(disconnect_s * 1000), int(max_late_s * 1000), count],
-        )
-        return int(reply)
 
     async def purge(self, queue: str, partition: int, entry: str, job_id: str | None) -> bool:
         """Delete a dead letter.

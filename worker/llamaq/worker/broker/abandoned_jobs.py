@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.worker.broker.partition_searches import search_partitions
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 from llamaq.worker.broker.worker_queue import WorkerQueue
 
 EVERY_S = 0.5
@@ -35,7 +35,7 @@ class AbandonedJobs:
             may_have_jobs: Returns whether a partition may have jobs. Others are not searched.
         """
         self._queue = queue
-        self._scripts = JobScripts(queue.redis, queue.keys)
+        self._scripts = UpkeepScripts(queue.redis, queue.keys, queue.name)
         self._disconnect_s = disconnect_s
         self._may_have_jobs = may_have_jobs
 
@@ -52,7 +52,7 @@ class AbandonedJobs:
         if not self._may_have_jobs(partition):
             return 0
         return await self._scripts.end_abandoned(
-            self._queue.name, partition, disconnect_s=self._disconnect_s, max_late_s=MAX_LATE_S, count=MAX_CHECKS
+            partition, disconnect_s=self._disconnect_s, max_late_s=MAX_LATE_S, count=MAX_CHECKS
         )
 
     def __repr__(self) -> str:

@@ -159,7 +159,7 @@ class JobClaims:
 
         async def find(partition: int) -> list[JobEntry]:
             try:
-                return await self._claim_scripts.movable_jobs(
+                return await self._scripts.movable_jobs(
                     self._queue.name, partition, self._claimant.worker, count, max_crashes=self._max_crashes
                 )
             except RedisError as exc:  # on a cluster, the other partitions may answer
