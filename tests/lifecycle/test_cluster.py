@@ -23,6 +23,7 @@ from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient, Client, Job
 from llamaq.worker.broker import job_streams
 from llamaq.worker.broker.job_streams import JobStreams
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Command, Environment, Read
@@ -292,7 +293,7 @@ async def test_a_read_claims_at_most_the_requested_number_of_jobs_by_priority_ov
 ) -> None:
     monkeypatch.setattr(job_streams, "READ_TIMEOUT_S", 30.0)  # a partition that is late on a busy machine is skipped
     redis, keys = connect(f"{nodes.url}?socket_timeout=700", name="test"), Keys()
-    streams = JobStreams(redis, keys, queue=queue, partitions=PARTITIONS, claimant=Claimant("w1", 60_000))
+    streams = JobStreams(WorkerQueue(redis, keys, queue, PARTITIONS), Claimant("w1", 60_000))
     await streams.open()
     async with AsyncClient(nodes.url, queue, partitions=PARTITIONS) as client:
         await asyncio.gather(*(client.submit(PROMPT, priority="bulk" if n % 4 else "interactive") for n in range(60)))

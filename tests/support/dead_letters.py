@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.job_claims import claims_of
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import AsyncClient, JobState
 from llamaq.producer.testing import LEASE_MS, FakeWorker
-from llamaq.worker.broker.job_claims import JobClaims
 
 
 async def add_dead_letters(url: str, queue: str) -> list[str]:
@@ -37,9 +37,7 @@ async def add_dead_job(client: AsyncClient, worker: FakeWorker, prompt: str = "p
 
 async def add_garbage_entry(worker: FakeWorker) -> None:
     """Add a queue entry that is not a job, and let a worker claim it."""
-    job_claims = JobClaims(
-        worker.redis, worker.keys, queue=worker.queue, partitions=1, worker_id="w", lease_s=10, max_crashes=3
-    )
+    job_claims = claims_of(worker)
     await job_claims.open()
     await worker.redis.xadd(worker.keys.of_job(str(JobId.new(worker.queue))).bulk, {"id": "nonsense"})
     assert await job_claims.read(1) == []

@@ -159,19 +159,10 @@ async def send(
         QueueDraining: The queue accepts no jobs until it is resumed.
         RedisFull: Redis has reached its `maxmemory`.
     """
-    settings = connection.settings
-    request = with_default_tenant(connection, request)
-    submission = Submission(job_id, request, await encode(connection, request))
+    submission = await make_submission(connection, request, job_id, result_ttl_s=result_ttl_s)
     outcome: SubmitReply | RedisError
     try:
-        outcome = await connection.scripts.submit(
-            job_id,
-            request,
-            submission.payload,
-            result_ttl_s=min(result_ttl_s, settings.result_ttl_s),
-            event_ttl_s=settings.event_ttl_s,
-            partitions=settings.partitions if job_id.queue == settings.queue else 0,
-        )
+        outcome = await connection.scripts.submit(submission)
     except ResponseError as exc:
         outcome = exc
     wait_s = None
@@ -180,22 +171,36 @@ async def send(
     return job_of(connection, submission, outcome, wait_s)
 
 
-def with_default_tenant(connection: QueueConnection, request: JobRequest) -> JobRequest:
-    """Return the request with the tenant of the client, if it has none."""
-    tenant = connection.settings.tenant
-    return request if tenant is None or request.tenant else request.model_copy(update={"tenant": tenant})
+async def make_submission(
+    connection: QueueConnection, request: JobRequest, job_id: JobId, *, result_ttl_s: float = inf
+) -> Submission:
+    """Return the submission of a validated request, with the settings of the client. A long prompt is encoded in a
+    thread.
 
-
-async def encode(connection: QueueConnection, request: JobRequest) -> bytes:
-    """Return the encoded request. A long prompt is encoded in a thread.
+    Args:
+        connection: The client's connection.
+        request: The request. If it has no tenant, it gets that of the client.
+        job_id: The id of the job.
+        result_ttl_s: How long Redis stores the result in seconds, if this is shorter than the client's `result_ttl_s`.
 
     Raises:
         InvalidRequest: The encoded request is larger than `max_request_bytes`.
     """
-    max_bytes = connection.settings.max_request_bytes
+    settings = connection.settings
+    if settings.tenant is not None and not request.tenant:
+        request = request.model_copy(update={"tenant": settings.tenant})
     if _is_long(request.tokens):
-        return await asyncio.to_thread(codec.encode_request, request, max_bytes)
-    return codec.encode_request(request, max_bytes)
+        payload = await asyncio.to_thread(codec.encode_request, request, settings.max_request_bytes)
+    else:
+        payload = codec.encode_request(request, settings.max_request_bytes)
+    return Submission(
+        job_id,
+        request,
+        payload,
+        result_ttl_s=min(result_ttl_s, settings.result_ttl_s),
+        event_ttl_s=settings.event_ttl_s,
+        partitions=settings.partitions if job_id.queue == settings.queue else 0,
+    )
 
 
 def job_of(

@@ -18,12 +18,11 @@ from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.submission import (
     build_request,
-    encode,
     estimate_queue_wait_s,
     job_of,
+    make_submission,
     new_job_id,
     require_worker,
-    with_default_tenant,
 )
 
 MAX_JOBS_AT_ONCE = 1000
@@ -73,11 +72,10 @@ async def _validate(connection: QueueConnection, jobs: Sequence[Mapping[str, Any
         if not isinstance(job, Mapping):
             raise InvalidRequest(f"jobs[{place}]: a dict with the arguments of submit is required, such as prompt")
         try:
-            request = with_default_tenant(connection, await build_request({}, **job))
-            payload = await encode(connection, request)
+            request = await build_request({}, **job)
+            submissions.append(await make_submission(connection, request, new_job_id(connection, request)))
         except InvalidRequest as exc:
             raise InvalidRequest(f"jobs[{place}]: {exc}") from exc
-        submissions.append(Submission(new_job_id(connection, request), request, payload))
         if place % YIELD_EVERY == YIELD_EVERY - 1:
             await asyncio.sleep(0)
     return submissions
@@ -98,16 +96,10 @@ async def submit_each(
 
 
 async def _send(connection: QueueConnection, submissions: Sequence[Submission]) -> list[SubmitReply | RedisError]:
-    settings = connection.settings
     outcomes: list[SubmitReply | RedisError] = []
     sizes = {"max_items": MAX_JOBS_AT_ONCE, "max_bytes": MAX_BYTES_AT_ONCE}
     for some in split_by_size(submissions, lambda one: len(one.payload), **sizes):
-        outcomes += await connection.scripts.submit_many(
-            some,
-            result_ttl_s=settings.result_ttl_s,
-            event_ttl_s=settings.event_ttl_s,
-            partitions=settings.partitions,
-        )
+        outcomes += await connection.scripts.submit_many(some)
     return outcomes
 
 

@@ -17,25 +17,28 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_types import (
-    SubmitQueueFull,
-    Submitted,
-)
+from llamaq.common.protocol.script_types import Submission, SubmitQueueFull, Submitted
 from llamaq.producer import AsyncClient, IdempotencyConflict
 from llamaq.producer.testing import FakeWorker
 
 redis_url = url_of_each_server
 
 
+def submission(queue: str, **options: Any) -> Submission:
+    """Return a new job with these options."""
+    request = codec.build_request(options)
+    payload = codec.encode_request(request, 1024)
+    return Submission(JobId.new(queue), request, payload, result_ttl_s=60, event_ttl_s=0, partitions=0)
+
+
 async def test_the_same_submit_sent_twice_puts_one_job_into_the_queue(redis_url: str, queue: str) -> None:
     async with FakeWorker(redis_url, queue) as worker:
-        request = codec.build_request({"prompt": "hello"})
-        payload = codec.encode_request(request, 1024)
-        job_id = JobId.new(queue)
+        job = submission(queue, prompt="hello")
+        job_id = str(job.job_id)
         for _ in range(2):
-            outcome = await JobScripts(worker.redis, worker.keys).submit(job_id, request, payload, result_ttl_s=60)
-            assert outcome == Submitted(str(job_id), existing=False)
-        assert await worker.redis.xlen(worker.keys.of_job(str(job_id)).interactive) == 1
+            outcome = await JobScripts(worker.redis, worker.keys).submit(job)
+            assert outcome == Submitted(job_id, existing=False)
+        assert await worker.redis.xlen(worker.keys.of_job(job_id).interactive) == 1
 
 
 async def test_fifty_submits_with_one_idempotency_key_make_one_job(redis_url: str, queue: str) -> None:
@@ -92,11 +95,8 @@ async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(red
         await worker.redis.hset(worker.keys.config(queue, 0), "max_queue", "5")
 
         async def submit(number: int) -> object:
-            request = codec.build_request({"prompt": "x", "priority": ("bulk", "interactive")[number % 2]})
-            payload = codec.encode_request(request, 1024)
-            return await JobScripts(worker.redis, worker.keys).submit(
-                JobId.new(queue), request, payload, result_ttl_s=60
-            )
+            job = submission(queue, prompt="x", priority=("bulk", "interactive")[number % 2])
+            return await JobScripts(worker.redis, worker.keys).submit(job)
 
         outcomes = await asyncio.gather(*(submit(number) for number in range(40)))
         assert sum(isinstance(outcome, Submitted) for outcome in outcomes) == 5

@@ -26,7 +26,7 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
-from llamaq.common.protocol.script_types import JobFlush
+from llamaq.common.protocol.script_types import JobFlush, Submission
 from llamaq.common.redis.client import retry_until_deadline
 from llamaq.common.redis.connect import MAX_CONNECTIONS, connect, make_connection, robust_connection
 from llamaq.worker.broker.worker_scripts import WorkerScripts
@@ -196,7 +196,9 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
         with pytest.raises(RedisConnectionError, match="refuses to write"):
             await scripts.flush("me", [flush], 1000, renew=False)
         with pytest.raises(RedisConnectionError, match="refuses to write"):
-            await JobScripts(redis, Keys()).submit(JobId.new("q"), JobRequest(prompt="x"), b"", result_ttl_s=1)
+            await JobScripts(redis, Keys()).submit(
+                Submission(JobId.new("q"), JobRequest(prompt="x"), b"", result_ttl_s=1, event_ttl_s=0, partitions=0)
+            )
         await redis.replicaof("NO", "ONE")
         assert (await scripts.flush("me", [flush], 1000, renew=False))[0].stored == 1
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -30,7 +31,7 @@ def late_checks_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checks_of(client: AsyncClient) -> AbandonedJobs:
-    return AbandonedJobs(client.redis, client.keys, client.queue, 1, disconnect_s=DISCONNECT_S)
+    return AbandonedJobs(worker_queue(client), disconnect_s=DISCONNECT_S, may_have_jobs=lambda _: True)
 
 
 async def watched(client: AsyncClient) -> dict[str, float]:
@@ -168,7 +169,8 @@ async def test_ids_of_no_jobs_and_damaged_jobs_do_not_keep_the_check_from_the_jo
         garbage: dict[Any, float] = {b"\xff" + bytes([number]): 1.0 for number in range(MAX_CHECKS)} | {damaged: 1.0}
         await client.redis.zadd(client.keys.watched(queue, 0), garbage)
         job = await client.submit("hi", cancel_on_disconnect=True)
-        task = asyncio.create_task(AbandonedJobs(client.redis, client.keys, queue, 1, disconnect_s=0.001).run())
+        checks = AbandonedJobs(worker_queue(client), disconnect_s=0.001, may_have_jobs=lambda _: True)
+        task = asyncio.create_task(checks.run())
         while (await job.status()).state is not JobState.FINISHED:
             assert not task.done()
             await asyncio.sleep(0.01)

@@ -19,6 +19,7 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.dead_letters import DeadLetters
 from llamaq.worker.broker.job_streams import JobStreams
+from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 
 
@@ -129,7 +130,7 @@ async def test_the_jobs_of_one_priority_are_started_although_the_read_of_the_nex
 
     monkeypatch.setattr(ClaimScripts, "read", read_interactive)
     redis = connect(redis_url, name="test")
-    streams = JobStreams(redis, Keys(), queue=queue, partitions=2, claimant=Claimant("w1", LEASE_MS))
+    streams = JobStreams(WorkerQueue(redis, Keys(), queue, 2), Claimant("w1", LEASE_MS))
     await streams.open()
     async with AsyncClient(redis_url, queue, partitions=2) as client:
         jobs = [await client.submit("hello", idempotency_key=str(number)) for number in range(4)]

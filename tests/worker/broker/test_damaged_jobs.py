@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 from tests.support.event_loop_gaps import check_gaps
+from tests.support.job_claims import claims_of
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol import codec
@@ -16,13 +17,14 @@ from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
+from llamaq.common.protocol.script_types import Claimant
 from llamaq.producer import AsyncClient, AsyncJob, ErrorCode, JobFailed, JobState
-from llamaq.producer.testing import FakeAttempt, FakeWorker
-from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.published_output import PAGE_EVENTS, read_published
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
 Damage = Callable[[Any, JobKeys], Awaitable[object]]
+HEIR = Claimant("heir", LEASE_MS)
 
 
 async def delete_events(redis: Any, keys: JobKeys) -> None:
@@ -48,25 +50,6 @@ async def delete_fields(redis: Any, keys: JobKeys) -> None:
 
 async def overwrite_priority(redis: Any, keys: JobKeys) -> None:
     await redis.hset(keys.job, "priority", "urgent")
-
-
-def claims_of(worker: FakeWorker, name: str, ended: list[EndedJob] | None = None) -> JobClaims:
-    """Return the claims of a worker. The jobs that end there are appended to `ended`."""
-
-    def record(job: EndedJob) -> None:
-        if ended is not None:
-            ended.append(job)
-
-    return JobClaims(
-        worker.redis,
-        worker.keys,
-        queue=worker.queue,
-        partitions=1,
-        worker_id=name,
-        lease_s=10,
-        max_crashes=3,
-        on_finished=record,
-    )
 
 
 @asynccontextmanager
@@ -97,7 +80,7 @@ async def test_a_job_with_damaged_data_fails_once_and_is_a_dead_letter(
             await pubsub.subscribe(keys.channel)
             await pubsub.get_message(timeout=5)
             for _ in range(2):
-                assert await claims_of(worker, "heir", ended).claim_job(attempt.claim) is None
+                assert await claims_of(worker, HEIR, ended=ended).claim_job(attempt.claim) is None
             await worker.redis.publish(keys.channel, codec.encode_tokens(0, [], 0, ""))
             messages = [await pubsub.get_message(timeout=5) for _ in range(2)]
         published = [codec.decode_event(message["data"]).type for message in messages if message]
@@ -137,7 +120,7 @@ async def test_the_stats_of_a_damaged_job_can_be_stored(redis_url: str, queue: s
     async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
         ended: list[EndedJob] = []
         await client.redis.hset(client.keys.of_job(job.id).job, mapping=fields)
-        assert await claims_of(worker, "heir", ended).claim_job(attempt.claim) is None
+        assert await claims_of(worker, HEIR, ended=ended).claim_job(attempt.claim) is None
         (end,) = ended
         recent = RecentJob(job_id=job.id, error_code=end.error_code, stats=end.stats)
         await worker_scripts(worker).add_stats(queue, [recent])
@@ -149,7 +132,7 @@ async def test_the_stats_of_a_damaged_job_can_be_stored(redis_url: str, queue: s
 async def test_a_job_whose_events_were_damaged_can_be_retried(redis_url: str, queue: str) -> None:
     async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
         await delete_events(client.redis, client.keys.of_job(job.id))
-        assert await claims_of(worker, "heir").claim_job(attempt.claim) is None
+        assert await claims_of(worker, HEIR).claim_job(attempt.claim) is None
         retried = await client.retry_dead_letter(job.id)
         await (await worker.start_next()).answer(["fine"])
         assert (await client.job(retried.id).result()).text == "fine"
@@ -157,7 +140,7 @@ async def test_a_job_whose_events_were_damaged_can_be_retried(redis_url: str, qu
 
 async def test_a_worker_that_lost_the_job_cannot_fail_it(redis_url: str, queue: str) -> None:
     async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
-        claimed = await claims_of(worker, "heir").claim_job(attempt.claim)
+        claimed = await claims_of(worker, HEIR).claim_job(attempt.claim)
         assert claimed is not None
         assert claimed.published.tokens == (0, 1, 2)
         error = Failed(code=ErrorCode.DAMAGED, message="late")
@@ -185,7 +168,7 @@ async def test_stored_tokens_are_read_back_over_several_pages(redis_url: str, qu
                 )
             pipe.hset(client.keys.of_job(job.id).job, "generated", n_tokens)
             await pipe.execute()
-        claimed = await claims_of(worker, "heir").claim_job(attempt.claim)
+        claimed = await claims_of(worker, HEIR).claim_job(attempt.claim)
         assert claimed is not None
         assert claimed.published.tokens == tuple(range(n_tokens))
         assert claimed.published.logprobs == tuple(map(of, range(n_tokens)))

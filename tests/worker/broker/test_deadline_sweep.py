@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -20,6 +21,7 @@ from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 
 def ignore(partition: int, due: DueJobs, waited_s: float) -> None:
@@ -28,7 +30,7 @@ def ignore(partition: int, due: DueJobs, waited_s: float) -> None:
 
 async def sweep_until_due(worker: FakeWorker) -> None:
     """Sweep until a job is due."""
-    sweep = DeadlineSweep(worker.redis, worker.keys, worker.queue, 1, on_reply=ignore)
+    sweep = DeadlineSweep(worker_queue(worker), on_reply=ignore)
     while not await sweep.handle_due(0):  # noqa: ASYNC110  # the clock of Redis decides
         await asyncio.sleep(0.01)
 
@@ -111,7 +113,7 @@ async def test_the_sweep_ends_the_due_jobs_of_all_partitions_and_drops_ids_that_
         redis: Redis = worker.redis
         await redis.zadd(client.keys.deadlines(queue, 0), {"nonsense": 1, str(JobId.new(queue)): 1})
         jobs: list[AsyncJob] = [await client.submit("late", queue_timeout_s=0.01) for _ in range(9)]
-        task = asyncio.create_task(DeadlineSweep(redis, client.keys, queue, 3, on_reply=ignore).run())
+        task = asyncio.create_task(DeadlineSweep(WorkerQueue(redis, client.keys, queue, 3), on_reply=ignore).run())
         for job in jobs:
             assert (await job.result(timeout=10)).finish_reason is FinishReason.DEADLINE
         while await deadlines(client):  # noqa: ASYNC110  # the sweep empties it
@@ -130,7 +132,7 @@ async def test_ids_that_another_client_wrote_do_not_keep_the_sweep_from_the_jobs
             await redis.zadd(key, garbage)
         late = await client.submit("late", queue_timeout_s=0.01)
         delayed = await client.submit("delayed", delay_s=0.01)
-        task = asyncio.create_task(DeadlineSweep(redis, client.keys, queue, 1, on_reply=ignore).run())
+        task = asyncio.create_task(DeadlineSweep(WorkerQueue(redis, client.keys, queue, 1), on_reply=ignore).run())
         assert (await late.result(timeout=30)).finish_reason is FinishReason.DEADLINE
         while await redis.zcard(client.keys.later(queue, 0)):  # the sweep empties it
             assert not task.done()

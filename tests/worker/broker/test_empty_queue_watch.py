@@ -6,18 +6,22 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 
+from llamaq.common.protocol.keys import Keys
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.empty_queue_watch import EmptyQueueWatch
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 SOON_S = 30.0
 
 
 def watch(client: AsyncClient, empty_s: float = SOON_S) -> EmptyQueueWatch:
-    return EmptyQueueWatch(client.redis, client.keys, client.queue, 1, empty_s, on_empty=lambda: None)
+    return EmptyQueueWatch(worker_queue(client), empty_s, on_empty=lambda: None)
 
 
 async def test_a_waiting_and_a_running_job_keep_a_queue_from_being_empty(redis_url: str, queue: str) -> None:
@@ -58,8 +62,8 @@ async def test_the_queue_must_be_empty_at_every_look_for_the_whole_time() -> Non
                 raise answer
             return answer
 
-    none: object = None
-    scripted = Scripted(none, none, "q", 1, 0.15, on_empty=lambda: ended.append(n_looks))  # type: ignore[arg-type]
+    unused = WorkerQueue(Redis(), Keys(), "q", 1)
+    scripted = Scripted(unused, 0.15, on_empty=lambda: ended.append(n_looks))
     await asyncio.wait_for(scripted.run(), timeout=60)
     assert len(ended) == 1
     assert ended[0] > 5  # neither the looks before the job nor those before the outage count

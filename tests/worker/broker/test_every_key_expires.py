@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.job_claims import claims_of
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.errors import LlamaqError
@@ -22,7 +23,7 @@ from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_types import DueJobs, JobEntry, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
-from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
+from llamaq.worker.broker.job_claims import ClaimedJob
 from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 
 PERMANENT = frozenset({"config", "sweep", "metrics", "dead", "stats", "jobs:interactive", "jobs:bulk"})
@@ -48,13 +49,7 @@ class History:
         self.scripts = JobScripts(client.redis, client.keys)
         self.upkeep = UpkeepScripts(client.redis, client.keys, client.queue)
         self.streams = [client.keys.jobs(client.queue, 0, priority) for priority in Priority]
-        self.claims = {
-            worker.name: JobClaims(
-                worker.redis, worker.keys, queue=client.queue, partitions=1, worker_id=worker.name, lease_s=10,
-                max_crashes=2,
-            )
-            for worker in workers
-        }  # fmt: skip
+        self.claims = {worker.name: claims_of(worker, max_crashes=2) for worker in workers}
 
     async def run(self, n_calls: int) -> None:
         often = [self.submit, self.claim, self.emit]
@@ -188,7 +183,7 @@ class History:
         await end_expired(redis, self.scripts, keys, queue, 0, due.expired)
 
     async def end_abandoned(self) -> None:
-        await self.scripts.end_abandoned(self.client.queue, 0, disconnect_s=0, max_late_s=1000, count=100)
+        await self.upkeep.end_abandoned(0, disconnect_s=0, max_late_s=1000, count=100)
 
     async def release(self) -> None:
         await self.upkeep.release_worker(0, self.random.choice(self.workers).name)

@@ -19,13 +19,15 @@ from llamaq.common.redis.connect import connect
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient
 from llamaq.worker.broker.heartbeat import Heartbeat
+from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.engine_loop.shared_state import SharedState
 
 
 def heartbeat_of(redis: Any, queue: str) -> Heartbeat:
     """Return the heartbeat of a worker that has the name of its queue."""
     card, shared = make_card(queue, queue), SharedState()
-    return Heartbeat(redis, Keys(), card, b"vocabulary", idle_tick_loop(shared), shared, partitions=1, every_s=1.0)
+    served = WorkerQueue(redis, Keys(), queue, 1)
+    return Heartbeat(served, card, b"vocabulary", idle_tick_loop(shared), shared, every_s=1.0)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from llamaq.common.redis.connect import connect
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer.testing import FakeClaimScripts
 from llamaq.worker.broker.job_streams import JobStreams
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
 
@@ -26,7 +27,7 @@ INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
 @asynccontextmanager
 async def opened(redis_url: str, queue: str, partitions: int) -> AsyncIterator[tuple[Redis, JobStreams]]:
     redis = connect(redis_url, name="test-streams")
-    streams = JobStreams(redis, Keys(), queue=queue, partitions=partitions, claimant=Claimant("w1", 60_000))
+    streams = JobStreams(WorkerQueue(redis, Keys(), queue, partitions), Claimant("w1", 60_000))
     await streams.open()
     try:
         yield redis, streams

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from tests.support.job_claims import worker_queue
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
@@ -24,7 +25,7 @@ def ignore(partition: int, due: DueJobs, waited_s: float) -> None:
 
 
 async def sweep(worker: FakeWorker) -> int:
-    return await DeadlineSweep(worker.redis, worker.keys, worker.queue, 1, on_reply=ignore).handle_due(0)
+    return await DeadlineSweep(worker_queue(worker), on_reply=ignore).handle_due(0)
 
 
 async def sweep_until_due(worker: FakeWorker) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import NoPermissionError, ResponseError
+from tests.support.job_claims import claims_of, worker_queue
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol import codec
@@ -20,7 +21,6 @@ from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.command_inbox import CommandInbox
-from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_streams import JobStreams
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
@@ -56,9 +56,7 @@ async def test_a_job_that_may_not_be_claimed_is_no_dead_letter(server: str) -> N
         job = await client.submit("hello")
         await allow(client, "-hincrby")
         async with FakeWorker(url_of_worker(server), "default") as worker:
-            claims = JobClaims(
-                worker.redis, worker.keys, queue="default", partitions=1, worker_id="w", lease_s=10, max_crashes=3
-            )
+            claims = claims_of(worker)
             claim = await claim_of(worker)
             with pytest.raises(ResponseError, match=REFUSAL):
                 await claims.claim_job(claim)
@@ -122,9 +120,7 @@ async def test_the_end_of_a_wait_is_not_stored_without_an_expiry(server: str) ->
     async with AsyncClient(server) as client:
         await allow(client, *NO_EXPIRY)
         async with FakeWorker(url_of_worker(server), "default") as limited:
-            streams = JobStreams(
-                limited.redis, limited.keys, queue="default", partitions=1, claimant=Claimant("w1", 60_000)
-            )
+            streams = JobStreams(worker_queue(limited), Claimant("w1", 60_000))
             await streams.open()
             await streams.end_wait()
         assert [key async for key in client.redis.scan_iter("*:wake:*")] == []

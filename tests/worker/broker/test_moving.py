@@ -10,7 +10,6 @@ import pytest
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
-from llamaq.common.protocol import claim_scripts
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_types import JobEntry, StreamEntries
@@ -18,6 +17,7 @@ from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
+from llamaq.worker.broker import worker_scripts as worker_scripts_module
 
 MAX_QUESTION_MS = 100
 """The times in these tests differ by more than this from the times after which a job may move."""
@@ -26,7 +26,7 @@ MAX_QUESTION_MS = 100
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time that a job stays with its first worker, and the time between two searches."""
-    monkeypatch.setattr(claim_scripts, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(worker_scripts_module, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
 
 
@@ -68,7 +68,7 @@ async def may_move(worker: FakeWorker, claim: JobEntry, waited_s: float, *, to: 
         asked_ms = await server_time_ms(worker.redis)
         claimed_ms = int(asked_ms - waited_s * 1000)
         await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "claimed_ms", claimed_ms)
-        found = bool(await worker.claim_scripts.movable_jobs(queue, 0, to, 10, max_crashes=3))
+        found = bool(await worker_scripts(worker).movable_jobs(queue, 0, to, 10, max_crashes=3))
         if await server_time_ms(worker.redis) - asked_ms < MAX_QUESTION_MS:
             return found
 
@@ -111,7 +111,7 @@ async def test_a_damaged_job_does_not_keep_others_from_moving(redis_url: str, qu
             await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS, at_risk=False)
             await client.redis.hset(client.keys.of_job(job.id).job, "claimed_ms", 1)
         await client.redis.hset(client.keys.of_job(damaged.id).job, field, "x")
-        found = await worker.claim_scripts.movable_jobs(queue, 0, "another", 10, max_crashes=3)
+        found = await worker_scripts(worker).movable_jobs(queue, 0, "another", 10, max_crashes=3)
         assert other.id in {one.job_id for one in found}
 
 
@@ -128,7 +128,7 @@ async def test_an_entry_that_names_no_job_does_not_move_and_other_jobs_do(redis_
         await redis.xadd(claim.stream, {"id": b"\xff"})
         await redis.xreadgroup(GROUP, "waiting", {claim.stream: ">"})
         assert await may_move(worker, claim, 10)
-        (found,) = await worker.claim_scripts.movable_jobs(queue, 0, "another", 10, max_crashes=3)
+        (found,) = await worker_scripts(worker).movable_jobs(queue, 0, "another", 10, max_crashes=3)
         assert (found.job_id, found.from_attempt) == (claim.job_id, 1)
 
 

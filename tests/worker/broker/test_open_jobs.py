@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_other_model import model
 
@@ -20,20 +21,22 @@ from llamaq.worker.broker.abandoned_jobs import AbandonedJobs
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.open_jobs import OpenJobs
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
+from llamaq.worker.broker.worker_scripts import WorkerScripts
 
 
 def test_a_queue_may_have_open_jobs_until_each_partition_was_empty_and_again_after_a_new_job() -> None:
     jobs = OpenJobs(2)
     assert jobs.may_exist()
     jobs.note(0, 0)
-    assert (jobs.may_exist(), jobs.may_exist(0), jobs.may_exist(1)) == (True, False, True)
+    assert (jobs.may_exist(), jobs.may_exist_in(0), jobs.may_exist_in(1)) == (True, False, True)
     jobs.note(1, 0)
     assert not jobs.may_exist()
     jobs.note(0, 3)
-    assert (jobs.may_exist(), jobs.may_exist(0), jobs.may_exist(1)) == (True, True, False)
+    assert (jobs.may_exist(), jobs.may_exist_in(0), jobs.may_exist_in(1)) == (True, True, False)
     jobs.note(0, 0)
     jobs.forget()
-    assert (jobs.may_exist(), jobs.may_exist(0), jobs.may_exist(1)) == (True, True, True)
+    assert (jobs.may_exist(), jobs.may_exist_in(0), jobs.may_exist_in(1)) == (True, True, True)
 
 
 async def test_a_search_for_deadlines_counts_the_jobs_that_have_not_ended(redis_url: str, queue: str) -> None:
@@ -96,19 +99,19 @@ async def searching(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(scripts, name, recorded)
 
     count(ClaimScripts, "reclaim")
-    count(ClaimScripts, "movable_jobs")
-    count(JobScripts, "end_abandoned")
+    count(WorkerScripts, "movable_jobs")
+    count(UpkeepScripts, "end_abandoned")
     async with (
         AsyncClient(redis_url, queue) as client,
         FakeWorker(redis_url, queue) as worker,
         model(worker, "any") as claims,
     ):
-        place = (client.redis, client.keys, client.queue, 1)
+        served = worker_queue(worker)
         yield Searches(
             client,
             claims,
-            DeadlineSweep(*place, on_reply=claims.observe),
-            AbandonedJobs(*place, disconnect_s=5, may_have_jobs=claims.may_have_jobs),
+            DeadlineSweep(served, on_reply=claims.observe),
+            AbandonedJobs(served, disconnect_s=5, may_have_jobs=claims.may_have_jobs),
             counted,
         )
 

@@ -7,30 +7,21 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.support.job_claims import claims_of
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER
 
 from llamaq.common.errors import JobFailed
-from llamaq.common.protocol.script_types import JobEntry
+from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.producer import AsyncClient, AsyncJob
-from llamaq.producer.testing import FakeAttempt, FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 
 
 @asynccontextmanager
 async def model(worker: FakeWorker, name: str, *, restart: bool = False) -> AsyncIterator[JobClaims]:
     """Yield the claims of a worker with this model."""
-    job_claims = JobClaims(
-        worker.redis,
-        worker.keys,
-        queue=worker.queue,
-        partitions=1,
-        worker_id=worker.name,
-        lease_s=60,
-        max_crashes=3,
-        model=name,
-        restart_other_model=restart,
-    )
+    job_claims = claims_of(worker, Claimant(worker.name, LEASE_MS, name, restart))
     await job_claims.open()
     try:
         yield job_claims

@@ -8,11 +8,11 @@ import pytest
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import until, until_true, working
 
-from llamaq.common.protocol import claim_scripts
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob, QueueDraining, QueueMode
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
+from llamaq.worker.broker import worker_scripts as worker_scripts_module
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 NOW_MS = 2**52
@@ -21,7 +21,7 @@ NOW_MS = 2**52
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time between two searches of a worker."""
-    monkeypatch.setattr(claim_scripts, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(worker_scripts_module, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
 
 

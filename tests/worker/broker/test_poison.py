@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.job_claims import claims_of
 from tests.support.started_jobs import field, start
 from tests.support.worker_scripts import worker_scripts
 
@@ -17,7 +18,7 @@ from llamaq.common.protocol.attempt_scripts import DEAD_TTL_S
 from llamaq.common.protocol.job_events import Finished, Started
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import CrashVerdict, JobEntry, TerminalWrite
+from llamaq.common.protocol.script_types import Claimant, CrashVerdict, JobEntry, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
@@ -62,20 +63,7 @@ async def crashes(job: AsyncJob) -> int:
 
 
 async def open_job_claims(worker: FakeWorker, ended: list[EndedJob] | None = None) -> JobClaims:
-    def record(job: EndedJob) -> None:
-        if ended is not None:
-            ended.append(job)
-
-    job_claims = JobClaims(
-        worker.redis,
-        worker.keys,
-        queue=worker.queue,
-        partitions=1,
-        worker_id="successor",
-        lease_s=LEASE_S,
-        max_crashes=3,
-        on_finished=record,
-    )
+    job_claims = claims_of(worker, Claimant("successor", LEASE_MS), ended=ended)
     await job_claims.open()
     return job_claims
 

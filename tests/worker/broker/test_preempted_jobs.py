@@ -12,7 +12,6 @@ from tests.support.outbox_rig import OutboxRig, working
 from tests.worker.broker.test_suspects import until, until_true
 from tests.worker.broker.test_suspects import working as full_worker
 
-from llamaq.common.protocol import claim_scripts
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import Priority
@@ -24,6 +23,7 @@ from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.streaming.job_state import RUNNING_GRACE_MS
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
+from llamaq.worker.broker import worker_scripts as worker_scripts_module
 from llamaq.worker.core.job import Job, PreparedJob
 from llamaq.worker.core.outputs import JobEnded, NewToken, SlotAcquired, SlotLost
 from llamaq.worker.engine_loop.output_mailbox import Message
@@ -149,7 +149,7 @@ async def test_the_worker_ends_a_preempted_job_at_its_deadline_and_another_clien
 async def test_a_preempted_job_continues_in_a_worker_with_a_free_slot(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_scripts, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(worker_scripts_module, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(intake_module, "SEARCH_EVERY_S", 0.05)
     async with AsyncClient(redis_url, queue) as client, full_worker(redis_url, queue, n_slots=1) as busy:
         job = await client.submit("bulk", priority="bulk")

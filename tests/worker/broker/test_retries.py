@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_later import counts, ignore, make_due, sweep_until_due
 from tests.worker.broker.test_suspects import BytePreparer, until, working
@@ -31,7 +32,7 @@ BROKEN = JobRejected(ErrorCode.DECODE_FAILED, "no room")
 @asynccontextmanager
 async def sweeping(client: AsyncClient) -> AsyncIterator[None]:
     """Let jobs begin to wait when they are due, as every worker does."""
-    task = asyncio.create_task(DeadlineSweep(client.redis, client.keys, client.queue, 1, on_reply=ignore).run())
+    task = asyncio.create_task(DeadlineSweep(worker_queue(client), on_reply=ignore).run())
     yield
     await cancel_tasks(task)
 

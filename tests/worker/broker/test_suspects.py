@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.job_claims import claims_of
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -19,7 +20,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.script_types import Attempt
+from llamaq.common.protocol.script_types import Attempt, Claimant
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
@@ -101,10 +102,7 @@ async def working(
     async with FakeWorker(redis_url, queue, name=name) as connection:
         await connection.announce()
         worker = FakeEngineWorker(name, outbox=None, outputs=OutputMailbox(), n_slots=n_slots or capacity)  # type: ignore[arg-type]  # set below, because intake and outbox refer to each other
-        job_claims = JobClaims(
-            connection.redis, connection.keys,
-            queue=queue, partitions=1, worker_id=name, lease_s=LEASE_S, max_crashes=2,
-        )  # fmt: skip
+        job_claims = claims_of(connection, Claimant(name, int(LEASE_S * 1000)), max_crashes=2)
         worker.outbox = outbox = Outbox(
             WorkerScripts(connection.redis, connection.keys),
             name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,

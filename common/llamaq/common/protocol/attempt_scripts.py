@@ -20,11 +20,10 @@ from llamaq.common.protocol.script_types import (
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# Approximate number of dead letters that are stored in each partition.
 MAX_DEAD = 1000
-
-# A dead job is stored for at least this time, so that an operator can examine and retry it.
+"""Approximate number of dead letters that are stored in each partition."""
 DEAD_TTL_S = 7 * 24 * 3600
+"""A dead job is stored for at least this time, so that an operator can examine and retry it."""
 
 
 def _finish_outcome(reply: Any) -> FinishReply | ResponseError:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import GROUP, JobId, Keys
+from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
     MAX_JOBS_IN_CALL,
@@ -28,13 +27,6 @@ from llamaq.common.redis.write_refusals import DamagedJobKey
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
-
-# How long a job that waits in a worker stays there although another worker has a free slot, and the upper bound of this
-# time. The time is multiplied by the `move_factor` of the job (see _lib.lua).
-MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
-
-# Upper bound on the waiting entries of one stream that are examined for a worker with a free slot.
-MAX_WAITING_EXAMINED = 100
 
 
 def _claim_outcome(reply: list[Any]) -> ClaimOutcome:
@@ -96,8 +88,8 @@ class ClaimScripts:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
-        self._read, self._reclaim, self._movable, self._claim = (
-            redis.register_script(source(name)) for name in ("read", "reclaim", "movable", "claim")
+        self._read, self._reclaim, self._claim = (
+            redis.register_script(source(name)) for name in ("read", "reclaim", "claim")
         )
 
     async def read(
@@ -154,33 +146,6 @@ class ClaimScripts:
         reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, trusted_until_ms])
         return [_entry(entry) for entry in reply]
 
-    async def movable_jobs(
-        self, queue: str, partition: int, worker: str, count: int, *, max_crashes: int
-    ) -> list[JobEntry]:
-        """Return the entries of jobs that wait for a slot in other workers, with the numbers of their attempts.
-
-        An entry that another client of Redis wrote may name no job of the partition. It is left out: when its lease has
-        expired, the worker that reclaims it makes a dead letter of it.
-
-        Args:
-            queue: Name of the queue.
-            partition: The partition.
-            worker: Id of the worker that has a free slot.
-            count: Number of jobs to return at most.
-            max_crashes: A job fails after this many crashes. Jobs that are one crash away from this limit are not
-                returned.
-        """
-        times_ms = [int(MOVE_AFTER_S * 1000), int(MAX_MOVE_AFTER_S * 1000)]
-        reply = await self._movable(
-            keys=[self._keys.jobs(queue, partition, priority) for priority in Priority],
-            args=[GROUP, worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
-        )
-        return [
-            JobEntry(str(job_id), stream.decode(), entry.decode(), int(attempt))
-            for stream, entry, stored, attempt in reply
-            if (job_id := JobId.find(stored, queue, partition)) is not None
-        ]
-
     async def claim_jobs(
         self, entries: Sequence[JobEntry], claimant: Claimant, *, at_risk: bool = True
     ) -> list[ClaimOutcome]:
@@ -193,8 +158,8 @@ class ClaimScripts:
 
         Returns:
             For each of the first entries, in the same order, the attempt, or a code if the job was not claimed, or the
-            error of Redis. There are fewer outcomes than entries if there are many entries,
-            or if their requests are large. The other jobs are unchanged: call again for them.
+            error of Redis. There are fewer outcomes than entries if there are many entries, or if their requests are
+            large. The other jobs are unchanged: call again for them.
         """
         some = entries[:MAX_JOBS_IN_CALL]
         keys: list[str] = []

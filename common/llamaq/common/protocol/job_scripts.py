@@ -9,8 +9,8 @@ from redis.exceptions import RedisError
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.embedding_task import JobKind
-from llamaq.common.protocol.job_request import JobRequest, Priority
-from llamaq.common.protocol.keys import GROUP, JobId, Keys
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import (
     CancelCode,
@@ -59,58 +59,27 @@ class JobScripts:
         self._submit, self._cancel, self._set_priority, self._position = (
             redis.register_script(source(name)) for name in ("submit", "cancel", "set_priority", "position")
         )
-        self._due, self._expire, self._abandoned, self._purge_dead_letter = (
-            redis.register_script(source(name)) for name in ("due", "expire", "abandoned", "purge_dead_letter")
+        self._due, self._expire, self._purge_dead_letter = (
+            redis.register_script(source(name)) for name in ("due", "expire", "purge_dead_letter")
         )
 
-    async def submit(
-        self,
-        job_id: JobId,
-        request: JobRequest,
-        payload: bytes,
-        *,
-        result_ttl_s: float,
-        event_ttl_s: float = 0.0,
-        partitions: int = 0,
-    ) -> SubmitReply:
-        """Put a job into its queue.
+    async def submit(self, submission: Submission) -> SubmitReply:
+        """Put a job into its queue."""
+        return _submit_reply(await self._send_submit(submission))
 
-        Args:
-            job_id: Id of the new job.
-            request: The request.
-            payload: The same request, encoded.
-            result_ttl_s: How long Redis stores the result after the end of the job, in seconds.
-            event_ttl_s: How long Redis stores the events after the end of the job, in seconds. 0: they are deleted at
-                the end. The result is complete without them.
-            partitions: Number of partitions of the queue, which the script compares with that of the workers. 0: not
-                known.
-        """
-        one = Submission(job_id, request, payload)
-        return _submit_reply(await self._send_submit(one, result_ttl_s, event_ttl_s, partitions))
-
-    async def submit_many(
-        self, submissions: Sequence[Submission], *, result_ttl_s: float, event_ttl_s: float, partitions: int
-    ) -> list[SubmitReply | RedisError]:
-        """Put several jobs into their queues, in one round trip. The arguments are those of `submit`.
+    async def submit_many(self, submissions: Sequence[Submission]) -> list[SubmitReply | RedisError]:
+        """Put several jobs into their queues, in one round trip.
 
         Returns:
             The reply to each job, in order, or the error of Redis.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
             for one in submissions:
-                await self._send_submit(one, result_ttl_s, event_ttl_s, partitions, client=pipe)
+                await self._send_submit(one, client=pipe)
             replies: list[Any] = await pipe.execute(raise_on_error=False)
         return [reply if isinstance(reply, RedisError) else _submit_reply(reply) for reply in replies]
 
-    async def _send_submit(
-        self,
-        submission: Submission,
-        result_ttl_s: float,
-        event_ttl_s: float,
-        partitions: int,
-        *,
-        client: Redis | None = None,
-    ) -> Any:
+    async def _send_submit(self, submission: Submission, *, client: Redis | None = None) -> Any:
         """Call `submit.lua`. With a pipeline as `client`, the call is only added to the pipeline."""
         job_id, request = submission.job_id, submission.request
         key = request.idempotency_key
@@ -129,14 +98,14 @@ class JobScripts:
                 submission.payload,
                 request.priority.value,
                 GROUP,
-                max(1, int(result_ttl_s * 1000)),
+                max(1, int(submission.result_ttl_s * 1000)),
                 "" if key is None else codec.digest_of(request),
                 _limit_ms(request.queue_timeout_s),
                 codec.encode_returned(request),
-                int(event_ttl_s * 1000),
+                int(submission.event_ttl_s * 1000),
                 _limit_ms(request.deadline_s),
                 _limit_ms(request.timeout_s),
-                partitions,
+                submission.partitions,
                 _limit_ms(request.delay_s),
                 _limit_ms(request.run_at),
                 request.retries,
@@ -188,28 +157,6 @@ class JobScripts:
         )
         code: ExpireCode = reply.decode()
         return code
-
-    async def end_abandoned(
-        self, queue: str, partition: int, *, disconnect_s: float, max_late_s: float, count: int
-    ) -> int:
-        """Cancel waiting jobs with `cancel_on_disconnect` that have had no subscriber for `disconnect_s` seconds.
-
-        Args:
-            queue: Name of the queue.
-            partition: The partition.
-            disconnect_s: The time in seconds.
-            max_late_s: If the check of a job is later than this, the time begins again.
-            count: Number of jobs to check at most.
-
-        Returns:
-            The number of jobs that were due for a check, at most `count`.
-        """
-        streams = [self._keys.jobs(queue, partition, priority) for priority in (Priority.INTERACTIVE, Priority.BULK)]
-        reply = await self._abandoned(
-            keys=[self._keys.watched(queue, partition), *streams],
-            args=[GROUP, int(disconnect_s * 1000), int(max_late_s * 1000), count],
-        )
-        return int(reply)
 
     async def purge(self, queue: str, partition: int, entry: str, job_id: str | None) -> bool:
         """Delete a dead letter.

@@ -56,16 +56,16 @@ from typing import Self
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import JOB_ID_PATTERN, Priority
 
-# The consumer group of every job stream.
 GROUP = "workers"
+"""The consumer group of every job stream."""
 
 _JOB_ID = re.compile(JOB_ID_PATTERN)
 # The ids of a batch and of the files that it writes contain the same hexadecimal digits. So their keys have the same
 # hash tag, and one script can use them all.
 _BATCH_ID = re.compile(r"batch_([0-9a-f]{32})")
 _FILE_ID = re.compile(r"file-([0-9a-f]{32})((?:-output|-errors)?)")
-# A job stream without the key prefix.
 _JOB_STREAM = re.compile(rf"\{{([A-Za-z0-9_\-]{{1,64}}):([0-9]{{1,4}})\}}:jobs:(?:{'|'.join(Priority)})")
+"""A job stream without the key prefix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import re
 from functools import cache
 from importlib.resources import files
 
-# The files of this package with the shared functions. Each file uses only functions of the files before it.
 SHARED = ("_metrics", "_turns", "_lib", "_claim")
+"""The files of this package with the shared functions. Each file uses only functions of the files before it."""
 _DEFINITION = re.compile(
     r"^local (?:function (?P<name>\w+)\(.*?^end$|(?P<constant>\w+) = .*?(?=^local|^--|^$|\Z))", re.MULTILINE | re.DOTALL
 )

@@ -17,8 +17,8 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import JobId, priority_of
 
-# Upper bound on the jobs that one call of a script claims or ends. Meanwhile Redis executes nothing else.
 MAX_JOBS_IN_CALL = 64
+"""Upper bound on the jobs that one call of a script claims or ends. Meanwhile Redis executes nothing else."""
 
 ClaimCode = Literal["gone", "done", "ended", "stale", "paused", "left"]
 """Why a job was not claimed; claim.lua explains the values."""
@@ -111,11 +111,18 @@ class Submission:
         job_id: Id of the new job.
         request: The request.
         payload: The same request, encoded.
+        result_ttl_s: How long Redis stores the result after the end of the job, in seconds.
+        event_ttl_s: How long Redis stores the events after the end of the job, in seconds. 0: they are deleted at the
+            end. The result is complete without them.
+        partitions: Number of partitions of the queue, which the script compares with that of the workers. 0: not known.
     """
 
     job_id: JobId
     request: JobRequest
     payload: bytes
+    result_ttl_s: float
+    event_ttl_s: float
+    partitions: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot
 from llamaq.common.protocol.wire_model import WireModel
 
-# A plain name without dots and slashes: it becomes the name of a file.
 SLOT_FILE_NAME_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
+"""A plain name without dots and slashes: it becomes the name of a file."""
 COMMAND_ID_PATTERN = r"^[0-9a-f]{32}$"
 
 

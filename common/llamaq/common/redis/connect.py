@@ -24,23 +24,22 @@ from llamaq.common.redis.url import Topology, read_url
 
 C = TypeVar("C", bound=AbstractConnection)
 
-# How long a command is retried, in seconds: a restarted server may answer again by then.
 RETRY_S = 1.0
-# How long a command is retried with Sentinels and clusters, in seconds. A failover takes longer than a restart.
+"""How long a command is retried, in seconds: a restarted server may answer again by then."""
 FAILOVER_S = 15.0
+"""How long a command is retried with Sentinels and clusters, in seconds. A failover takes longer than a restart."""
 CONNECT_TIMEOUT_S = 5.0
-# Longer than every blocking command of llamaq. Shorter than a lease: if the server does not answer on a connection, a
-# worker can still renew its leases over another connection in time.
 SOCKET_TIMEOUT_S = 5.0
-# A connection that was idle for longer is tested with PING before it is used.
+"""Longer than every blocking command of llamaq. Shorter than a lease: if the server does not answer on a connection, a
+worker can still renew its leases over another connection in time."""
 HEALTH_CHECK_S = 10
-# Upper bound for one client and server. Further commands wait for a free connection. Redis executes one command after
-# another, so more connections are not faster.
+"""A connection that was idle for longer is tested with PING before it is used."""
 MAX_CONNECTIONS = 32
-
-# Errors of a server that is not the master, or will soon not be the master. After an error inside a script, the code is
-# in the middle of the text.
+"""Upper bound for one client and server. Further commands wait for a free connection. Redis executes one command after
+another, so more connections are not faster."""
 NOT_THE_MASTER = ("READONLY", "MASTERDOWN", "NOREPLICAS")
+"""Errors of a server that is not the master, or will soon not be the master. After an error inside a script, the code
+is in the middle of the text."""
 
 
 def connect(url: str, *, name: str, failover_s: float = FAILOVER_S) -> Redis:

@@ -18,9 +18,9 @@ _JOB_KEY_ERRORS = (
     "WRONGTYPE", "not an integer", "not a valid float", "would overflow", "attempt to ", "bad argument",
     "arguments must be strings or integers", "Bad data format", "Missing bytes", "is damaged",
 )  # fmt: skip
-# An error inside a script contains the error code of Redis. Outside scripts redis-py removes most codes and raises
-# special classes instead.
 _WRITE_REFUSED = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "LOADING", "NOPERM")
+"""Error codes of Redis, which are in the text of an error inside a script. Outside scripts, redis-py removes most codes
+and raises special classes instead."""
 _WRITE_REFUSED_CLASSES = (
     ReadOnlyError, ClusterDownError, AskError, TryAgainError, NoPermissionError, BusyLoadingError
 )  # fmt: skip

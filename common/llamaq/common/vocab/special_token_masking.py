@@ -17,9 +17,9 @@ from llamaq.common.protocol.answer_tags import MISTRAL_THINK_CLOSE, MISTRAL_THIN
 from llamaq.common.protocol.chat import Message, arguments_as_object
 from llamaq.common.protocol.wire_model import MAX_JSON_DEPTH
 
-# The tags that chat templates look for in the assistant's earlier messages, to leave out its reasoning. None of them
-# begins or ends a message.
 REASONING_TAGS = (THINK_OPEN, THINK_CLOSE, MISTRAL_THINK_OPEN, MISTRAL_THINK_CLOSE)
+"""The tags that chat templates look for in the assistant's earlier messages, to leave out its reasoning. None of them
+begins or ends a message."""
 
 
 class Span(NamedTuple):

@@ -16,9 +16,9 @@ PIECE_BYTES = 256
 """Initial size of the buffer for the bytes of a token. Few tokens are longer."""
 MAX_CACHED_PIECES = 16_384
 """Number of tokens whose bytes are cached, in 2 MB. Most texts consist of fewer different tokens."""
-# llama.cpp matches the texts of these tokens only with `parse_special`. The texts of user-defined tokens (<think> of
-# Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+"""llama.cpp matches the texts of these tokens only with `parse_special`. The texts of user-defined tokens (<think> of
+Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them."""
 
 
 @dataclass(frozen=True, slots=True)

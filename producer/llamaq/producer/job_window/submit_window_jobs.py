@@ -14,7 +14,7 @@ from llamaq.common.protocol.script_types import Submission
 from llamaq.producer.job_window.window_job import WindowJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.retried_reads import is_temporary
-from llamaq.producer.submission import encode, new_job_id, with_default_tenant
+from llamaq.producer.submission import make_submission, new_job_id
 from llamaq.producer.submit_many import submit_each
 
 T = TypeVar("T")
@@ -74,15 +74,14 @@ async def _encode(
     """Return the requests with their submissions. A request that is too large fails."""
     encoded = []
     for job in jobs:
-        request = with_default_tenant(connection, job.submitted_request)
+        request = job.submitted_request
+        job_id = JobId.parse(job.job_id) if job.job_id else new_job_id(connection, request)
         try:
-            payload = await encode(connection, request)
+            encoded.append((job, await make_submission(connection, request, job_id)))
         except InvalidRequest as exc:
             submitted.failed.append((job, exc))
             continue
-        job_id = JobId.parse(job.job_id) if job.job_id else new_job_id(connection, request)
         job.job_id = str(job_id)
-        encoded.append((job, Submission(job_id, request, payload)))
     return encoded
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, JsonValue
 
@@ -98,87 +98,114 @@ async def read_jobs_of(
     connection: QueueConnection, queue: str, partitions: int, wanted: JobFilter, limit: int
 ) -> tuple[JobSummary, ...]:
     """Return the oldest `limit` jobs of the named queue that match the filter, oldest first."""
-    await handle_due(connection, queue, partitions)
-    now_ms = await server_time_ms(connection.redis)
+    search = await _JobSearch.begin(connection, queue, partitions, wanted)
     found: list[JobSummary] = []
     for partition in range(partitions):
         for priority in wanted.priorities:
-            of_stream: list[JobSummary] = []
-            async for page in _pages(connection, queue, partition, priority, wanted, now_ms):
-                of_stream += page
-                if len(of_stream) >= limit:
-                    break
-            found += of_stream[:limit]
+            found += await search.oldest(partition, priority, limit)
     return tuple(sorted(found, key=lambda job: job.submitted_ms)[:limit])
 
 
 async def purge(connection: QueueConnection, wanted: JobFilter, *, dry_run: bool) -> tuple[str, ...]:
     """Cancel the waiting jobs of the queue that match the filter, and return their ids. See `AsyncClient.purge`."""
     queue, partitions = connection.settings.queue, await connection.n_partitions()
-    await handle_due(connection, queue, partitions)
-    now_ms = await server_time_ms(connection.redis)
+    search = await _JobSearch.begin(connection, queue, partitions, wanted)
     purged: list[str] = []
     for partition in range(partitions):
         for priority in wanted.priorities:
-            async for page in _pages(connection, queue, partition, priority, wanted, now_ms):
+            async for page in search.pages(partition, priority):
                 ids = [job.job_id for job in page]
-                if not dry_run:
-                    codes = await asyncio.gather(*(connection.scripts.cancel(one, only_waiting=True) for one in ids))
-                    ids = [one for one, code in zip(ids, codes, strict=True) if code in ("cancelled", "requested")]
-                purged += ids
+                purged += ids if dry_run else await _cancel_waiting(connection, ids)
     return tuple(purged)
 
 
-async def _pages(
-    connection: QueueConnection, queue: str, partition: int, priority: Priority, wanted: JobFilter, now_ms: int
-) -> AsyncGenerator[list[JobSummary], None]:
-    """Yield the matching jobs of one priority in pages. Jobs submitted after `now_ms` are left out.
-
-    First come the jobs of the job stream, by the time of their entries. This is the time of the submit, or the time at
-    which a delayed job was due. Then come the jobs that are not due, in any order.
-    """
-    stream = connection.keys.jobs(queue, partition, priority)
-    first = "-"
-    while True:
-        entries: Any = await connection.redis.xrange(stream, min=first, max=str(now_ms), count=PAGE)
-        if not entries:
-            break
-        yield await _read_page(connection, queue, priority, wanted, now_ms, entries)
-        first = f"({entries[-1][0].decode()}"
-    later, cursor = connection.keys.later(queue, partition), -1
-    page: Any
-    while cursor:
-        cursor, page = await connection.redis.zscan(later, max(cursor, 0), count=PAGE)
-        if page:
-            of_jobs = [(None, {b"id": job_id}) for job_id, _ in page]
-            yield await _read_page(connection, queue, priority, wanted, now_ms, of_jobs)
+async def _cancel_waiting(connection: QueueConnection, job_ids: Sequence[str]) -> list[str]:
+    """Cancel those of these jobs that still wait, and return their ids."""
+    codes = await asyncio.gather(*(connection.scripts.cancel(job_id, only_waiting=True) for job_id in job_ids))
+    return [job_id for job_id, code in zip(job_ids, codes, strict=True) if code in ("cancelled", "requested")]
 
 
-async def _read_page(
-    connection: QueueConnection,
-    queue: str,
-    priority: Priority,
-    wanted: JobFilter,
-    now_ms: int,
-    entries: Sequence[tuple[bytes | None, Mapping[bytes, bytes]]],
-) -> list[JobSummary]:
-    """Return the jobs of these entries that match the filter. Entries that are not jobs are left out.
+class _JobSearch:
+    """A search for the jobs of one queue that match a filter. Jobs submitted after its beginning are left out."""
 
-    The id of an entry is None for a job that is not due.
-    """
-    ids = {job_id: entry for entry, fields in entries if (job_id := _job_id(queue, fields)) is not None}
-    async with connection.redis.pipeline(transaction=False) as pipe:
-        for job_id in ids:
-            pipe.hmget(connection.keys.of_job(job_id).job, *_FIELDS)
-        hashes: Any = await pipe.execute(raise_on_error=False) if ids else []
-    jobs = []
-    for (job_id, entry), values in zip(ids.items(), hashes, strict=True):
-        if isinstance(values, Exception) or values[0] not in _LISTED or values[1] != entry:
-            continue  # the job ended meanwhile, or other data replaced it
-        if entry is not None or values[-1] == priority.value.encode():
-            jobs.append(_summary(job_id, priority, values, now_ms))
-    jobs = list(filter(wanted.matches, jobs))
-    return await _with_metadata(connection, jobs, wanted) if wanted.metadata else jobs
+    def __init__(self, connection: QueueConnection, queue: str, wanted: JobFilter, begun_ms: int) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._wanted = wanted
+        self._begun_ms = begun_ms
+        """The time of the server at the beginning."""
+
+    @classmethod
+    async def begin(cls, connection: QueueConnection, queue: str, partitions: int, wanted: JobFilter) -> Self:
+        """Begin a search. First the jobs end that have reached a deadline."""
+        await handle_due(connection, queue, partitions)
+        return cls(connection, queue, wanted, await server_time_ms(connection.redis))
+
+    async def oldest(self, partition: int, priority: Priority, limit: int) -> list[JobSummary]:
+        """Return the first `limit` jobs of `pages`."""
+        found: list[JobSummary] = []
+        async for page in self.pages(partition, priority):
+            found += page
+            if len(found) >= limit:
+                break
+        return found[:limit]
+
+    async def pages(self, partition: int, priority: Priority) -> AsyncGenerator[list[JobSummary], None]:
+        """Yield the matching jobs of one priority in pages.
+
+        First come the jobs of the job stream, by the time of their entries. This is the time of the submit, or the time
+        at which a delayed job was due. Then come the jobs that are not due, in any order.
+        """
+        redis, keys = self._connection.redis, self._connection.keys
+        stream, first = keys.jobs(self._queue, partition, priority), "-"
+        while True:
+            entries: Any = await redis.xrange(stream, min=first, max=str(self._begun_ms), count=PAGE)
+            if not entries:
+                break
+            yield await self._read_page(priority, entries)
+            first = f"({entries[-1][0].decode()}"
+        later, cursor = keys.later(self._queue, partition), -1
+        page: Any
+        while cursor:
+            cursor, page = await redis.zscan(later, max(cursor, 0), count=PAGE)
+            if page:
+                yield await self._read_page(priority, [(None, {b"id": job_id}) for job_id, _ in page])
+
+    async def _read_page(
+        self, priority: Priority, entries: Sequence[tuple[bytes | None, Mapping[bytes, bytes]]]
+    ) -> list[JobSummary]:
+        """Return the jobs of these entries that match the filter. Entries that are not jobs are left out.
+
+        The id of an entry is None for a job that is not due.
+        """
+        redis, keys, wanted = self._connection.redis, self._connection.keys, self._wanted
+        ids = {job_id: entry for entry, fields in entries if (job_id := _job_id(self._queue, fields)) is not None}
+        async with redis.pipeline(transaction=False) as pipe:
+            for job_id in ids:
+                pipe.hmget(keys.of_job(job_id).job, *_FIELDS)
+            hashes: Any = await pipe.execute(raise_on_error=False) if ids else []
+        jobs = []
+        for (job_id, entry), values in zip(ids.items(), hashes, strict=True):
+            if isinstance(values, Exception) or values[0] not in _LISTED or values[1] != entry:
+                continue  # the job ended meanwhile, or other data replaced it
+            if entry is not None or values[-1] == priority.value.encode():
+                jobs.append(_summary(job_id, priority, values, self._begun_ms))
+        jobs = list(filter(wanted.matches, jobs))
+        return await self._with_metadata(jobs) if wanted.metadata else jobs
+
+    async def _with_metadata(self, jobs: Sequence[JobSummary]) -> list[JobSummary]:
+        """Return the jobs whose requests have the metadata of the filter."""
+        redis, keys, wanted = self._connection.redis, self._connection.keys, self._wanted
+        matching: list[JobSummary] = []
+        for start in range(0, len(jobs), REQUESTS_AT_ONCE):
+            some = jobs[start : start + REQUESTS_AT_ONCE]
+            async with redis.pipeline(transaction=False) as pipe:
+                for job in some:
+                    pipe.hget(keys.of_job(job.job_id).job, "request")
+                payloads: Any = await pipe.execute()
+            pairs = zip(some, payloads, strict=True)
+            matching += [job for job, data in pairs if data is not None and wanted.matches_metadata(_metadata(data))]
+        return matching
 
 
 def _job_id(queue: str, fields: Mapping[bytes, bytes]) -> str | None:
@@ -216,22 +243,6 @@ def _number(text: str) -> int | None:
         return int(text)
     except ValueError:
         return None
-
-
-async def _with_metadata(
-    connection: QueueConnection, jobs: Sequence[JobSummary], wanted: JobFilter
-) -> list[JobSummary]:
-    """Return the jobs whose requests have the metadata of the filter."""
-    matching: list[JobSummary] = []
-    for start in range(0, len(jobs), REQUESTS_AT_ONCE):
-        some = jobs[start : start + REQUESTS_AT_ONCE]
-        async with connection.redis.pipeline(transaction=False) as pipe:
-            for job in some:
-                pipe.hget(connection.keys.of_job(job.job_id).job, "request")
-            payloads: Any = await pipe.execute()
-        pairs = zip(some, payloads, strict=True)
-        matching += [job for job, data in pairs if data is not None and wanted.matches_metadata(_metadata(data))]
-    return matching
 
 
 def _metadata(request: bytes) -> Mapping[str, JsonValue]:

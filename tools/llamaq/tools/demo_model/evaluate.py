@@ -216,11 +216,11 @@ def decode_alone(runner: LlamaRunner, prompt: Sequence[int], forced: Sequence[in
     """Return the logits before each of the `forced` tokens. The prompt is decoded in chunks of `chunk` tokens."""
     runner.clear()
     for start in range(0, len(prompt), chunk):
-        (rows,) = runner.decode([(0, prompt[start : start + chunk])])
-    out = [rows[-1]]
+        (row,) = runner.decode([(0, prompt[start : start + chunk])])
+    out = [row]
     for token in forced[:-1]:
-        (rows,) = runner.decode([(0, [token])])
-        out.append(rows[-1])
+        (row,) = runner.decode([(0, [token])])
+        out.append(row)
     return np.stack(out)
 
 
@@ -234,7 +234,7 @@ def decode_together(
         runner.decode([(index, tokens[place : place + 1]) for index, tokens in enumerate(forced)])
         for place in range(NOISE_TOKENS - 1)
     ]
-    return [np.concatenate([step[index] for step in steps]) for index in range(len(prompts))]
+    return [np.stack([step[index] for step in steps]) for index in range(len(prompts))]
 
 
 def compare(alone: Sequence[Logits], other: Sequence[Logits]) -> Noise:
@@ -259,13 +259,13 @@ def measure_noise(runner: LlamaRunner) -> dict[str, Noise]:
     forced, alone = [], []
     for prompt in prompts:
         runner.clear()
-        (rows,) = runner.decode([(0, prompt)])
+        (row,) = runner.decode([(0, prompt)])
         tokens: list[int] = []
         seen: list[Logits] = []
         while len(tokens) < NOISE_TOKENS:
-            seen.append(rows[-1])
-            tokens.append(int(rows[-1].argmax()))
-            (rows,) = runner.decode([(0, [tokens[-1]])])
+            seen.append(row)
+            tokens.append(int(row.argmax()))
+            (row,) = runner.decode([(0, [tokens[-1]])])
         forced.append(tokens)
         alone.append(np.stack(seen))
     chunked = [decode_alone(runner, p, f, CHUNK_TOKENS) for p, f in zip(prompts, forced, strict=True)]

@@ -1,5 +1,4 @@
-"""Runs llama.cpp for measurements: the logits of every position of one sequence, decoded in chunks, or of several
-sequences, decoded in one batch.
+"""Runs llama.cpp for measurements: decodes one sequence, or several in one batch, and returns their logits.
 
 It does not use the worker: the measurements must not depend on code that is tested with the model.
 """
@@ -30,14 +29,8 @@ _DISCARD_LOG: Final = llama_cpp.llama_log_callback(lambda *_: None)
 class LlamaRunner:
     """A model and one context of `SEQUENCES` sequences that share a pool of cells."""
 
-    def __init__(self, path: Path, threads: int = 1) -> None:
-        """Load the model. `load_s` is the time that model and context took, in seconds.
-
-        Args:
-            path: GGUF file.
-            threads: Threads of llama.cpp. More than one gains little with such a small model, and with other load on
-                the machine it makes llama.cpp slower.
-        """
+    def __init__(self, path: Path) -> None:
+        """Load the GGUF file `path`. `load_s` is the time that model and context took, in seconds."""
         llama_cpp.llama_log_set(_DISCARD_LOG, None)
         llama_cpp.llama_backend_init()
         started_s = time.perf_counter()
@@ -51,7 +44,7 @@ class LlamaRunner:
         params.n_ubatch = 512
         params.n_seq_max = SEQUENCES
         params.kv_unified = True
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads = params.n_threads_batch = 1  # more gain little with such a small model
         self.context: Any = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise ValueError(f"llama.cpp cannot make a context for {path}")
@@ -108,15 +101,14 @@ class LlamaRunner:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         self._lengths = [0] * SEQUENCES
 
-    def decode(self, parts: Sequence[tuple[int, Sequence[int]]], *, every: bool = False) -> list[Logits]:
+    def decode(self, parts: Sequence[tuple[int, Sequence[int]]]) -> Logits:
         """Decode several sequences in one batch.
 
         Args:
             parts: Pairs of a sequence and the tokens to append to it.
-            every: Whether to return the logits of every token. By default, only the last token of each part has logits.
 
         Returns:
-            For each part, an array of logits of shape (rows, vocabulary). It has one row for each token with logits.
+            The logits of the last token of each part: an array of shape (parts, vocabulary).
         """
         index = 0
         for sequence, tokens in parts:
@@ -125,16 +117,14 @@ class LlamaRunner:
                 self._batch.pos[index] = self._lengths[sequence] + place
                 self._batch.n_seq_id[index] = 1
                 self._batch.seq_id[index][0] = sequence
-                self._batch.logits[index] = every or place == len(tokens) - 1
+                self._batch.logits[index] = place == len(tokens) - 1
                 index += 1
             self._lengths[sequence] += len(tokens)
         self._batch.n_tokens = index
         if status := llama_cpp.llama_decode(self.context, self._batch):
             raise ValueError(f"llama_decode returned {status}")
-        rows = [len(tokens) if every else 1 for _, tokens in parts]
         pointer = llama_cpp.llama_get_logits(self.context)
-        values = np.ctypeslib.as_array(pointer, shape=(sum(rows), self.vocabulary_size)).copy()
-        return np.split(values, np.cumsum(rows)[:-1])
+        return np.ctypeslib.as_array(pointer, shape=(len(parts), self.vocabulary_size)).copy()
 
     def greedy(
         self, ids: Sequence[int], max_tokens: int, on_logits: Callable[[Logits], None] | None = None
@@ -150,15 +140,14 @@ class LlamaRunner:
             The tokens, and whether the generation ended with an end token.
         """
         self.clear()
-        (rows,) = self.decode([(0, ids)])
+        (row,) = self.decode([(0, ids)])
         out: list[int] = []
         while len(out) < max_tokens:
-            row = rows[-1]
             if on_logits is not None:
                 on_logits(row)
             token = int(row.argmax())
             if self.is_end(token):
                 return out, True
             out.append(token)
-            (rows,) = self.decode([(0, [token])])
+            (row,) = self.decode([(0, [token])])
         return out, False

@@ -46,19 +46,18 @@ class World:
     plot: int
 
 
-def draw_hero(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> tuple[str, str]:
-    """Draw a kind and a name that fit together and that `split` allows. A given `kind` or `name` is not drawn.
+def draw_hero(rng: random.Random, split: Split, kind: str | None = None) -> tuple[str, str]:
+    """Draw a kind and a name that fit together and that `split` allows. A given `kind` is not drawn.
 
     Raises:
         ValueError: No such hero was found.
     """
     for _ in range(HERO_DRAWS):
         drawn_kind = kind or skewed(rng, word_lists.KINDS, "kind", preference=HERO_PREFERENCE)
-        names = word_lists.names_of(drawn_kind)
-        drawn_name = name or skewed(rng, names, "name", drawn_kind, preference=HERO_PREFERENCE)
-        if drawn_name in names and allowed(split, drawn_kind, drawn_name):
-            return drawn_kind, drawn_name
-    raise ValueError(f"no hero for kind={kind} name={name} in split {split.value}")
+        name = skewed(rng, word_lists.names_of(drawn_kind), "name", drawn_kind, preference=HERO_PREFERENCE)
+        if allowed(split, drawn_kind, name):
+            return drawn_kind, name
+    raise ValueError(f"no hero for kind={kind} in split {split.value}")
 
 
 def draw_world(rng: random.Random, kind: str, name: str) -> World:
@@ -112,10 +111,9 @@ def write_story(rng: random.Random, world: World) -> str:
     return " ".join(sentences).format(**values)
 
 
-def draw_story(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> str:
+def draw_story(rng: random.Random, split: Split) -> str:
     """Draw a story about a hero that `split` allows."""
-    hero = draw_hero(rng, split, kind, name)
-    return write_story(rng, draw_world(rng, *hero))
+    return write_story(rng, draw_world(rng, *draw_hero(rng, split)))
 
 
 def story_document(split: Split, seed: int | str) -> Document:

@@ -1,9 +1,8 @@
 """Trains the demo model: `python -m llamaq.tools.demo_model.train --out build/demo_model`.
 
 The same seed gives the same texts and the same initial weights. Training ends after `--tokens` or after `--minutes`,
-whichever is reached first. Row lengths, mixtures and learning rate depend on the progress:
-the share of the tokens or the share of the minutes, whichever is larger. `--resume`
-continues from the last checkpoint.
+whichever is reached first. Row lengths, mixtures and learning rate depend on the progress: the share of the tokens or
+the share of the minutes, whichever is larger. `--resume` continues from the last checkpoint.
 """
 
 from __future__ import annotations

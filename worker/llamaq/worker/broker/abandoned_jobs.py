@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from redis.asyncio import Redis
-
-from llamaq.common.protocol.job_scripts import JobScripts
-from llamaq.common.protocol.keys import Keys
 from llamaq.worker.broker.partition_searches import search_partitions
+from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 EVERY_S = 0.5
 """Time between two searches for jobs that are due for a check. All workers of a queue search."""
@@ -28,35 +26,22 @@ class AbandonedJobs:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(
-        self,
-        redis: Redis,
-        keys: Keys,
-        queue: str,
-        partitions: int,
-        *,
-        disconnect_s: float,
-        may_have_jobs: Callable[[int], bool] = lambda _: True,
-    ) -> None:
+    def __init__(self, queue: WorkerQueue, *, disconnect_s: float, may_have_jobs: Callable[[int], bool]) -> None:
         """Create the object.
 
         Args:
-            redis: The Redis client.
-            keys: The names of the keys.
             queue: The queue.
-            partitions: The number of partitions of the queue.
             disconnect_s: Time without a subscriber after which a job is cancelled, in seconds.
             may_have_jobs: Returns whether a partition may have jobs. Others are not searched.
         """
-        self._scripts = JobScripts(redis, keys)
         self._queue = queue
-        self._partitions = range(partitions)
+        self._scripts = UpkeepScripts(queue.redis, queue.keys, queue.name)
         self._disconnect_s = disconnect_s
         self._may_have_jobs = may_have_jobs
 
     async def run(self) -> None:
         """Check jobs until cancelled. A partition that does not answer delays no other partition."""
-        await search_partitions(self._partitions, self.check, every_s=EVERY_S, full=MAX_CHECKS)
+        await search_partitions(self._queue.partitions, self.check, every_s=EVERY_S, full=MAX_CHECKS)
 
     async def check(self, partition: int) -> int:
         """Check the jobs of one partition that are due. Returns their number, at most `MAX_CHECKS`.
@@ -67,8 +52,8 @@ class AbandonedJobs:
         if not self._may_have_jobs(partition):
             return 0
         return await self._scripts.end_abandoned(
-            self._queue, partition, disconnect_s=self._disconnect_s, max_late_s=MAX_LATE_S, count=MAX_CHECKS
+            partition, disconnect_s=self._disconnect_s, max_late_s=MAX_LATE_S, count=MAX_CHECKS
         )
 
     def __repr__(self) -> str:
-        return f"<AbandonedJobs {self._queue!r} partitions={len(self._partitions)}>"
+        return f"<AbandonedJobs of {self._queue!r}>"

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 from pydantic import JsonValue
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ErrorCode, ProtocolError
@@ -16,9 +15,10 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_scripts import MAX_DEAD
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.output_params import MAX_GENERATED_TOKENS, MAX_SEED
 from llamaq.common.protocol.script_types import JobEntry
+from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
@@ -32,39 +32,29 @@ class DeadLetters:
     """The dead letters of one queue.
 
     Args:
-        redis: The Redis client.
-        keys: The names of the keys.
+        queue: The queue.
         scripts: The scripts that end jobs.
-        queue: The name of the queue.
         worker_id: The id of this worker.
         on_finished: Called for each job that ended here.
     """
 
     def __init__(
-        self,
-        redis: Redis,
-        keys: Keys,
-        scripts: WorkerScripts,
-        *,
-        queue: str,
-        worker_id: str,
-        on_finished: Callable[[EndedJob], None] | None,
+        self, queue: WorkerQueue, scripts: WorkerScripts, worker_id: str, on_finished: Callable[[EndedJob], None]
     ) -> None:
-        self._redis = redis
-        self._keys = keys
-        self._scripts = scripts
         self._queue = queue
+        self._scripts = scripts
         self._worker_id = worker_id
         self._on_finished = on_finished
 
     async def bury_entry(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
         """Move an unusable entry from its job stream to the dead letters."""
-        partition = int(stream.partition("}")[0].rpartition(":")[2])
+        queue = self._queue
+        dead_letters = queue.keys.dead(queue.name, queue.partition_of(stream))
         log.warning("entry.dead_lettered stream=%s entry=%s reason=%s", stream, entry_id, reason)
         content = repr(fields)[:MAX_DEAD_BYTES]
         letter: dict[Any, Any] = {"stream": stream, "entry": entry_id, "reason": reason, "held": content}
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xadd(self._keys.dead(self._queue, partition), letter, maxlen=MAX_DEAD)
+        async with queue.redis.pipeline(transaction=True) as pipe:
+            pipe.xadd(dead_letters, letter, maxlen=MAX_DEAD)
             pipe.xack(stream, GROUP, entry_id)
             pipe.xdel(stream, entry_id)
             await pipe.execute()
@@ -78,13 +68,11 @@ class DeadLetters:
 
     async def report_end(self, job_id: str, code: ErrorCode) -> None:
         """Report a job that became a dead letter here. Parts of the job that cannot be read are left out."""
-        if self._on_finished is None:
-            return
         stats = JobStats(worker=self._worker_id)
         metadata: dict[str, JsonValue] = {}
         with suppress(ResponseError, ProtocolError, ValueError, TypeError):
             fields: Any = ["generated", "returned"]
-            stored: Any = await self._redis.hmget(self._keys.of_job(job_id).job, fields)
+            stored: Any = await self._queue.redis.hmget(self._queue.keys.of_job(job_id).job, fields)
             generated, returned = stored
             generated_tokens = _stored_number(generated or 0, MAX_GENERATED_TOKENS)
             stats = stats.model_copy(update={"generated_tokens": generated_tokens})

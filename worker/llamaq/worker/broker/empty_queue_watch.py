@@ -6,12 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.redis.server_state import server_time_ms
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +26,15 @@ class EmptyQueueWatch:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(
-        self, redis: Redis, keys: Keys, queue: str, partitions: int, empty_s: float, *, on_empty: Callable[[], None]
-    ) -> None:
+    def __init__(self, queue: WorkerQueue, empty_s: float, *, on_empty: Callable[[], None]) -> None:
         """Create the watch.
 
         Args:
-            redis: The Redis client.
-            keys: The names of the keys.
             queue: The queue to watch.
-            partitions: The number of partitions of the queue.
             empty_s: Seconds for which the queue must be empty.
             on_empty: Called once, when the queue has been empty for `empty_s` seconds.
         """
-        self._redis = redis
-        self._keys = keys
         self._queue = queue
-        self._partitions = partitions
         self._empty_s = empty_s
         self._on_empty = on_empty
 
@@ -65,7 +56,7 @@ class EmptyQueueWatch:
                 empty_since_s = None
             elif empty_since_s is None:
                 empty_since_s = now_s()
-        log.info("worker.queue_empty queue=%s empty_s=%g", self._queue, self._empty_s)
+        log.info("worker.queue_empty queue=%s empty_s=%g", self._queue.name, self._empty_s)
         self._on_empty()
 
     async def is_empty(self) -> bool:
@@ -74,15 +65,16 @@ class EmptyQueueWatch:
         Raises:
             RedisError: A partition did not answer.
         """
-        depth = await queue_depth(self._redis, self._keys, self._queue, self._partitions)
+        queue = self._queue
+        depth = await queue_depth(queue.redis, queue.keys, queue.name, queue.n_partitions)
         if depth.waiting or depth.running:
             return False
         if not depth.delayed:
             return True
-        until_ms = await server_time_ms(self._redis) + int(self._empty_s * 1000)
-        keys = [self._keys.later(self._queue, partition) for partition in range(self._partitions)]
-        due = [await self._redis.zcount(key, "-inf", until_ms) for key in keys]
+        until_ms = await server_time_ms(queue.redis) + int(self._empty_s * 1000)
+        keys = [queue.keys.later(queue.name, partition) for partition in queue.partitions]
+        due = [await queue.redis.zcount(key, "-inf", until_ms) for key in keys]
         return not any(due)
 
     def __repr__(self) -> str:
-        return f"<EmptyQueueWatch {self._queue!r} empty_s={self._empty_s:g}>"
+        return f"<EmptyQueueWatch of {self._queue!r} empty_s={self._empty_s:g}>"

@@ -10,17 +10,16 @@ import logging
 import zlib
 from contextlib import suppress
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.script_source import source
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.worker.broker.heartbeat_content import describe_worker
+from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 
@@ -46,37 +45,31 @@ class Heartbeat:
 
     def __init__(
         self,
-        redis: Redis,
-        keys: Keys,
+        queue: WorkerQueue,
         card: WorkerCard,
         vocab_blob: bytes,
         ticks: TickLoop,
         shared: SharedState,
         *,
-        partitions: int,
         every_s: float,
     ) -> None:
         """Create the heartbeat. `beat` publishes once, `run` publishes every `every_s` seconds.
 
         Args:
-            redis: The Redis client.
-            keys: The names of the keys.
+            queue: The queue of the worker.
             card: The id and the description of this worker.
             vocab_blob: The vocabulary of the model, uncompressed. In Redis it is stored compressed.
             ticks: The tick loop. Its slots, its KV cells and the age of its last tick are published.
             shared: The telemetry in it is published. The queue depth in it is updated.
-            partitions: The number of partitions of the queue.
             every_s: Seconds between two heartbeats.
         """
-        self._redis = redis
-        self._keys = keys
-        self._store_card = redis.register_script(source("store_card", __package__))
-        self._store_beat = redis.register_script(source("store_beat", __package__))
+        self._queue = queue
+        self._store_card = queue.redis.register_script(source("store_card", __package__))
+        self._store_beat = queue.redis.register_script(source("store_beat", __package__))
         self._card = card
         self._vocab_blob = vocab_blob
         self._ticks = ticks
         self._shared = shared
-        self._partitions = partitions
         self._every_s = every_s
 
     async def run(self) -> None:
@@ -97,27 +90,28 @@ class Heartbeat:
         Raises:
             RedisError: Redis is unreachable, or refused the write.
         """
-        now_ms = await server_time_ms(self._redis)
-        card, key = self._card, self._keys.worker(self._card.worker)
+        redis, keys, card = self._queue.redis, self._queue.keys, self._card
+        now_ms = await server_time_ms(redis)
         state = codec.encode_model(describe_worker(card, self._ticks, self._shared.telemetry, now_ms))
         ttl_ms = max(MIN_TTL_MS, int(self._every_s * 1000 * MAX_MISSED_BEATS))
-        async with self._redis.pipeline(transaction=False) as pipe:
-            await self._store_card(keys=[key], args=[state, ttl_ms], client=pipe)
-            await self._store_beat(keys=[self._keys.workers(card.queue)], args=[card.worker, now_ms], client=pipe)
-            await self._store_beat(keys=[self._keys.queues()], args=[card.queue, now_ms], client=pipe)
-            pipe.zremrangebyscore(self._keys.queues(), "-inf", now_ms - MAX_QUEUE_AGE_MS)
-            pipe.expire(self._keys.vocab(card.vocab_hash), VOCAB_TTL_S)
+        async with redis.pipeline(transaction=False) as pipe:
+            await self._store_card(keys=[keys.worker(card.worker)], args=[state, ttl_ms], client=pipe)
+            await self._store_beat(keys=[keys.workers(card.queue)], args=[card.worker, now_ms], client=pipe)
+            await self._store_beat(keys=[keys.queues()], args=[card.queue, now_ms], client=pipe)
+            pipe.zremrangebyscore(keys.queues(), "-inf", now_ms - MAX_QUEUE_AGE_MS)
+            pipe.expire(keys.vocab(card.vocab_hash), VOCAB_TTL_S)
             has_vocab = (await pipe.execute())[-1]
         if not has_vocab:
             blob = await asyncio.to_thread(zlib.compress, self._vocab_blob, 1)
-            await self._redis.set(self._keys.vocab(card.vocab_hash), blob, ex=VOCAB_TTL_S)
+            await redis.set(keys.vocab(card.vocab_hash), blob, ex=VOCAB_TTL_S)
         await self._read_depth()
 
     async def _read_depth(self) -> None:
         """Read the depth of the queue for the engine thread. If a partition does not answer, the last depth is kept."""
+        queue = self._queue
         with suppress(RedisError, TimeoutError):
             async with asyncio.timeout(DEPTH_TIMEOUT_S):
-                depth = await queue_depth(self._redis, self._keys, self._card.queue, self._partitions)
+                depth = await queue_depth(queue.redis, queue.keys, queue.name, queue.n_partitions)
                 self._shared.queue_depth.n_waiting = depth.waiting
 
     async def unregister(self) -> None:
@@ -126,8 +120,9 @@ class Heartbeat:
         Raises:
             RedisError: Redis is unreachable, or refused the write.
         """
-        await self._redis.zrem(self._keys.workers(self._card.queue), self._card.worker)
-        await self._redis.delete(self._keys.worker(self._card.worker))
+        redis, keys = self._queue.redis, self._queue.keys
+        await redis.zrem(keys.workers(self._card.queue), self._card.worker)
+        await redis.delete(keys.worker(self._card.worker))
 
     def __repr__(self) -> str:
         return f"<Heartbeat {self._card.worker} every {self._every_s:g} s>"

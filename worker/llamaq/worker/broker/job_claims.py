@@ -7,18 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.errors import ErrorCode, InvalidRequest
 from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import JobId, Keys
+from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import (
     Attempt,
     Claimant,
@@ -28,20 +24,17 @@ from llamaq.common.protocol.script_types import (
     Entry,
     JobEntry,
 )
-from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
+from llamaq.common.redis.write_refusals import is_job_key_error
+from llamaq.worker.broker.crash_check import CrashCheck
 from llamaq.worker.broker.dead_letters import DeadLetters
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.broker.published_output import NO_OUTPUT, read_published
+from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
 log = logging.getLogger(__name__)
-
-HEARTBEAT_TIMEOUT_S = 1.0
-"""How long a worker waits for the heartbeat of the last worker of a reclaimed job."""
-UNKNOWN_HEARTBEAT_MS = 2**53
-"""The time of a heartbeat that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,46 +74,28 @@ class JobClaims:
 
     def __init__(
         self,
-        redis: Redis,
-        keys: Keys,
+        queue: WorkerQueue,
+        claimant: Claimant,
         *,
-        queue: str,
-        partitions: int,
-        worker_id: str,
-        lease_s: float,
         max_crashes: int,
-        model: str = "",
-        restart_other_model: bool = False,
-        on_finished: Callable[[EndedJob], None] | None = None,
+        on_finished: Callable[[EndedJob], None],
     ) -> None:
         """Create the object. `open` must be called before any other method.
 
         Args:
-            redis: The Redis client.
-            keys: The names of the keys.
             queue: The queue to read.
-            partitions: The number of partitions of the queue.
-            worker_id: The id of this worker.
-            lease_s: Time after which a lease expires if it is not renewed, in seconds. Then the job may be reclaimed.
+            claimant: This worker. When its lease has expired without a renewal, the jobs may be reclaimed.
             max_crashes: A job fails after this many crashes in a row, if no token was stored between the crashes.
-            model: The fingerprint of this worker's model. Empty: not known.
-            restart_other_model: Whether a job that another model has begun starts again. Otherwise it is left to the
-                workers of that model.
             on_finished: Called for each job that ended here, because it was damaged or has crashed its workers.
         """
-        self._redis = redis
-        self._keys = keys
-        self._claim_scripts = ClaimScripts(redis, keys)
-        self._scripts = WorkerScripts(redis, keys)
         self._queue = queue
-        self._partitions = range(partitions)
-        self._claimant = Claimant(worker_id, int(lease_s * 1000), model, restart_other_model)
-        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, claimant=self._claimant)
-        self._worker_id = worker_id
+        self._claimant = claimant
         self._max_crashes = max_crashes
-        self._dead_letters = DeadLetters(
-            redis, keys, self._scripts, queue=queue, worker_id=worker_id, on_finished=on_finished
-        )
+        self._claim_scripts = ClaimScripts(queue.redis, queue.keys)
+        self._scripts = WorkerScripts(queue.redis, queue.keys)
+        self._streams = JobStreams(queue, claimant)
+        self._crash_check = CrashCheck(queue, self._scripts, claimant, max_crashes)
+        self._dead_letters = DeadLetters(queue, self._scripts, claimant.worker, on_finished)
 
     async def open(self) -> None:
         """Create the consumer groups."""
@@ -184,14 +159,14 @@ class JobClaims:
 
         async def find(partition: int) -> list[JobEntry]:
             try:
-                return await self._claim_scripts.movable_jobs(
-                    self._queue, partition, self._worker_id, count, max_crashes=self._max_crashes
+                return await self._scripts.movable_jobs(
+                    self._queue.name, partition, self._claimant.worker, count, max_crashes=self._max_crashes
                 )
             except RedisError as exc:  # on a cluster, the other partitions may answer
                 log.debug("jobs.not_searched partition=%d error=%s", partition, exc)
                 return []
 
-        found = await asyncio.gather(*map(find, self._partitions))
+        found = await asyncio.gather(*map(find, self._queue.partitions))
         return [one for jobs in found for one in jobs][:count]
 
     def observe(self, partition: int, due: DueJobs, waited_s: float) -> None:
@@ -204,7 +179,7 @@ class JobClaims:
 
     def may_have_jobs(self, partition: int) -> bool:
         """Return whether a partition may have jobs that have not ended."""
-        return self._streams.open_jobs.may_exist(partition)
+        return self._streams.open_jobs.may_exist_in(partition)
 
     async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[JobEntry]:
         """Take up to `count` entries that were requeued by their worker, or whose lease has expired."""
@@ -223,7 +198,7 @@ class JobClaims:
         for one in entries:
             try:
                 job_id = JobId.parse(one.fields.get(b"id", b"").decode("ascii", "replace"))
-                if job_id.queue != self._queue or not stream.startswith(self._stream_prefix(job_id)):
+                if (job_id.queue, job_id.partition) != (self._queue.name, self._queue.partition_of(stream)):
                     raise InvalidRequest(f"the job belongs to queue {job_id.queue!r}, partition {job_id.partition}")
             except InvalidRequest as exc:
                 try:
@@ -234,58 +209,16 @@ class JobClaims:
             accepted.append(JobEntry(str(job_id), stream, one.entry_id.decode()))
         return accepted
 
-    def _stream_prefix(self, job_id: JobId) -> str:
-        return self._keys.jobs(job_id.queue, job_id.partition, Priority.BULK).removesuffix(Priority.BULK.value)
-
     async def check_crash(self, entry: JobEntry) -> CrashVerdict:
-        """Check whether the last worker of a reclaimed job crashed, and count the crash (`check_crash.lua`).
-
-        A lease may also expire while its worker is alive, so the age of the worker's last heartbeat decides. A worker
-        renews its leases every third of `lease_s`. When the lease of a dead worker expires, the worker's last heartbeat
-        is therefore at least two thirds of `lease_s` old. A live worker sends a heartbeat every few seconds. A worker
-        whose last heartbeat is older than half of `lease_s` counts as crashed. If this worker is alive after all, its
-        next flush removes the crash from the count.
-
-        Returns:
-            `ok`: the job may be claimed. `suspect`: the job may be run while no other job runs here.
-            `dead`: the job has failed. `stale`: another worker has claimed the job.
-        """
-        try:
-            state: Any = await self._redis.hmget(self._keys.of_job(entry.job_id).job, ["at_risk", "worker"])
-            last_worker = state[1].decode() if state[1] and state[0] else ""
-            heartbeat_ms = await self._heartbeat_ms(last_worker) if last_worker else 0
-            verdict = await self._scripts.check_crash(
-                entry,
-                self._worker_id,
-                last_worker=last_worker,
-                heartbeat_ms=heartbeat_ms,
-                dead_after_s=self._claimant.lease_ms / 2000,
-                max_crashes=self._max_crashes,
-            )
-        except (ResponseError, ValueError) as exc:
-            if refuses_writes(exc):
-                raise
-            return "ok"  # the job key has another type: `claim_job` moves the entry to the dead letters
+        """Check whether the last worker of a reclaimed job crashed, and count the crash; see `CrashCheck.check`."""
+        verdict = await self._crash_check.check(entry)
         if verdict == "dead":
             await self._dead_letters.report_end(entry.job_id, ErrorCode.POISON)
         return verdict
 
-    async def _heartbeat_ms(self, worker: str) -> int:
-        """Return the time of a worker's last heartbeat; 0: it is not in the list of workers.
-
-        On a cluster, the list may be on a node that does not answer. The jobs of other nodes must still be claimed.
-        Then the worker counts as alive, because a death that is counted wrongly could end a job.
-        """
-        try:
-            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                time_ms = await self._redis.zscore(self._keys.workers(self._queue), worker) or 0.0
-        except (RedisConnectionError, RedisTimeoutError, TimeoutError):
-            return UNKNOWN_HEARTBEAT_MS
-        return int(min(max(time_ms, 0.0), UNKNOWN_HEARTBEAT_MS))  # another client may have written an infinite time
-
     async def requeue(self, entry: JobEntry) -> None:
         """Requeue a job that has not been claimed, so that another worker takes it at once."""
-        await self._scripts.requeue(entry, None, self._worker_id)
+        await self._scripts.requeue(entry, None, self._claimant.worker)
 
     async def claim_jobs(self, entries: Sequence[JobEntry], *, at_risk: bool = True) -> list[ClaimReply]:
         """Claim the jobs of entries of one partition, in one call.
@@ -318,7 +251,9 @@ class JobClaims:
         """
         entry, outcome = reply.entry, reply.outcome
         if isinstance(outcome, Attempt):
-            published = await read_published(self._redis, self._keys, entry.job_id) if outcome.generated else NO_OUTPUT
+            published = NO_OUTPUT
+            if outcome.generated:
+                published = await read_published(self._queue.redis, self._queue.keys, entry.job_id)
             if len(published.tokens) == outcome.generated:
                 return ClaimedJob(entry, outcome, published, _times(outcome, reply.claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published.tokens)}"
@@ -330,7 +265,8 @@ class JobClaims:
         elif outcome == "left":
             log.info("job.left id=%s: another model has begun it (--other-model)", entry.job_id)
         elif outcome == "gone":
-            await self._redis.unlink(self._keys.of_job(entry.job_id).events)  # no other call deletes these events
+            events = self._queue.keys.of_job(entry.job_id).events
+            await self._queue.redis.unlink(events)  # no other call deletes them
             await self._dead_letters.bury_entry(
                 entry.stream, entry.entry_id, {b"id": entry.job_id.encode()}, "the job does not exist"
             )

@@ -16,19 +16,19 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, DueJobs, Reader, StreamEntries
 from llamaq.common.redis.connect import is_cluster
 from llamaq.worker.broker.lease_guard import LeaseGuard
 from llamaq.worker.broker.open_jobs import OpenJobs
 from llamaq.worker.broker.partition_turns import PartitionTurns
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
 
@@ -59,35 +59,32 @@ class JobStreams:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, claimant: Claimant) -> None:
+    def __init__(self, queue: WorkerQueue, claimant: Claimant) -> None:
         """Create the object. `open` must be called before any other method.
 
         Args:
-            redis: The Redis client.
-            keys: The names of the keys.
             queue: The queue to read.
-            partitions: The number of partitions of the queue.
             claimant: The worker that reads and claims. Its lease is the lease of the entries.
         """
-        self._redis = redis
-        self._scripts = ClaimScripts(redis, keys)
+        self._queue = queue
+        self._redis = queue.redis
+        self._scripts = ClaimScripts(queue.redis, queue.keys)
         self._partitions = [
-            {priority: keys.jobs(queue, partition, priority) for priority in Priority}
-            for partition in range(partitions)
+            {priority: queue.job_stream(partition, priority) for priority in Priority} for partition in queue.partitions
         ]
         all_streams = [stream for streams in self._partitions for stream in streams.values()]
         self._reader = Reader(claimant, secrets.token_hex(8), dict.fromkeys(all_streams, 0))
-        self._wake = keys.wake(queue, 0, self._reader.token)
+        self._wake = queue.keys.wake(queue.name, 0, self._reader.token)
         """Key of a stream whose first entry ends the call of `wait_and_read`."""
-        self._guards = [LeaseGuard(claimant.lease_ms / 1000) for _ in range(partitions)]
-        self.open_jobs = OpenJobs(partitions)
+        self._guards = [LeaseGuard(claimant.lease_ms / 1000) for _ in queue.partitions]
+        self.open_jobs = OpenJobs(queue.n_partitions)
         """Which partitions may have jobs."""
-        self._is_scattered = partitions > 1 and is_cluster(redis)
-        self.can_wait_and_read = partitions == 1
+        self._is_scattered = queue.n_partitions > 1 and is_cluster(queue.redis)
+        self.can_wait_and_read = queue.n_partitions == 1
         """Whether `wait_and_read` may be called."""
         self._read_out: set[str] = set()
         """With one partition: the streams of which the last read took all new entries. Newer ones end the next wait."""
-        self._turns = PartitionTurns(redis, partitions)
+        self._turns = PartitionTurns(queue.redis, queue.n_partitions)
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that has ended a wait."""
         self._peeks: dict[tuple[int, tuple[Priority, ...]], asyncio.Task[Any]] = {}
@@ -102,7 +99,7 @@ class JobStreams:
         return self._read_out.issuperset(self._partitions[0][priority] for priority in priorities)
 
     def __repr__(self) -> str:
-        return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"
+        return f"<JobStreams of {self._queue!r} peeks={len(self._peeks)}>"
 
     async def open(self) -> None:
         """Create the consumer groups. On a cluster, a partition that does not answer is opened later.
@@ -116,14 +113,11 @@ class JobStreams:
             raise errors[0]
 
     async def _open_partition(self, bulk_stream: str) -> StreamEntries:
-        for stream in self._partitions[self._partition_of(bulk_stream)].values():
+        for stream in self._partitions[self._queue.partition_of(bulk_stream)].values():
             await self._create_group(stream)
             last: Any = await self._redis.xrevrange(stream, count=1)
             self._last_peeked[stream] = last[0][0] if last else b"0-0"
         return []
-
-    def _partition_of(self, stream: str) -> int:
-        return next(number for number, streams in enumerate(self._partitions) if stream in streams.values())
 
     async def _create_group(self, stream: str) -> None:
         self._last_peeked.pop(stream, None)
@@ -233,7 +227,7 @@ class JobStreams:
     def _skip_partition_of(self, stream: str) -> None:
         """On a cluster, do not read the partition of this stream until it answers again."""
         if self._is_scattered:
-            self._turns.leave_out(self._partition_of(stream), stream)
+            self._turns.leave_out(self._queue.partition_of(stream), stream)
 
     async def _read_group(self, streams: Sequence[str], count: int, total: int) -> Entries:
         return await self._received(streams, self._scripts.read(self._reader, streams, count, total))
@@ -336,7 +330,7 @@ class JobStreams:
 
         async def reclaim_from(stream: str, share: int) -> StreamEntries:
             lease_ms = self._reader.claimant.lease_ms
-            trusted_until_ms = self._guards[self._partition_of(stream)].trusted_until_ms()
+            trusted_until_ms = self._guards[self._queue.partition_of(stream)].trusted_until_ms()
             reading = self._scripts.reclaim(stream, share, lease_ms, trusted_until_ms=trusted_until_ms)
             return await self._with_groups([stream], reading)
 

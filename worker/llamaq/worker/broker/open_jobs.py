@@ -16,9 +16,9 @@ class OpenJobs:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, partitions: int) -> None:
+    def __init__(self, n_partitions: int) -> None:
         """Create the object. As long as a partition is not counted, it may have open jobs."""
-        self._n_partitions = partitions
+        self._n_partitions = n_partitions
         self._empty: set[int] = set()
 
     def note(self, partition: int, n_open: int) -> None:
@@ -32,9 +32,13 @@ class OpenJobs:
         """Forget all counts, because there is a new job."""
         self._empty.clear()
 
-    def may_exist(self, partition: int | None = None) -> bool:
-        """Return whether there may be an open job in a partition. None: in any partition."""
-        return len(self._empty) < self._n_partitions if partition is None else partition not in self._empty
+    def may_exist(self) -> bool:
+        """Return whether there may be an open job in any partition."""
+        return len(self._empty) < self._n_partitions
+
+    def may_exist_in(self, partition: int) -> bool:
+        """Return whether there may be an open job in this partition."""
+        return partition not in self._empty
 
     def __repr__(self) -> str:
         return f"<OpenJobs partitions={self._n_partitions} empty={len(self._empty)}>"

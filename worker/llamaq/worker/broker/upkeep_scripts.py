@@ -1,4 +1,4 @@
-"""The scripts for a whole partition: leaving the queue, releasing a dead worker, and sweeping."""
+"""The scripts for a whole partition: leaving it, releasing a dead worker, ending abandoned jobs, and sweeping."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class UpkeepScripts:
         self._redis = redis
         self._keys = keys
         self._queue = queue
-        self._leave_group, self._release_worker, self._sweep = (
-            redis.register_script(source(name, __package__)) for name in ("leave_group", "release_worker", "sweep")
+        self._leave_group, self._release_worker, self._abandoned, self._sweep = (
+            redis.register_script(source(name, __package__))
+            for name in ("leave_group", "release_worker", "abandoned", "sweep")
         )
 
     def _streams(self, partition: int) -> list[str]:
@@ -50,6 +51,24 @@ class UpkeepScripts:
         """
         args: list[str | int] = [GROUP, worker, MAX_WAITING_EXAMINED_FOR_DEAD_WORKER]
         return int(await self._release_worker(keys=self._streams(partition), args=args))
+
+    async def end_abandoned(self, partition: int, *, disconnect_s: float, max_late_s: float, count: int) -> int:
+        """Cancel waiting jobs with `cancel_on_disconnect` that have had no subscriber for `disconnect_s` seconds.
+
+        Args:
+            partition: The partition.
+            disconnect_s: The time in seconds.
+            max_late_s: If the check of a job is later than this, the time begins again.
+            count: Number of jobs to check at most.
+
+        Returns:
+            The number of jobs that were due for a check, at most `count`.
+        """
+        reply = await self._abandoned(
+            keys=[self._keys.watched(self._queue, partition), *self._streams(partition)],
+            args=[GROUP, int(disconnect_s * 1000), int(max_late_s * 1000), count],
+        )
+        return int(reply)
 
     async def sweep(
         self, partition: int, live_workers: Iterable[str], *, pause_s: float = SWEEP_PAUSE_S, n_keys: int = SWEEP_KEYS

@@ -1,4 +1,4 @@
-"""The script calls about claimed jobs, with those for crashes, retries and stats, which only workers need."""
+"""The script calls about claimed jobs, with those for moves, crashes, retries and stats, which only workers need."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_scripts import DEAD_TTL_S, MAX_DEAD, AttemptScripts
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.script_source import source
@@ -22,8 +23,13 @@ from llamaq.common.redis.write_refusals import is_job_key_error
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# Approximate upper bound on the ended jobs whose stats a queue stores.
+MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
+"""How long a job that waits in a worker stays there although another worker has a free slot, and the upper bound of
+this time. The time is multiplied by the `move_factor` of the job (see _lib.lua)."""
+MAX_WAITING_EXAMINED = 100
+"""Upper bound on the waiting entries of one stream that are examined for a worker with a free slot."""
 MAX_STATS = 10_000
+"""Approximate upper bound on the ended jobs whose stats a queue stores."""
 
 
 class WorkerScripts(AttemptScripts):
@@ -31,10 +37,37 @@ class WorkerScripts(AttemptScripts):
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         super().__init__(redis, keys)
-        self._check_crash, self._bury, self._requeue, self._retry, self._add_stats = (
+        self._movable, self._check_crash, self._bury, self._requeue, self._retry, self._add_stats = (
             redis.register_script(source(name, __package__))
-            for name in ("check_crash", "bury", "requeue", "retry", "add_stats")
+            for name in ("movable", "check_crash", "bury", "requeue", "retry", "add_stats")
         )
+
+    async def movable_jobs(
+        self, queue: str, partition: int, worker: str, count: int, *, max_crashes: int
+    ) -> list[JobEntry]:
+        """Return the entries of jobs that wait for a slot in other workers, with the numbers of their attempts.
+
+        An entry that another client of Redis wrote may name no job of the partition. It is left out: when its lease has
+        expired, the worker that reclaims it makes a dead letter of it.
+
+        Args:
+            queue: Name of the queue.
+            partition: The partition.
+            worker: Id of the worker that has a free slot.
+            count: Number of jobs to return at most.
+            max_crashes: A job fails after this many crashes. Jobs that are one crash away from this limit are not
+                returned.
+        """
+        times_ms = [int(MOVE_AFTER_S * 1000), int(MAX_MOVE_AFTER_S * 1000)]
+        reply = await self._movable(
+            keys=[self._keys.jobs(queue, partition, priority) for priority in Priority],
+            args=[GROUP, worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
+        )
+        return [
+            JobEntry(str(job_id), stream.decode(), entry.decode(), int(attempt))
+            for stream, entry, stored, attempt in reply
+            if (job_id := JobId.find(stored, queue, partition)) is not None
+        ]
 
     async def check_crash(
         self,

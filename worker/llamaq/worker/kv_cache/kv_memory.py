@@ -291,7 +291,7 @@ class KvMemory:
         return self._eviction.save_ahead()
 
     def stop_saving_ahead(self) -> None:
-        """Save nothing ahead until the cache changes: a caller needs blocks that this could evict."""
+        """Save nothing ahead until the cache changes. A save of a slot needs stored blocks, which this could evict."""
         self._eviction.stop_saving_ahead()
 
     # ---- transfers between the tiers
@@ -302,9 +302,14 @@ class KvMemory:
         return self._offload.has_transfers
 
     def move(self, budget_s: float, prefill_token_s: float = 0.0) -> bool:
-        """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job.
+        """Begin a tick: evict entries that exceed their limits, then move cells between the tiers.
 
-        `prefill_token_s` is the time in which a token of a prompt is computed, in seconds. 0: not known.
+        Args:
+            budget_s: The time of the transfers, in seconds.
+            prefill_token_s: The time in which a token of a prompt is computed, in seconds. 0: not known.
+
+        Returns:
+            Whether cells were loaded for a job.
         """
         self._hits_of_waiting.begin_tick()
         self._eviction.trim()
@@ -358,7 +363,7 @@ class KvMemory:
         )
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the records of slots, sequences, cells, entries, blocks contradict each other."""
+        """Raise `AssertionError` if the records of slots, sequences, cells, entries and blocks disagree."""
         self._pool.check_integrity()
         self._cache.check_integrity()
         self._offload.check_integrity()

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
+from llamaq.common.protocol.script_types import Claimant
 from llamaq.worker.broker.abandoned_jobs import AbandonedJobs
 from llamaq.worker.broker.command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
@@ -25,6 +26,7 @@ from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
+from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
@@ -42,7 +44,7 @@ class Service(Protocol):
 class QueueAccess:
     """What a worker uses to join its queue, and then to claim jobs and to end them."""
 
-    redis: Redis
+    queue: WorkerQueue
     membership: QueueMembership
     job_claims: JobClaims
     stats: StatsWriter
@@ -104,8 +106,9 @@ class BrokerFactory:
 
     def make_access(self, redis: Redis) -> QueueAccess:
         """Return the access to the queue. `redis` is the client of all services, except the outbox."""
-        stats = StatsWriter(WorkerScripts(redis, self._keys), self._settings.queue, self._shared.telemetry)
-        return QueueAccess(redis, self._make_membership(redis), self._make_job_claims(redis, stats), stats)
+        queue = WorkerQueue(redis, self._keys, self._settings.queue, self._settings.partitions)
+        stats = StatsWriter(WorkerScripts(redis, self._keys), queue.name, self._shared.telemetry)
+        return QueueAccess(queue, self._make_membership(redis), self._make_job_claims(queue, stats), stats)
 
     def make_services(
         self, access: QueueAccess, flush_connection: Redis, executor: Executor, on_empty: Callable[[], None]
@@ -118,26 +121,20 @@ class BrokerFactory:
             executor: Its threads prepare jobs that take long.
             on_empty: Called when the queue is empty, if the worker then exits by itself.
         """
-        settings, keys, redis, job_claims = self._settings, self._keys, access.redis, access.job_claims
-        outbox = self._make_outbox(WorkerScripts(flush_connection, keys), access.stats)
-        sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_reply=job_claims.observe)
-        abandoned = AbandonedJobs(
-            redis,
-            keys,
-            settings.queue,
-            settings.partitions,
-            disconnect_s=settings.disconnect_s,
-            may_have_jobs=job_claims.may_have_jobs,
-        )
-        others: list[Service] = [sweep, abandoned, *self._make_command_inboxes(redis)]
+        settings, queue, job_claims = self._settings, access.queue, access.job_claims
+        outbox = self._make_outbox(WorkerScripts(flush_connection, queue.keys), access.stats)
+        others: list[Service] = [
+            DeadlineSweep(queue, on_reply=job_claims.observe),
+            AbandonedJobs(queue, disconnect_s=settings.disconnect_s, may_have_jobs=job_claims.may_have_jobs),
+            *self._make_command_inboxes(queue.redis),
+        ]
         if settings.exit_when_empty:
-            queue = (settings.queue, settings.partitions)
-            others.append(EmptyQueueWatch(redis, keys, *queue, settings.empty_s, on_empty=on_empty))
+            others.append(EmptyQueueWatch(queue, settings.empty_s, on_empty=on_empty))
         return BrokerServices(
             job_claims,
             self._make_intake(job_claims, outbox, executor),
             outbox,
-            self._make_heartbeat(redis),
+            self._make_heartbeat(queue),
             access.stats,
             access.membership,
             others,
@@ -155,20 +152,15 @@ class BrokerFactory:
         )
         return QueueMembership(redis, self._keys, settings.queue, card.worker, config)
 
-    def _make_job_claims(self, redis: Redis, stats: StatsWriter) -> JobClaims:
+    def _make_job_claims(self, queue: WorkerQueue, stats: StatsWriter) -> JobClaims:
         settings = self._settings
-        return JobClaims(
-            redis,
-            self._keys,
-            queue=settings.queue,
-            partitions=settings.partitions,
-            worker_id=self._card.worker,
-            lease_s=settings.lease_s,
-            max_crashes=settings.max_crashes,
-            model=self._card.model_hash,
+        claimant = Claimant(
+            self._card.worker,
+            int(settings.lease_s * 1000),
+            self._card.model_hash,
             restart_other_model=settings.other_model == "restart",
-            on_finished=stats.record_job,
         )
+        return JobClaims(queue, claimant, max_crashes=settings.max_crashes, on_finished=stats.record_job)
 
     def _make_outbox(self, scripts: WorkerScripts, stats: StatsWriter) -> Outbox:
         settings = self._settings
@@ -197,17 +189,9 @@ class BrokerFactory:
             is_alive=lambda: self._ticks.liveness.is_alive,
         )
 
-    def _make_heartbeat(self, redis: Redis) -> Heartbeat:
-        return Heartbeat(
-            redis,
-            self._keys,
-            self._card,
-            self._vocab_blob,
-            self._ticks,
-            self._shared,
-            partitions=self._settings.partitions,
-            every_s=self._settings.heartbeat_s,
-        )
+    def _make_heartbeat(self, queue: WorkerQueue) -> Heartbeat:
+        every_s = self._settings.heartbeat_s
+        return Heartbeat(queue, self._card, self._vocab_blob, self._ticks, self._shared, every_s=every_s)
 
     def _make_command_inboxes(self, redis: Redis) -> Sequence[CommandInbox]:
         worker, limit = self._card.worker, self._settings.max_request_bytes

@@ -122,8 +122,8 @@ class QueueSession:
         outage = OutageLog(log, "worker")
         while not self._closing.is_set():
             try:
-                await access.redis.ping()
-                await refuse_old_server(access.redis)
+                await access.queue.redis.ping()
+                await refuse_old_server(access.queue.redis)
                 await access.membership.join()
                 await access.job_claims.open()
             except RedisError as exc:

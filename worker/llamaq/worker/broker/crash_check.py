@@ -1,0 +1,84 @@
+"""Checks whether the last worker of a reclaimed job has crashed with the job."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from llamaq.common.protocol.script_types import Claimant, CrashVerdict, JobEntry
+from llamaq.common.redis.write_refusals import refuses_writes
+from llamaq.worker.broker.worker_queue import WorkerQueue
+from llamaq.worker.broker.worker_scripts import WorkerScripts
+
+HEARTBEAT_TIMEOUT_S = 1.0
+"""How long a worker waits for the heartbeat of the last worker of a reclaimed job."""
+UNKNOWN_HEARTBEAT_MS = 2**53
+"""The time of a heartbeat that cannot be read."""
+
+
+class CrashCheck:
+    """Decides by its last heartbeat whether a worker has crashed.
+
+    A lease may also expire while its worker is alive, so the age of the worker's last heartbeat decides. A worker
+    renews its leases every third of `lease_s`. When the lease of a dead worker expires, the worker's last heartbeat is
+    therefore at least two thirds of `lease_s` old. A live worker sends a heartbeat every few seconds. A worker whose
+    last heartbeat is older than half of `lease_s` counts as crashed. If this worker is alive after all, its next flush
+    removes the crash from the count.
+
+    Args:
+        queue: The queue.
+        scripts: Counts the crashes.
+        claimant: The worker that has reclaimed the jobs.
+        max_crashes: A job fails after this many crashes in a row.
+    """
+
+    def __init__(self, queue: WorkerQueue, scripts: WorkerScripts, claimant: Claimant, max_crashes: int) -> None:
+        self._queue = queue
+        self._scripts = scripts
+        self._claimant = claimant
+        self._max_crashes = max_crashes
+
+    async def check(self, entry: JobEntry) -> CrashVerdict:
+        """Check whether the last worker of a reclaimed job crashed, and count the crash (`check_crash.lua`).
+
+        Returns:
+            `ok`: the job may be claimed. `suspect`: the job may be run while no other job runs here.
+            `dead`: the job has failed. `stale`: another worker has claimed the job.
+        """
+        queue = self._queue
+        try:
+            state: Any = await queue.redis.hmget(queue.keys.of_job(entry.job_id).job, ["at_risk", "worker"])
+            last_worker = state[1].decode() if state[1] and state[0] else ""
+            return await self._scripts.check_crash(
+                entry,
+                self._claimant.worker,
+                last_worker=last_worker,
+                heartbeat_ms=await self._heartbeat_ms(last_worker) if last_worker else 0,
+                dead_after_s=self._claimant.lease_ms / 2000,
+                max_crashes=self._max_crashes,
+            )
+        except (ResponseError, ValueError) as exc:
+            if refuses_writes(exc):
+                raise
+            return "ok"  # the job key has another type: the claim moves the entry to the dead letters
+
+    async def _heartbeat_ms(self, worker: str) -> int:
+        """Return the time of a worker's last heartbeat; 0: it is not in the list of workers.
+
+        On a cluster, the list may be on a node that does not answer. The jobs of other nodes must still be claimed.
+        Then the worker counts as alive, because a death that is counted wrongly could end a job.
+        """
+        queue = self._queue
+        try:
+            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                time_ms = await queue.redis.zscore(queue.keys.workers(queue.name), worker) or 0.0
+        except (RedisConnectionError, RedisTimeoutError, TimeoutError):
+            return UNKNOWN_HEARTBEAT_MS
+        return int(min(max(time_ms, 0.0), UNKNOWN_HEARTBEAT_MS))  # another client may have written an infinite time
+
+    def __repr__(self) -> str:
+        return f"<CrashCheck of {self._queue!r}>"
