@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.codec.outputs import SHORT_BYTES
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result, TokenLogprobs
 from llamaq.common.protocol.job_request import JobParams, JobRequest
@@ -340,7 +339,7 @@ def test_unknown_fields_are_ignored_in_events_and_refused_in_requests() -> None:
         codec.decode_request(msgpack.packb({"prompt": "x", "hint": "new"}), LIMIT)
 
 
-@pytest.mark.parametrize("n_chars", [0, 1, SHORT_BYTES - 100, SHORT_BYTES + 100, 100_000])
+@pytest.mark.parametrize("n_chars", [0, 1, codec.SHORT_BYTES - 100, codec.SHORT_BYTES + 100, 100_000])
 def test_short_and_long_outputs_are_compressed_and_read_again(n_chars: int) -> None:
     text = ("abcdefgh" * n_chars)[:n_chars]
     data = codec.encode_output(text, [1, 2, 3])

@@ -16,7 +16,7 @@ import pytest
 from tests.support.bulk_runs import EXPECTED, Rows, served_client, texts
 
 from llamaq.common.errors import BulkRunRefused, InvalidRequest, MissingExtra
-from llamaq.producer.bulk import BulkProgress, BulkState, described_file, execute, execution, table_rows
+from llamaq.producer.bulk import BulkProgress, BulkState, described_file, execute, execution, input_file
 from llamaq.producer.bulk.compression import compressing, compression_of, decompressed
 from llamaq.producer.bulk.input_file import FinishedRows, read_records, take_fingerprint
 from llamaq.producer.bulk.output_files import open_output
@@ -169,7 +169,7 @@ def test_a_zst_file_without_a_library_names_the_extra(rows: Rows, monkeypatch: p
 def test_a_decompression_bomb_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(table_rows, "MAX_ROW_CHARS", MIB)
+    monkeypatch.setattr(input_file, "MAX_ROW_CHARS", MIB)
     path = tmp_path / name
     with compressing(path, compression_of(path)) as file:
         file.write(b"prompt\n" if ".csv" in name else b'{"prompt": "first"}\n')

@@ -180,7 +180,7 @@ async def test_a_run_can_be_stopped_while_its_input_is_read(
         finally:
             has_ended.set()
 
-    monkeypatch.setattr(input_file, "csv_rows", many_rows)
+    monkeypatch.setattr(input_file, "_csv_rows", many_rows)
     source = tmp_path / "in.csv"
     source.write_text("prompt\nx\n")
     run, stop = BulkRun(input=source, output=tmp_path / "out.jsonl"), asyncio.Event()

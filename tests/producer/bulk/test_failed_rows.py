@@ -11,7 +11,7 @@ from tests.support.bulk_runs import Rows, served_client, texts
 
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.bulk import BulkState, execute, execution, input_row, row_requests
+from llamaq.producer.bulk import BulkState, execute, execution, input_row
 from llamaq.producer.bulk.input_row import Row
 from llamaq.producer.bulk.output_lines import answer_line
 from llamaq.producer.bulk.run_description import RunParameters
@@ -96,7 +96,7 @@ async def test_a_row_with_an_unexpected_error_fails_alone(
         return await answer_line(run, row, results, **values)
 
     monkeypatch.setattr(input_row, "read_body", read_body)
-    monkeypatch.setattr(row_requests, "build_request", build)
+    monkeypatch.setattr(execution, "build_request", build)
     monkeypatch.setattr(execution, "answer_line", write)
     rows = Rows(
         tmp_path,

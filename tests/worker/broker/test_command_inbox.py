@@ -11,7 +11,6 @@ from tests.support.slot_commands import INVALID_NAMES, RecordingHandler, make_co
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import InvalidRequest, NoWorker, ResultTimeout, SlotCommandRefused
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.codec.packing import pack
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFile, SlotReply, WorkerSlots
@@ -140,8 +139,8 @@ async def test_invalid_and_repeated_commands_are_dropped_and_the_worker_continue
     async with AsyncClient(redis_url, queue) as client, serving(redis_url, queue, handler := RecordingHandler(answer)):
         worker = f"{queue}-w1"
         twice = codec.encode_model(make_command())
-        path = pack({**make_command(action="save", slot=0, name="x").model_dump(mode="json"), "name": "../x"})
-        nonsense = [b"", b"\xc1", pack([1]), pack({"id": "x"}), bytes(MAX_SLOT_COMMAND_BYTES + 1), path]
+        path = codec._pack({**make_command(action="save", slot=0, name="x").model_dump(mode="json"), "name": "../x"})
+        nonsense = [b"", b"\xc1", codec._pack([1]), codec._pack({"id": "x"}), bytes(MAX_SLOT_COMMAND_BYTES + 1), path]
         for data in (*nonsense, twice, twice):
             await push_command(redis_url, worker, data)
         for slot, complaint in ((5, "a defect of the worker"), (6, "--cache-dir.*Permission denied$"), (7, "because")):

@@ -12,6 +12,8 @@ from importlib.resources import files
 
 SHARED = ("_metrics", "_turns", "_lib", "_claim")
 """The files of this package with the shared functions. Each file uses only functions of the files before it."""
+OF_PACKAGE = "_shared"
+"""The file with the functions that the scripts of another package share. It comes after those of this package."""
 _DEFINITION = re.compile(
     r"^local (?:function (?P<name>\w+)\(.*?^end$|(?P<constant>\w+) = .*?(?=^local|^--|^$|\Z))", re.MULTILINE | re.DOTALL
 )
@@ -28,8 +30,12 @@ def source(name: str, package: str = __package__) -> str:
         name: Name of the script's file, without `.lua`.
         package: The package whose folder `scripts` has the file.
     """
-    text = (files(package) / "scripts" / f"{name}.lua").read_text()
-    shared = "\n".join((files(__package__) / "scripts" / f"{part}.lua").read_text() for part in SHARED)
+    folder, own_folder = files(__package__) / "scripts", files(package) / "scripts"
+    text = (own_folder / f"{name}.lua").read_text()
+    parts = [folder / f"{part}.lua" for part in SHARED]
+    if package != __package__:
+        parts.append(own_folder / f"{OF_PACKAGE}.lua")
+    shared = "\n".join(part.read_text() for part in parts)
     for found in reversed(list(_DEFINITION.finditer(shared))):
         if re.search(rf"\b{found['name'] or found['constant']}\b", text):
             text = f"{found[0].rstrip()}\n{text}"

@@ -5,29 +5,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.errors import BulkRunRefused, IdempotencyConflict, JobFailed, LlamaqError, NoWorker
+from llamaq.common.backoff import Backoff
+from llamaq.common.errors import (
+    BulkRunRefused,
+    ErrorCode,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobFailed,
+    LlamaqError,
+    NoWorker,
+    ResultTimeout,
+    SlotCommandRefused,
+)
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
+from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.queue_config import QueueMode
-from llamaq.producer.bulk.input_row import Row, read_row, row_key
+from llamaq.producer.bulk.input_file import UnreadRow
+from llamaq.producer.bulk.input_row import Row, read_row, row_key, unread_row
 from llamaq.producer.bulk.meter import Meter
 from llamaq.producer.bulk.output_lines import answer_line, error_line, error_of
 from llamaq.producer.bulk.result_deletion import delete_results
-from llamaq.producer.bulk.row_requests import Decide, ReadRow, RowRequests, error_of_row, is_outage
 from llamaq.producer.bulk.row_store_interface import RowStore
 from llamaq.producer.bulk.run_description import BulkProgress, BulkState, RunParameters
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.outcome_queue import Outcome
 from llamaq.producer.job_window.window import JobWindow, default_size
+from llamaq.producer.option_synonyms import translate
+from llamaq.producer.streaming.retried_reads import is_temporary
+from llamaq.producer.submission import SEED_BITS, build_request
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +54,22 @@ REPORT_S = 0.5
 """Time between two reports."""
 SILENCE_S = 5.0
 """If no row ends within this time, the run checks whether a worker serves the queue."""
+LONGEST_PAUSE_S = 5.0
+"""Longest pause before a row is read again that needs a reply of a worker, while no worker replies."""
 ROWS_PER_YIELD = 50
 """After this many rows were read, other tasks of the event loop run."""
 
 OnProgress = Callable[[BulkProgress], object]
+ReadRow = Callable[[RunParameters, int, object], Awaitable[Row]]
+Decide = Callable[[dict[str, Any]], dict[str, Any]]
 CheckStop = Callable[[], Awaitable[bool]]
+
+
+def is_outage(error: Exception) -> bool:
+    """Return whether an error is caused by the current state of the workers or of Redis, and not by the row."""
+    if isinstance(error, NoWorker | ResultTimeout | SlotCommandRefused):
+        return True
+    return isinstance(error, RedisError | OSError) and is_temporary(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,10 +141,12 @@ class Execution:
         self._run = run
         self._client = client
         self._rows = rows
-        self._requests = RowRequests(run, read, decide)
+        self._read = read
+        self._decide = decide
         self._check_stop = check_stop
         self._keeps_jobs = keeps_jobs
         self._meter = Meter(run.run_id, time.monotonic, rows_total=rows.n_rows, rows_before=len(rows.finished))
+        self._options = translate(run.options)
         self._ended: deque[OpenRow] = deque()
         """Rows whose jobs have ended, and whose lines are not written."""
 
@@ -265,8 +295,7 @@ class Execution:
         except (RedisError, OSError):
             raise
         except Exception as exc:  # noqa: BLE001  # a bad row fails alone
-            error = error_of_row(self._run.run_id, row.number, exc)
-            self._rows.add_error(row.number, error_line(self._run, row, error))
+            self._rows.add_error(row.number, error_line(self._run, row, self._error_of_row(row.number, exc)))
         else:
             stats = [result.stats for result in results]
             self._rows.add_answer(row.number, line)
@@ -276,11 +305,15 @@ class Execution:
         """Read the input as the window has room, until its end."""
         count, max_line_bytes = 0, 4 * self._client.settings.max_request_bytes
         async for number, record in self._rows.records(max_line_bytes):
-            row = await self._requests.row_of(number, record)
-            requests = await self._requests.build(row)
-            if isinstance(requests, LlamaqError):
+            row = await self._row_of(number, record)
+            try:
+                requests = await self._build_requests(row)
+            except (RedisError, OSError):
+                raise
+            except Exception as exc:  # noqa: BLE001  # a bad row fails alone
+                error = self._error_of_row(row.number, exc)
                 await window.wait_for_room()
-                window.add_outcome((OpenRow(row, 1), 0), requests)
+                window.add_outcome((OpenRow(row, 1), 0), error)
             else:
                 open_row = OpenRow(row, len(requests))
                 for index, request in enumerate(requests):
@@ -289,3 +322,67 @@ class Execution:
             count += 1
             if count % ROWS_PER_YIELD == 0:
                 await asyncio.sleep(0)
+
+    async def _row_of(self, number: int, record: object) -> Row:
+        if isinstance(record, InvalidRequest):
+            row_id = record.row_id if isinstance(record, UnreadRow) else None
+            return Row(number, form=self._run.form_of("plain"), row_id=row_id, error=record)
+        pauses = Backoff(LOOK_S, LONGEST_PAUSE_S)
+        while True:
+            try:
+                return await self._read(self._run, number, record)
+            except (LlamaqError, RedisError, OSError) as exc:
+                if not is_outage(exc):
+                    raise
+                log.info("bulk.row_delayed run=%s row=%d error=%s", self._run.run_id, number, exc)
+                await asyncio.sleep(pauses.next_delay_s())
+            except Exception as exc:  # noqa: BLE001  # a bad row fails alone
+                return unread_row(self._run, number, record, self._error_of_row(number, exc))
+
+    def _error_of_row(self, number: int, exc: Exception) -> LlamaqError:
+        """Return the error of a row that is not a request, or whose answer cannot be written.
+
+        An unexpected error is a defect of llamaq. Its text may contain the prompt, so the log has only its place.
+        """
+        if isinstance(exc, JobFailed):  # a defect, found when the row was read
+            return exc
+        if isinstance(exc, LlamaqError):
+            return InvalidRequest(f"line {number}: {exc}")
+        place = traceback.extract_tb(exc.__traceback__)[-1]
+        where, kind = f"{place.filename}:{place.lineno}", type(exc).__name__
+        log.error("bulk.row_failed run=%s row=%d error=%s at=%s", self._run.run_id, number, kind, where)
+        return JobFailed(ErrorCode.INTERNAL, f"line {number}: a defect of llamaq ({kind}); the log names the place")
+
+    async def _build_requests(self, row: Row) -> list[JobRequest]:
+        """Return the requests of the jobs of a row.
+
+        Raises:
+            Exception: The row is not a request.
+        """
+        if row.error is not None:
+            raise row.error
+        return [
+            await self._build_request(row_key(self._run.run_id, row.number, index), values)
+            for index, values in enumerate(row.jobs)
+        ]
+
+    async def _build_request(self, key: str, values: dict[str, Any]) -> JobRequest:
+        """Return the request of a job. If it has no seed, it gets a seed that depends on the run, the row and the job
+        alone.
+
+        Args:
+            key: The idempotency key of the job.
+            values: The arguments of `submit`.
+
+        Raises:
+            InvalidRequest: These are not valid.
+        """
+        options: Any = {**self._options, **translate(values)}
+        if self._decide is not None:
+            options = self._decide(options)
+        options |= {"priority": self._run.priority, "stream": False, "idempotency_key": key}
+        request = await build_request(options)
+        if request.has_random_seed:
+            digest = sha256(key.encode()).digest()
+            request = request.model_copy(update={"seed": int.from_bytes(digest[:8]) >> (64 - SEED_BITS)})
+        return request

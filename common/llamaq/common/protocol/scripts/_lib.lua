@@ -1,5 +1,6 @@
 -- Functions that the scripts share. When a script is loaded, the functions that it needs are put in front of it
--- (script_source.py): those of `_metrics.lua`, `_turns.lua`, this file and `_claim.lua`, in this order.
+-- (script_source.py): those of `_metrics.lua`, `_turns.lua`, this file, `_claim.lua` and the worker's `_shared.lua`, in
+-- this order.
 --
 -- Fields of a job's hash:
 --   request               msgpack of JobRequest; deleted when the job finishes
@@ -409,16 +410,6 @@ local function end_without_worker(job, events, channel, stream, group, entry, re
     {'finish_reason', reason, 'stats', cmsgpack.pack(stats)}, withheld_events(withheld, n_stored))
 end
 
--- Ends a job whose cancel was accepted, instead of a requeue: if no other worker runs, nothing would end it. The keys of its
--- events follow from the key of its hash. An error before the first write changes nothing: Redis Cluster may have moved the
--- events to another server already.
-local function end_cancelled(job, stream, group, entry)
-  local partition, id = parts_of_job(job)
-  local events = partition .. 'events:' .. id
-  redis.call('EXISTS', events) -- an error if they were moved
-  end_without_worker(job, events, partition .. 'tokens:' .. id, stream, group, entry, 'cancelled')
-end
-
 -- Makes a dead letter of a job that has failed. Its keys live for at least `dead_ttl` ms, so that an operator can examine
 -- and retry it. The stream `dead` has about `max_dead` entries at most. `workers` are the ids of the workers that died
 -- with the job.
@@ -429,27 +420,12 @@ local function add_dead_letter(job, events, dead, id, reason, workers, dead_ttl,
   redis.call('PEXPIRE', events, life)
 end
 
--- Fails a job that no worker can run, and makes a dead letter of it.
-local function bury(job, events, channel, stream, group, entry, dead, id, code, reason, workers, dead_ttl, max_dead)
-  allow_writes_when_full(job)
-  redis.call('HSETNX', job, 'ttl_ms', dead_ttl) -- a damaged hash may lack it
-  local failed = cmsgpack.pack({type = 'failed', code = code, message = reason})
-  terminate(job, events, channel, stream, group, entry, 'failed', failed, {'error', failed})
-  add_dead_letter(job, events, dead, id, reason, workers, dead_ttl, max_dead)
-end
-
 local function has_ended(status)
   return status == 'finished' or status == 'failed'
 end
 
 local function is_open(status)
   return status == 'queued' or status == 'running'
-end
-
--- Returns whether the newest attempt of a job has stored no token, so that the job may have crashed its worker. The arguments
--- are fields of its hash.
-local function is_unproven(generated, generated_at_start)
-  return generated and generated == generated_at_start
 end
 
 -- Returns whether this entry was made for the job. The id alone does not prove it: entries of two streams have the same
@@ -489,15 +465,6 @@ local function add_death(job, attempt, worker)
   return deaths
 end
 
--- Counts a crash of the worker of this attempt, which prepared or ran the job. If the attempt stored no token, the crash is
--- also recorded against the job.
-local function record_crash(job, attempt, worker, has_no_token)
-  count_events(job, 'crashes', 1)
-  if has_no_token then
-    add_death(job, attempt, worker)
-  end
-end
-
 -- Removes the recorded death of this attempt. The caller is the worker of this attempt, which was only paused or
 -- disconnected. If `worker` is given, only a death of this worker is removed: after a failover of Redis, two workers
 -- may have the same attempt number. The function ignores errors of Redis: another client may have changed the type of
@@ -532,20 +499,6 @@ end
 -- Requeues an entry: the next worker that looks for requeued entries takes it at once.
 local function requeue_entry(stream, group, entry)
   redis.call('XCLAIM', stream, group, WAITING, 0, entry, 'IDLE', REQUEUED_IDLE_MS, 'JUSTID')
-end
-
--- Requeues all pending entries of a consumer. Returns their number.
-local function requeue_entries(stream, group, consumer)
-  local n_requeued = 0
-  repeat
-    local pending = redis.pcall('XPENDING', stream, group, '-', '+', 1000, consumer)
-    for _, item in ipairs(array_or_empty(pending)) do
-      local entry = unpack(item)
-      requeue_entry(stream, group, entry)
-      n_requeued = n_requeued + 1
-    end
-  until pending.err or #pending < 1000
-  return n_requeued
 end
 
 -- Calls `release(stream, entry)` for up to `limit` pending entries of a consumer, except those that are requeued already.
