@@ -8,7 +8,7 @@ Source: Glushkov, The abstract theory of automata, Russian Mathematical Surveys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple, TypeAlias
 
@@ -76,17 +76,23 @@ class Automaton:
         self._ranges: list[tuple[Range, ...]] = []
         self._next: list[set[int]] = []
         self.first, self.last, self.has_empty = self._symbol(symbol)
+        self._next_states = list(map(frozenset, self._next))
 
     def next_states(self, states: States) -> States:
         """Return the states of the characters that may follow."""
-        return NO_STATES.union(*[self._next[state] for state in states])
+        if len(states) == 1:
+            (state,) = states
+            return self._next_states[state]
+        return NO_STATES.union(*[self._next_states[state] for state in states])
 
-    def ranges(self, states: Iterable[int]) -> Iterator[Range]:
-        """Yield the ranges of the characters of these states."""
-        for state in states:
-            yield from self._ranges[state]
+    def ranges(self, states: States) -> Sequence[Range]:
+        """Return the ranges of the characters of these states."""
+        if len(states) == 1:
+            (state,) = states
+            return self._ranges[state]
+        return [one for state in states for one in self._ranges[state]]
 
-    def n_ranges(self, states: Iterable[int]) -> int:
+    def n_ranges(self, states: States) -> int:
         """Return the number of these ranges."""
         return sum([len(self._ranges[state]) for state in states])
 

@@ -28,13 +28,13 @@ from llamaq.worker.generation.grammar.gbnf_reader import (
 from llamaq.worker.generation.grammar.lexeme_automaton import Automaton, States, TooManyStates
 from llamaq.worker.generation.grammar.lexeme_neighbours import Lexeme, LexemeNeighbours, LexemeSet
 
-MAX_STEPS = 3_000_000
-"""Upper bound on the steps of the search, which take about a second. In a grammar that needs more steps, lexemes that
-have not been compared keep the longest text."""
-PAIR_STEPS = 15
-"""Number of steps for which a pair of lexemes or of sets of states counts."""
-RANGE_STEPS = 1
-"""Number of steps for which the comparison of a range with a character counts."""
+MAX_STEPS = 5_000_000
+"""Upper bound on the steps of the search, which take about two seconds. In a grammar that needs more steps, lexemes
+that have not been compared keep the longest text."""
+MAX_COMPARISON_STEPS = MAX_STEPS // 4
+"""Upper bound on the steps of the comparison of two lexemes. If it takes more, the others are still compared."""
+PAIR_STEPS = 10
+"""Number of steps for which a pair of lexemes or of sets of states counts. The comparison of two ranges is one step."""
 ALL: Range = (0, MAX_CODE_POINT)
 
 
@@ -171,11 +171,14 @@ class LexemeConflicts:
         ending, continuing = self._automaton(one), self._automaton(other)
         if ending is None or continuing is None:
             return _Comparison(have_common_text=True, have_conflict=False)
+        n_left_after = self._n_left - MAX_COMPARISON_STEPS
         have_common_text = False
         waiting: list[tuple[States, States]] = [(ending.first, continuing.first)]
         seen: set[tuple[States, States]] = set()
         while waiting:
-            for states in set(self._matching_alike(ending, continuing, *waiting.pop())) - seen:
+            for states in self._matching_alike(ending, continuing, *waiting.pop()):
+                if states in seen:
+                    continue
                 seen.add(states)
                 continued = continuing.next_states(states[1])
                 if states[0] & ending.last:
@@ -184,6 +187,9 @@ class LexemeConflicts:
                     if _overlap(continuing.ranges(continued), next_ranges):
                         return _Comparison(have_common_text=True, have_conflict=True)
                 waiting.append((ending.next_states(states[0]), continued))
+            if self._n_left < n_left_after:
+                self.is_exact = False
+                return _Comparison(have_common_text=True, have_conflict=False)
         return _Comparison(have_common_text, have_conflict=False)
 
     def _matching_alike(
@@ -192,13 +198,13 @@ class LexemeConflicts:
         """Yield the states that match a character, for each kind of character that states of both automata match."""
         if len(states) == len(others) == 1:
             self._count_steps(PAIR_STEPS)
-            if _overlap(one.ranges(states), list(other.ranges(others))):
+            if _overlap(one.ranges(states), other.ranges(others)):
                 yield states, others
             return
         borders = {low for low, _ in (*one.ranges(states), *other.ranges(others))}
         borders |= {high + 1 for _, high in (*one.ranges(states), *other.ranges(others))}
         n_ranges = one.n_ranges(states) + other.n_ranges(others)
-        self._count_steps(PAIR_STEPS + RANGE_STEPS * n_ranges * len(borders))
+        self._count_steps(PAIR_STEPS + n_ranges * len(borders))
         for character in borders:
             matching = one.matching(states, character)
             others_matching = other.matching(others, character) if matching else matching
@@ -250,4 +256,8 @@ def _ranges_of(text: str) -> list[Range]:
 
 
 def _overlap(ranges: Iterable[Range], others: Collection[Range]) -> bool:
-    return any(low <= other_high and other_low <= high for low, high in ranges for other_low, other_high in others)
+    for low, high in ranges:
+        for other_low, other_high in others:
+            if low <= other_high and other_low <= high:
+                return True
+    return False
