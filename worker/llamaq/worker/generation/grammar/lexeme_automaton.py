@@ -30,8 +30,8 @@ automaton has more texts than its rule."""
 
 States: TypeAlias = frozenset[int]
 NO_STATES: States = frozenset()
-STATE_STEPS = 10
-"""Number of steps for which a state counts."""
+STATE_STEPS = 15
+"""Number of steps for which a state counts, and also a symbol."""
 
 
 class TooManyStates(Exception):

@@ -28,8 +28,8 @@ from llamaq.worker.generation.grammar.gbnf_reader import (
 from llamaq.worker.generation.grammar.lexeme_automaton import Automaton, States, TooManyStates
 from llamaq.worker.generation.grammar.lexeme_neighbours import Lexeme, LexemeNeighbours, LexemeSet
 
-MAX_STEPS = 5_000_000
-"""Upper bound on the steps of the search, which take about two seconds. In a grammar that needs more steps, lexemes
+MAX_STEPS = 6_000_000
+"""Upper bound on the steps of the search, which take two to three seconds. In a grammar that needs more steps, lexemes
 that have not been compared keep the longest text."""
 MAX_COMPARISON_STEPS = MAX_STEPS // 4
 """Upper bound on the steps of the comparison of two lexemes. If it takes more, the others are still compared."""
@@ -159,6 +159,7 @@ class LexemeConflicts:
     def _pairs(self, candidates: _Candidates, others: _Candidates) -> Iterator[tuple[Lexeme, Lexeme]]:
         """Yield the pairs that may have a common text or a conflict."""
         for one in candidates.all():
+            self._count_steps(PAIR_STEPS)
             for other in others.continuing(one.text) if isinstance(one, Literal) else others.all():
                 self._count_steps(PAIR_STEPS)
                 yield one, other
