@@ -162,7 +162,7 @@ def test_a_plain_grammar_needs_no_process(vocab: Vocab, monkeypatch: pytest.Monk
         compiled = sandbox.compile(JobParams(lark=grammar))
     finally:
         sandbox.close()
-    assert compiled == GrammarTrial(vocab).compile({"kind": "lark", "value": grammar, "root": "root"})
+    assert compiled == GrammarTrial(vocab).compile({"kind": "lark", "value": grammar, "root": "root"}).grammar
     call = '<think>Well</think>\n<tool_call>\n{"name": "f", "arguments": {"age": %d}}\n</tool_call>'
     assert is_whole_output(vocab, compiled, call % 3)
     assert not is_whole_output(vocab, compiled, call % 2)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from random import Random
+from string import ascii_lowercase
 from types import ModuleType
 
 import pytest
@@ -19,10 +21,12 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar import lexeme_automaton, lexeme_conflicts
 from llamaq.worker.generation.grammar.endless_rules import without_endless_rules
 from llamaq.worker.generation.grammar.gbnf_reader import MAX_NESTING, read_gbnf
-from llamaq.worker.generation.grammar.gbnf_to_lark import NO_FORCING, gbnf_to_lark
+from llamaq.worker.generation.grammar.gbnf_to_lark import NO_FORCING, gbnf_to_lark, is_exact
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
 
+MAX_COMPARISON_S = 8.0
+"""Upper bound on the processor time of a translation, on a slow and busy machine. A trial has 10 s."""
 TOO_COMPLEX = "the grammar is too complex"
 NESTED = "(" * (MAX_NESTING + 1) + '"a"' + ")" * (MAX_NESTING + 1)
 BAD_GRAMMARS = {
@@ -197,6 +201,100 @@ def test_random_grammars_accept_the_texts_that_gbnf_defines(vocab: Vocab) -> Non
                 assert is_accepted == (text in defined), (gbnf, text)
                 n_compared += 1
     assert n_compared > 18 * len(texts)
+
+
+def random_words(random: Random, number: int, letters: str = ascii_lowercase, n_letters: int = 6) -> list[str]:
+    words: set[str] = set()
+    while len(words) < number:
+        words.add("".join(random.choices(letters, k=random.randint(1, n_letters))))
+    return sorted(words, key=lambda _: random.random())
+
+
+def either(words: Iterable[str]) -> str:
+    return " | ".join(f'"{word}"' for word in words)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lists_of_words_that_begin_alike_accept_the_texts_that_gbnf_defines(vocab: Vocab, seed: int) -> None:
+    random = Random(seed)
+    rules = [either(random_words(random, random.randint(2, 6), "ab", 3)) for _ in range(2)]
+    gbnf = f'root ::= w root "c" | w | v "a" root?\nw ::= {rules[0]}\nv ::= ({rules[1]}) ("" | "c")'
+    assert is_exact(gbnf_to_lark(gbnf, "root"))
+    defined, constraint = TextsOf(gbnf), constraint_of(vocab, gbnf)
+    tokens = {character: token_of(vocab, character) for character in "abc"}
+    for text in ("".join(text) for length in range(6) for text in product("abc", repeat=length)):
+        is_accepted = accepts_tokens(constraint.copy(), [tokens[one] for one in text], vocab.eos)
+        assert is_accepted == (text in defined), (gbnf, text)
+
+
+@pytest.mark.parametrize("n_others", [10, 300])
+def test_a_name_that_is_the_beginning_of_another_one_may_be_followed_by_any_name(vocab: Vocab, n_others: int) -> None:
+    others = [word.capitalize() for word in random_words(Random(0), n_others)]
+    gbnf = f'root ::= name (" " name)* | "(" root ")"\nname ::= {either(["New York", "New York City", *others])}'
+    assert is_exact(gbnf_to_lark(gbnf, "root"))
+    defined, constraint = TextsOf(gbnf), constraint_of(vocab, gbnf)
+    beginnings = ("New York", "New York City", "New York New York", others[0], "New", "(New York")
+    ends = ("", " ", " City", " New York", f" {others[1]}", f" {others[1]})", f" {others[1]} New York City)", "x")
+    texts = [beginning + end for beginning, end in product(beginnings, ends)]
+    tokens = {character: token_of(vocab, character) for character in set("".join(texts))}
+    accepted = [text for text in texts if accepts_tokens(constraint.copy(), [tokens[one] for one in text], vocab.eos)]
+    assert f"New York {others[1]}" in accepted
+    assert accepted == [text for text in texts if text in defined]
+
+
+def terminals(words: list[str]) -> str:
+    """Return a recursive grammar with a terminal for each word. All terminals may begin with the same text."""
+    rules = [f't{number} ::= [a-z]{{3}} "{word}" [0-9]*' for number, word in enumerate(words)]
+    return "\n".join([f'root ::= "(" root ")" | {" | ".join(f"t{n}" for n in range(len(words)))}', *rules])
+
+
+WORDS = random_words(Random(1), 4000)
+CALLS = " | ".join(f'"{word}" "(" root ")"' for word in WORDS[:1000])
+MANY_LITERALS = {
+    "words": f'root ::= word ("," word)* | "(" root ")"\nword ::= {either(WORDS)}',
+    "words of which one begins another": f'root ::= word ("," word)* | "(" root ")"\nword ::= {either(WORDS[:1500])}'
+    ' | "one" | "one,two"',
+    "separate literals": f'root ::= {CALLS} | "x"',
+    "separate literals and a conflict": f'root ::= {CALLS} | "x" | "if" t "f" "(" root ")"\nt ::= "f"+',
+    "words before white space": 'root ::= "(" root ")" | word "\\n"\nword ::= '
+    + " | ".join(f'"{word}" ws' for word in WORDS[:1000])
+    + "\nws ::= [ \\n]*",
+    "terminals that begin alike": terminals(WORDS[:200]),
+}
+
+
+@pytest.mark.parametrize("gbnf", MANY_LITERALS.values(), ids=MANY_LITERALS)
+def test_a_recursive_grammar_with_many_literals_is_exact(gbnf: str) -> None:
+    started_s = time.process_time()
+    assert is_exact(gbnf_to_lark(gbnf, "root"))
+    assert time.process_time() - started_s < MAX_COMPARISON_S
+
+
+LONG_COMPARISONS = {
+    "terminals": terminals(WORDS[:600]),
+    "copies": 'root ::= "(" root ")" | t\nt ::= (((([a-z0-9] "x"?){8}){8}){8}){8}',
+    "optional characters": f'root ::= "(" root ")" | t\nt ::= {"[ab]?" * 2000}',
+    "empty copies": 'root ::= "(" root ")" | a0\n'
+    + "\n".join(f"a{number} ::= a{number + 1} a{number + 1}" for number in range(40))
+    + '\na40 ::= ""',
+}
+
+
+@pytest.mark.parametrize("gbnf", LONG_COMPARISONS.values(), ids=LONG_COMPARISONS)
+def test_the_comparison_of_lexemes_ends_in_a_bounded_time(gbnf: str) -> None:
+    started_s = time.process_time()
+    assert not is_exact(gbnf_to_lark(gbnf, "root"))
+    assert time.process_time() - started_s < MAX_COMPARISON_S
+
+
+def test_a_rule_that_is_too_large_to_compare_leaves_the_conflicts_of_others_resolved(
+    monkeypatch: pytest.MonkeyPatch, vocab: Vocab
+) -> None:
+    monkeypatch.setattr(lexeme_conflicts, "MAX_COMPARISON_STEPS", 1000)
+    gbnf = 'root ::= "(" root ")" | num "\\n" | "[" t "]"\nnum ::= [0-9]+ ws\nws ::= [ \\t\\n]*\n'
+    gbnf += LONG_COMPARISONS["copies"].splitlines()[1]
+    assert not is_exact(gbnf_to_lark(gbnf, "root"))
+    assert accepts(vocab, gbnf, "(1 \n)")
 
 
 def n_divided(gbnf: str) -> int:

@@ -255,6 +255,22 @@ def test_the_oldest_results_are_removed_from_the_cache(sandbox: GrammarSandbox) 
     assert len(sandbox._results) == sandbox_module.MAX_CACHED_RESULTS
 
 
+def test_a_grammar_whose_words_may_match_the_longest_text_is_logged_once_without_its_text(
+    sandbox: GrammarSandbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    def messages() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == sandbox_module.__name__]
+
+    sandbox.compile(JobParams(grammar='root ::= "(" root ")" | "secret"'))
+    assert messages() == []
+    for number in range(2):
+        request = JobParams(grammar=f'root ::= "(" root ")" | "secret{number}" t\nt ::= ' + '"a"?' * 500)
+        for _ in range(2):
+            sandbox.compile(request)
+        assert len(messages()) == number + 1
+    assert all(message.startswith("grammar.inexact ") and "secret" not in message for message in messages())
+
+
 def test_the_process_has_no_llama_cpp_in_its_memory(sandbox: GrammarSandbox) -> None:
     sandbox.compile(JobParams(regex="a"))
     assert sandbox._process is not None

@@ -37,7 +37,7 @@ def gbnf_to_lark(
     end_tokens: Collection[int] = (),
     token_of: Callable[[str], int | None] = lambda _: None,
 ) -> str:
-    """Return the grammar as Lark.
+    """Return the grammar as Lark. `is_exact` tells whether it allows all texts of the grammar in GBNF.
 
     Args:
         text: The grammar in GBNF.
@@ -62,6 +62,14 @@ def gbnf_to_lark(
         return _translate(_with_named_groups(rules), root)
     except RecursionError as exc:
         raise rejected("its repetitions nest too deep") from exc
+
+
+def is_exact(lark: str) -> bool:
+    """Return whether a result of `gbnf_to_lark` allows all texts of its grammar.
+
+    If not, the comparison of its terminals was too long, and some of them match the longest possible text only.
+    """
+    return not lark.startswith(NO_FORCING)
 
 
 def _translate(rules: dict[str, Alternatives], root: str) -> str:

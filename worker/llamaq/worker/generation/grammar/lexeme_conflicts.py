@@ -12,9 +12,9 @@ no conflict. A lexeme that is divided without need takes longer to match, but it
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
-from itertools import product
 from typing import NamedTuple
 
 from llamaq.worker.generation.grammar.gbnf_reader import (
@@ -26,11 +26,15 @@ from llamaq.worker.generation.grammar.gbnf_reader import (
     TokenSet,
 )
 from llamaq.worker.generation.grammar.lexeme_automaton import Automaton, States, TooManyStates
-from llamaq.worker.generation.grammar.lexeme_neighbours import Lexeme, LexemeNeighbours
+from llamaq.worker.generation.grammar.lexeme_neighbours import Lexeme, LexemeNeighbours, LexemeSet
 
-MAX_STEPS = 3_000_000
-"""Upper bound on the steps of the search, which take about a second. In a grammar that needs more steps, lexemes that
-have not been compared keep the longest text."""
+MAX_STEPS = 6_000_000
+"""Upper bound on the steps of the search, which take two to three seconds. In a grammar that needs more steps, lexemes
+that have not been compared keep the longest text."""
+MAX_COMPARISON_STEPS = MAX_STEPS // 4
+"""Upper bound on the steps of the comparison of two lexemes. If it takes more, the others are still compared."""
+PAIR_STEPS = 10
+"""Number of steps for which a pair of lexemes or of sets of states counts. The comparison of two ranges is one step."""
 ALL: Range = (0, MAX_CODE_POINT)
 
 
@@ -45,6 +49,27 @@ class _Comparison(NamedTuple):
     """Whether both lexemes have a text in common."""
     have_conflict: bool
     """Whether a text of the first lexeme can be followed by a character that also continues the second one."""
+
+
+class _Candidates(NamedTuple):
+    """The lexemes that may come next."""
+
+    texts: list[str]
+    """The texts of the literals, in ascending order."""
+    others: list[Lexeme]
+
+    def all(self) -> Iterator[Lexeme]:
+        """Yield the lexemes."""
+        yield from map(Literal, self.texts)
+        yield from self.others
+
+    def continuing(self, text: str) -> Iterator[Lexeme]:
+        """Yield the literals that begin with a text, and all other lexemes."""
+        for place in range(bisect_left(self.texts, text), len(self.texts)):
+            if not self.texts[place].startswith(text):
+                break
+            yield Literal(self.texts[place])
+        yield from self.others
 
 
 class LexemeConflicts:
@@ -69,6 +94,7 @@ class LexemeConflicts:
         self.is_exact = True
         self._n_left = MAX_STEPS
         self._automaton = cache(self._make_automaton)
+        self._comparison = cache(self._compare)  # most comparisons are the same again when other lexemes are divided
         if root in self.terminals:
             return  # the only lexeme is the whole output
         try:
@@ -100,39 +126,60 @@ class LexemeConflicts:
             count_steps=self._count_steps,
         )
         following = cache(neighbours.following)
-        next_ranges = cache(lambda lexeme: self._next_ranges(following(lexeme)))
+        # Many lexemes are followed by the same ones, so the results for a set of lexemes are kept.
+        candidates = cache(lambda lexemes: self._candidates(neighbours.members(lexemes)))
+        next_ranges = cache(lambda lexemes: self._next_ranges(candidates(lexemes).all()))
         too_long: set[Lexeme] = set()
         seen: set[tuple[Lexeme, Lexeme]] = set()
-        waiting = self._pairs(neighbours.first, neighbours.first)
+        seen_sets: set[tuple[LexemeSet, LexemeSet]] = set()
+        waiting = [(neighbours.first, neighbours.first)]
         while waiting:
-            pair = waiting.pop()
-            if pair in seen:
+            sets = waiting.pop()
+            if sets in seen_sets:
                 continue
-            seen.add(pair)
-            one, other = pair
-            have_common_text, have_conflict = self._compare(one, other, next_ranges(one))
-            if have_conflict:
-                too_long.add(other)
-            if have_common_text:
-                waiting += self._pairs(following(one), following(other))
+            seen_sets.add(sets)
+            for pair in self._pairs(candidates(sets[0]), candidates(sets[1])):
+                if pair in seen:
+                    continue
+                seen.add(pair)
+                one, other = pair
+                have_common_text, have_conflict = self._comparison(one, other, next_ranges(following(one)))
+                if have_conflict:
+                    too_long.add(other)
+                if have_common_text:
+                    waiting.append((following(one), following(other)))
         return too_long
 
-    def _pairs(self, lexemes: Collection[Lexeme], others: Collection[Lexeme]) -> list[tuple[Lexeme, Lexeme]]:
-        self._count_steps(len(lexemes) * len(others))
-        return list(product(lexemes, others))
+    def _candidates(self, lexemes: Iterable[Lexeme]) -> _Candidates:
+        members = list(lexemes)
+        self._count_steps(PAIR_STEPS * len(members))
+        texts = sorted(lexeme.text for lexeme in members if isinstance(lexeme, Literal))
+        return _Candidates(texts, [lexeme for lexeme in members if not isinstance(lexeme, Literal)])
+
+    def _pairs(self, candidates: _Candidates, others: _Candidates) -> Iterator[tuple[Lexeme, Lexeme]]:
+        """Yield the pairs that may have a common text or a conflict."""
+        for one in candidates.all():
+            self._count_steps(PAIR_STEPS)
+            for other in others.continuing(one.text) if isinstance(one, Literal) else others.all():
+                self._count_steps(PAIR_STEPS)
+                yield one, other
 
     def _compare(self, one: Lexeme, other: Lexeme, next_ranges: Collection[Range]) -> _Comparison:
         """Compare two lexemes. Characters of `next_ranges` may follow `one`."""
+        if isinstance(one, Literal) and isinstance(other, Literal):
+            next_character = _ranges_of(other.text[len(one.text) :]) if other.text.startswith(one.text) else []
+            return _Comparison(one == other, have_conflict=_overlap(next_character, next_ranges))
         ending, continuing = self._automaton(one), self._automaton(other)
         if ending is None or continuing is None:
             return _Comparison(have_common_text=True, have_conflict=False)
+        n_left_after = self._n_left - MAX_COMPARISON_STEPS
         have_common_text = False
         waiting: list[tuple[States, States]] = [(ending.first, continuing.first)]
         seen: set[tuple[States, States]] = set()
         while waiting:
-            firsts = waiting.pop()
-            self._count_steps((ending.n_ranges(firsts[0]) + continuing.n_ranges(firsts[1])) ** 2)
-            for states in set(_matching_alike(ending, continuing, *firsts)) - seen:
+            for states in self._matching_alike(ending, continuing, *waiting.pop()):
+                if states in seen:
+                    continue
                 seen.add(states)
                 continued = continuing.next_states(states[1])
                 if states[0] & ending.last:
@@ -141,21 +188,47 @@ class LexemeConflicts:
                     if _overlap(continuing.ranges(continued), next_ranges):
                         return _Comparison(have_common_text=True, have_conflict=True)
                 waiting.append((ending.next_states(states[0]), continued))
+            if self._n_left < n_left_after:
+                self.is_exact = False
+                return _Comparison(have_common_text=True, have_conflict=False)
         return _Comparison(have_common_text, have_conflict=False)
 
-    def _next_ranges(self, lexemes: Collection[Lexeme]) -> set[Range]:
+    def _matching_alike(
+        self, one: Automaton, other: Automaton, states: States, others: States
+    ) -> Iterator[tuple[States, States]]:
+        """Yield the states that match a character, for each kind of character that states of both automata match."""
+        if len(states) == len(others) == 1:
+            self._count_steps(PAIR_STEPS)
+            if _overlap(one.ranges(states), other.ranges(others)):
+                yield states, others
+            return
+        borders = {low for low, _ in (*one.ranges(states), *other.ranges(others))}
+        borders |= {high + 1 for _, high in (*one.ranges(states), *other.ranges(others))}
+        n_ranges = one.n_ranges(states) + other.n_ranges(others)
+        self._count_steps(PAIR_STEPS + n_ranges * len(borders))
+        for character in borders:
+            matching = one.matching(states, character)
+            others_matching = other.matching(others, character) if matching else matching
+            if others_matching:
+                yield matching, others_matching
+
+    def _next_ranges(self, lexemes: Iterable[Lexeme]) -> frozenset[Range]:
         """Return the ranges of the first characters of these lexemes."""
-        self._count_steps(len(lexemes))
-        return {ranges for lexeme in lexemes for ranges in self._first_ranges(lexeme)}
+        return frozenset(ranges for lexeme in lexemes for ranges in self._first_ranges(lexeme))
 
     def _first_ranges(self, lexeme: Lexeme) -> Iterable[Range]:
         """Return the ranges of the first characters of a lexeme. The text of a negated token can be any."""
-        if isinstance(lexeme, TokenSet):
-            return [ALL] if lexeme.is_negated else []
+        match lexeme:
+            case Literal(text):
+                return _ranges_of(text)
+            case TokenSet(_, is_negated):
+                return [ALL] if is_negated else []
         automaton = self._automaton(lexeme)
         return [ALL] if automaton is None else automaton.ranges(automaton.first)
 
     def _has_empty(self, lexeme: Lexeme) -> bool:
+        if not isinstance(lexeme, Reference):
+            return False
         automaton = self._automaton(lexeme)
         return automaton is not None and automaton.has_empty
 
@@ -164,7 +237,7 @@ class LexemeConflicts:
         if isinstance(lexeme, TokenSet):
             return None
         try:
-            return Automaton(lexeme, self._rules)
+            return Automaton(lexeme, self._rules, self._count_steps)
         except (TooManyStates, RecursionError):
             self.is_exact = False
             return None
@@ -178,18 +251,14 @@ class LexemeConflicts:
         return f"<LexemeConflicts {len(self.terminals)} terminals, {len(self.divided)} divided literals>"
 
 
-def _matching_alike(
-    one: Automaton, other: Automaton, states: States, others: States
-) -> Iterator[tuple[States, States]]:
-    """Yield the states that match a character, for each kind of character that states of both automata match."""
-    borders = {low for low, _ in (*one.ranges(states), *other.ranges(others))}
-    borders |= {high + 1 for _, high in (*one.ranges(states), *other.ranges(others))}
-    for character in borders:
-        matching = one.matching(states, character)
-        others_matching = other.matching(others, character) if matching else matching
-        if others_matching:
-            yield matching, others_matching
+def _ranges_of(text: str) -> list[Range]:
+    """Return the range of the first character of a text. There is none if the text is empty."""
+    return [(ord(one), ord(one)) for one in text[:1]]
 
 
 def _overlap(ranges: Iterable[Range], others: Collection[Range]) -> bool:
-    return any(low <= other_high and other_low <= high for low, high in ranges for other_low, other_high in others)
+    for low, high in ranges:
+        for other_low, other_high in others:
+            if low <= other_high and other_low <= high:
+                return True
+    return False

@@ -19,17 +19,21 @@ from llamaq.worker.generation.grammar.gbnf_reader import (
     TokenSet,
 )
 
-N_STEPS = 20
-"""Number of steps for which a pass over a rule counts."""
+SYMBOL_STEPS = 10
+"""Number of steps for which a pass over a symbol counts."""
 
 Lexeme: TypeAlias = Literal | CharacterClass | TokenSet | Reference
 """What is matched as a whole: a text, a character, a token, or a terminal."""
 
 
-class _First(NamedTuple):
-    """How the texts of a symbol begin. Sets of lexemes are bits of an integer."""
+LexemeSet: TypeAlias = int
+"""A set of lexemes, as the bits of an integer."""
 
-    lexemes: int
+
+class _First(NamedTuple):
+    """How the texts of a symbol begin."""
+
+    lexemes: LexemeSet
     has_empty: bool
     """Whether the empty text is one of them."""
 
@@ -48,6 +52,9 @@ class LexemeNeighbours:
         divided: The literals that are divided into characters.
         has_empty: Returns whether the empty text is one of the texts of a lexeme.
         count_steps: Called with a number of steps before they are made. May raise an exception.
+
+    Attributes:
+        first: The lexemes with which outputs begin.
     """
 
     def __init__(
@@ -65,38 +72,39 @@ class LexemeNeighbours:
         self._has_empty = has_empty
         self._lexemes: list[Lexeme] = []
         self._index: dict[Lexeme, int] = {}
-        self._following: list[int] = []
+        self._following: list[LexemeSet] = []
         self._first = {name: _NOTHING for name in rules if name not in terminals}
         self._after = dict.fromkeys(self._first, 0)
         """For each rule, the lexemes that may follow it."""
+        n_steps = {name: SYMBOL_STEPS * (1 + _n_symbols(rules[name])) for name in self._first}
         is_stable = False
         while not is_stable:
             before = dict(self._first)
             for name in reversed(self._first):  # rules are mostly defined after the rules that refer to them
-                count_steps(N_STEPS)
+                count_steps(n_steps[name])
                 self._first[name] = self._first_of(rules[name])
             is_stable = before == self._first
-        self.first = list(self._read(self._first[root].lexemes))
-        """The lexemes with which outputs begin."""
+        self.first = self._first[root].lexemes
         is_stable = False
         while not is_stable:
             before_pass = (*self._after.values(), *self._following)
             for name, after in self._after.items():
-                count_steps(N_STEPS)
+                count_steps(n_steps[name])
                 self._add_following(rules[name], after)
             is_stable = before_pass == (*self._after.values(), *self._following)
 
-    def following(self, lexeme: Lexeme) -> list[Lexeme]:
+    def following(self, lexeme: Lexeme) -> LexemeSet:
         """Return the lexemes that may follow a lexeme."""
-        return list(self._read(self._following[self._index[lexeme]]))
+        return self._following[self._index[lexeme]]
 
-    def _read(self, lexemes: int) -> Iterator[Lexeme]:
+    def members(self, lexemes: LexemeSet) -> Iterator[Lexeme]:
+        """Yield the lexemes of a set."""
         while lexemes:
             lowest = lexemes & -lexemes
             yield self._lexemes[lowest.bit_length() - 1]
             lexemes ^= lowest
 
-    def _bit(self, lexeme: Lexeme) -> int:
+    def _bit(self, lexeme: Lexeme) -> LexemeSet:
         if lexeme not in self._index:
             self._index[lexeme] = len(self._lexemes)
             self._lexemes.append(lexeme)
@@ -133,7 +141,7 @@ class LexemeNeighbours:
             case _:
                 return _First(self._bit(symbol), self._has_empty(symbol))
 
-    def _add_following(self, alternatives: Alternatives, after: int) -> None:
+    def _add_following(self, alternatives: Alternatives, after: LexemeSet) -> None:
         """Record what follows the lexemes and the rules of a rule or a group, which `after` follows."""
         for symbols in alternatives:
             follows = after
@@ -142,7 +150,7 @@ class LexemeNeighbours:
                 first = self._first_of_symbol(symbol)
                 follows = first.lexemes | (follows if first.has_empty else 0)
 
-    def _add_after(self, symbol: Symbol, after: int) -> None:
+    def _add_after(self, symbol: Symbol, after: LexemeSet) -> None:
         match symbol:
             case Literal(""):
                 return
@@ -158,9 +166,17 @@ class LexemeNeighbours:
             case _:
                 self._add(symbol, after)
 
-    def _add(self, lexeme: Lexeme, following: int) -> None:
+    def _add(self, lexeme: Lexeme, following: LexemeSet) -> None:
         self._bit(lexeme)
         self._following[self._index[lexeme]] |= following
 
     def __repr__(self) -> str:
         return f"<LexemeNeighbours {len(self._lexemes)} lexemes>"
+
+
+def _n_symbols(alternatives: Alternatives) -> int:
+    return sum(
+        1 + (_n_symbols(symbol.alternatives) if isinstance(symbol, Group) else 0)
+        for symbols in alternatives
+        for symbol in symbols
+    )

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
@@ -190,7 +191,12 @@ class GrammarSandbox:
             return self._failure(process, is_late=isinstance(exc, TimeoutError))
         if process in self._set_aside:
             self._take_back(process)
-        return answer["grammar"] if "grammar" in answer else _rejected(answer["error"])
+        if "error" in answer:
+            return _rejected(answer["error"])
+        if not answer["is_exact"]:
+            logger.warning("grammar.inexact trial_chars=%d: some of its words match only the longest text", len(trial))
+        grammar: str = answer["grammar"]
+        return grammar
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -287,7 +293,7 @@ class _SandboxProcess:
             self._receive(time.monotonic() + START_TIMEOUT_S)
             self.has_started = True
 
-    def request(self, trial: str, timeout_s: float, on_slow: Callable[[], None]) -> dict[str, str]:
+    def request(self, trial: str, timeout_s: float, on_slow: Callable[[], None]) -> dict[str, Any]:
         """Send a trial, and wait for its answer. Calls `on_slow` if there is none after `PATIENCE_S`.
 
         Raises:
@@ -315,9 +321,9 @@ class _SandboxProcess:
         self._popen.kill()
         return self._popen.wait()
 
-    def _receive(self, deadline_s: float) -> dict[str, str]:
+    def _receive(self, deadline_s: float) -> dict[str, Any]:
         n_bytes = int.from_bytes(self._read(4, deadline_s), "big")
-        answer: dict[str, str] = json.loads(self._read(n_bytes, deadline_s))
+        answer: dict[str, Any] = json.loads(self._read(n_bytes, deadline_s))
         return answer
 
     def _read(self, n_bytes: int, deadline_s: float) -> bytes:

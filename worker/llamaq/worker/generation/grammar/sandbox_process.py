@@ -14,13 +14,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.worker.generation.grammar.endless_terminals import with_bounded_forcing
-from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark, lark_string
+from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark, is_exact, lark_string
 from llamaq.worker.generation.grammar.grammar_vocabulary import CopiedVocabulary, GrammarVocabulary
 from llamaq.worker.generation.grammar.json_schemas import json_schema_grammar
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack
@@ -29,6 +29,15 @@ from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenize
 MAX_MEMORY_BYTES = STACK_BYTES + 512 * 1024 * 1024
 """Memory that the process may use in addition to the vocabulary. The stack counts as a whole."""
 MAX_MESSAGE_CHARS = 400
+
+
+class CompiledGrammar(NamedTuple):
+    """A constraint that compiles."""
+
+    grammar: str
+    """The constraint in the form that llguidance compiles."""
+    is_exact: bool = True
+    """Whether it allows all texts of the constraint that was sent; see `gbnf_to_lark.is_exact`."""
 
 
 class GrammarTrial:
@@ -42,14 +51,14 @@ class GrammarTrial:
         self._pieces = vocab.pieces
         self._tokenizer = ConstraintTokenizer(vocab)
 
-    def compile(self, request: dict[str, Any]) -> str:
-        """Compile the constraint of a request, and return it in the form that llguidance compiles.
+    def compile(self, request: dict[str, Any]) -> CompiledGrammar:
+        """Compile the constraint of a request.
 
         Raises:
             JobRejected: The constraint cannot be used. The message gives the reason.
         """
         compiled = _convert(request, self._tokenizer.end_tokens, self._token_of)
-        self._tokenizer.compile_on_this_stack(compiled)
+        self._tokenizer.compile_on_this_stack(compiled.grammar)
         return compiled
 
     def _token_of(self, text: str) -> int | None:
@@ -59,21 +68,25 @@ class GrammarTrial:
         return min(tokens, key=lambda token: (token not in pieces.hidden, token), default=None)
 
 
-def _convert(request: dict[str, Any], end_tokens: frozenset[int], token_of: Callable[[str], int | None]) -> str:
-    """Return the constraint of a request in the form that llguidance compiles. See `gbnf_to_lark` for the others."""
+def _convert(
+    request: dict[str, Any], end_tokens: frozenset[int], token_of: Callable[[str], int | None]
+) -> CompiledGrammar:
+    """Return the constraint of a request, not yet compiled. See `gbnf_to_lark` for the other arguments."""
     kind, value = request["kind"], request["value"]
     try:
         match kind:
             case "grammar":
-                return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"], end_tokens, token_of))
+                lark = gbnf_to_lark(value, request["root"], end_tokens, token_of)
+                return CompiledGrammar(LLMatcher.grammar_from_lark(lark), is_exact(lark))
             case "json_schema":
-                return json_schema_grammar(value)
+                return CompiledGrammar(json_schema_grammar(value))
             case "regex":
-                return LLMatcher.grammar_from_regex(value)
+                return CompiledGrammar(LLMatcher.grammar_from_regex(value))
             case "choice":
-                return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(lark_string, value))}")
+                lark = f"start: CHOICE\nCHOICE: {' | '.join(map(lark_string, value))}"
+                return CompiledGrammar(LLMatcher.grammar_from_lark(lark))
             case "lark":
-                return lark_grammar(value)
+                return CompiledGrammar(lark_grammar(value))
     except ValueError as exc:
         raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the {kind} cannot be used: {exc}") from exc
     raise AssertionError(kind)
@@ -106,16 +119,16 @@ def _serve(trial: GrammarTrial, requests: IO[bytes], answers: IO[bytes], timeout
         _answer(answers, answer)
 
 
-def _try(trial: GrammarTrial, request: dict[str, Any]) -> dict[str, str]:
+def _try(trial: GrammarTrial, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"grammar": trial.compile(request)}
+        return trial.compile(request)._asdict()
     except JobRejected as exc:
         return {"error": exc.message[:MAX_MESSAGE_CHARS]}
     except MemoryError:
         return {"error": "the grammar cannot be used: it needs too much memory"}
 
 
-def _answer(answers: IO[bytes], content: dict[str, str]) -> None:
+def _answer(answers: IO[bytes], content: dict[str, Any]) -> None:
     data = json.dumps(content).encode()
     answers.write(len(data).to_bytes(4, "big") + data)
     answers.flush()
