@@ -110,6 +110,11 @@ def test_a_ranking_has_the_best_document_first_in_the_form_of_the_request() -> N
     ]
 
 
+def test_a_document_with_a_text_is_ranked_by_it() -> None:
+    body = read_ranking_body({"query": "q", "documents": [{"text": "a", "content": None}, {"text": "b", "content": 1}]})
+    assert body.documents == ["a", "b"]
+
+
 def test_a_document_may_be_a_list_of_content_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = read_ranking_body({"query": "q", "documents": [{"content": parts}, "c"], "top_n": 2})

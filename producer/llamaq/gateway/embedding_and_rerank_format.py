@@ -159,10 +159,12 @@ def read_ranking_body(body: Mapping[str, Any]) -> RankingBody:
 
 def _document(value: Any) -> str | None:
     """Return the text of a document. Dify sends lists of content parts, which vLLM accepts too."""
-    if isinstance(value, Mapping) and "content" in value:
-        return _joined(value["content"], "documents.content")
-    text = value.get("text") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) else None
+    match value:
+        case str(text) | {"text": str(text)}:
+            return text
+        case {"content": content}:
+            return _joined(content, "documents.content")
+    return None
 
 
 def ranking_object(

@@ -27,7 +27,10 @@ def defined_in(text: str) -> list[str]:
 @pytest.mark.parametrize(("name", "package"), SCRIPTS)
 def test_a_script_has_each_shared_function_that_it_names(name: str, package: str) -> None:
     folder = files("llamaq.common.protocol") / "scripts"
-    shared = [one for part in SHARED for one in defined_in(folder.joinpath(f"{part}.lua").read_text())]
+    parts = [folder / f"{part}.lua" for part in SHARED]
+    if package == "llamaq.worker.broker":
+        parts.append(files(package) / "scripts" / "_shared.lua")
+    shared = [one for part in parts for one in defined_in(part.read_text())]
     text = source(name, package)
     code = re.sub(r"--.*", "", text)
     for one in shared:

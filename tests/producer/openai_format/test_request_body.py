@@ -32,6 +32,7 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ("a", None, 7), ("a", None, 8), (None, [1, 2], 7), (None, [1, 2], 8),
     ]  # fmt: skip
     assert [each["seed"] for each in chat(n=2, seed=-1).jobs] == [-1, -1]
+    assert [each["seed"] for each in chat(n=3, seed=-2).jobs] == [2**63 - 2, 2**63 - 1, 0]
     with pytest.raises(InvalidRequest, match="several answers"):
         _ = body.only_job
 

@@ -254,7 +254,6 @@ def compute(engine: Engine) -> bytes:
 
 
 def test_flash_attention_that_llama_cpp_chooses_has_the_cells_of_flash_attention(any_model: Path) -> None:
-    """`off` has other cells: llama.cpp does not load values that are transposed into values that are not."""
     loaded = {name: load(any_model, flash_attn=name) for name in ("auto", "on", "off")}
     saved = {name: compute(engine) for name, (engine, _) in loaded.items()}
     for (name, (engine, found)), (other, (_, other_found)) in product(loaded.items(), repeat=2):

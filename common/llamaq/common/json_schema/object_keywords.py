@@ -128,6 +128,8 @@ def rewrite_sizes(schema: dict[str, Any], place: str) -> dict[str, Any]:
     required = schema.get("required", [])
     if schema.keys().isdisjoint(_SIZES) or not _is_list_of_names(required):
         return schema
+    if any(name in schema and _size(schema, name) is None for name in _SIZES):
+        return schema  # llguidance refuses the value
     optional = _optional_names(schema, required)
     n_required, is_closed = len(set(required)), _is_closed(schema)
     n_missing = max(0, (_size(schema, "minProperties") or 0) - n_required)

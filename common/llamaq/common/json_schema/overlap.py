@@ -16,8 +16,10 @@ MAX_DEPTH = 8
 MAX_STEPS = 200_000
 """Upper bound on the steps for one document, which take about 0.2 s. All further schemas are assumed to overlap. Each
 keyword, name and value that is read is a step."""
-STEPS_TO_COMPARE = 10
-"""A comparison of two schemas that are read takes as long as this number of steps."""
+STEPS_TO_COMPARE = 3
+"""A comparison of two schemas that are read takes as long as this number of steps, without the names and values in them."""
+STEPS_FOR_VALUE = 3
+"""To write a value of an `enum` as JSON takes as long as this number of further steps."""
 _LARGEST = 1e300
 """Larger bounds are ignored."""
 ALTERNATIVES = ("anyOf", "oneOf")
@@ -55,8 +57,10 @@ class _Described:
     conjuncts: Sequence[Schema]
     """The schemas without `$ref` and `allOf`, which their targets and parts replace."""
     shape: _Shape
-    alternatives: Sequence[Sequence[Sequence[Schema]]]
-    """For each `anyOf` and `oneOf`: its schemas, each with the other keywords of the conjuncts."""
+    alternatives: Sequence[Sequence[Schema]]
+    """The schemas of each `anyOf` and `oneOf` of the conjuncts."""
+    rest: Sequence[Schema]
+    """The other keywords of the conjuncts, if there are alternatives."""
 
 
 class Overlaps:
@@ -84,8 +88,8 @@ class Overlaps:
         """Return whether no value matches all schemas of `one` and all schemas of `other`. False: this is not known."""
         if depth > MAX_DEPTH or self.is_exhausted:
             return False
-        self._n_steps += STEPS_TO_COMPARE + len(one) + len(other)
         first, second = self._describe(one), self._describe(other)
+        self._n_steps += STEPS_TO_COMPARE + _n_compared(first, second) + _n_compared(second, first)
         if _are_disjoint_values(first.shape, second.shape):
             return True
         if self._have_disjoint_parts(first.shape, second.shape, depth):
@@ -96,9 +100,15 @@ class Overlaps:
 
     def discriminators(self, branches: Sequence[Schema]) -> Iterator[str]:
         """Yield the properties whose values differ between any two of the branches."""
-        shapes = [self._describe([branch]).shape for branch in branches]
-        names = [name for name in shapes[0].properties if all(name in shape.properties for shape in shapes)]
-        for name in names:
+        shapes: list[_Shape] = []
+        for branch in branches:
+            if self.is_exhausted:
+                return
+            shapes.append(self._describe([branch]).shape)
+        for name in shapes[0].properties if shapes else ():
+            self._n_steps += len(shapes)
+            if self.is_exhausted or not all(name in shape.properties for shape in shapes):
+                continue
             schemas = [shape.properties[name] for shape in shapes]
             pairs = ((one, two) for index, one in enumerate(schemas) for two in schemas[:index])
             if all(self.are_disjoint(one, two, 1) for one, two in pairs):
@@ -111,17 +121,17 @@ class Overlaps:
         """
         if self.is_exhausted:
             return None
-        self._n_steps += STEPS_TO_COMPARE
-        first, second = self._describe(one).shape, self._describe(other).shape
-        if not first.types & second.types <= {"object"}:
+        first, second = self._describe(one), self._describe(other)
+        self._n_steps += STEPS_TO_COMPARE + _n_compared(first, second) + _n_compared(second, first)
+        if not first.shape.types & second.shape.types <= {"object"}:
             return None
-        mine, others = _required_alone(first, second), _required_alone(second, first)
+        mine, others = _required_alone(first.shape, second.shape), _required_alone(second.shape, first.shape)
         return None if mine is None or others is None else (mine, others)
 
     def _have_disjoint_alternatives(self, one: _Described, other: _Described, depth: int) -> bool:
         """Return whether `one` has an `anyOf` whose schemas are all disjoint from `other`."""
         return any(
-            all(self.are_disjoint(alternative, other.conjuncts, depth + 1) for alternative in alternatives)
+            all(self.are_disjoint([*one.rest, schema], other.conjuncts, depth + 1) for schema in alternatives)
             for alternatives in one.alternatives
         )
 
@@ -152,7 +162,9 @@ class Overlaps:
         described = self._described.get(key)
         if described is None:
             conjuncts = self._conjuncts(schemas)
-            described = _Described(tuple(schemas), conjuncts, _shape(conjuncts), _alternatives(conjuncts))
+            alternatives = _alternatives(conjuncts)
+            rest = _without_alternatives(conjuncts) if alternatives else ()
+            described = _Described(tuple(schemas), conjuncts, _shape(conjuncts), alternatives, rest)
             self._described[key] = described
         return described
 
@@ -166,6 +178,8 @@ class Overlaps:
                 found.append(schema)
                 continue
             self._n_steps += 3 + sum(len(value) if isinstance(value, dict | list) else 1 for value in schema.values())
+            if isinstance(schema.get("enum"), list):
+                self._n_steps += STEPS_FOR_VALUE * len(schema["enum"])
             ref = schema.get("$ref")
             if ref is not None and self._references.refs_stand_alone:
                 schema = {"$ref": ref}  # other keywords must not tell schemas apart, although they apply to the output
@@ -198,22 +212,28 @@ def _required_alone(one: _Shape, other: _Shape) -> str | None:
     return names[0] if names else None
 
 
-def _alternatives(conjuncts: Sequence[Schema]) -> list[list[list[Schema]]]:
-    found = [
+def _alternatives(conjuncts: Sequence[Schema]) -> list[list[Schema]]:
+    return [
         schema[name]
         for schema in conjuncts
         for name in ALTERNATIVES
         if isinstance(schema, dict) and isinstance(schema.get(name), list)
     ]
-    if not found:
-        return []
-    rest: list[Schema] = [
+
+
+def _without_alternatives(conjuncts: Sequence[Schema]) -> list[Schema]:
+    return [
         {name: value for name, value in schema.items() if name not in ALTERNATIVES}
         if isinstance(schema, dict)
         else schema
         for schema in conjuncts
     ]
-    return [[[*rest, one] for one in alternatives] for alternatives in found]
+
+
+def _n_compared(one: _Described, other: _Described) -> int:
+    """Return the number of values and names of `one` that are looked up in `other`, and of its conjuncts."""
+    values, required = one.shape.values or (), one.shape.required
+    return len(one.schemas) + len(one.conjuncts) + len(values) + len(required) * (1 + len(other.shape.closed))
 
 
 def _are_disjoint_values(one: _Shape, other: _Shape) -> bool:

@@ -29,15 +29,20 @@ def rewrite_patterns(schema: dict[str, Any], place: str) -> dict[str, Any]:
     if schema.keys().isdisjoint(_KEYWORDS):
         return schema
     result = dict(schema)
-    try:
-        if isinstance(schema.get("pattern"), str):
-            result["pattern"] = narrowed(schema["pattern"])
-        if isinstance(schema.get("patternProperties"), dict):
-            result["patternProperties"] = {narrowed(name): one for name, one in schema["patternProperties"].items()}
-    except ValueError as exc:
-        keyword = "pattern" if "pattern" in schema else "patternProperties"
-        raise refused(keyword, place, str(exc)) from exc
+    if isinstance(schema.get("pattern"), str):
+        result["pattern"] = _narrowed_at("pattern", schema["pattern"], place)
+    if isinstance(schema.get("patternProperties"), dict):
+        result["patternProperties"] = {
+            _narrowed_at("patternProperties", name, place): one for name, one in schema["patternProperties"].items()
+        }
     return result
+
+
+def _narrowed_at(keyword: str, pattern: str, place: str) -> str:
+    try:
+        return narrowed(pattern)
+    except ValueError as exc:
+        raise refused(keyword, place, str(exc)) from exc
 
 
 def narrowed(pattern: str) -> str:

@@ -29,6 +29,8 @@ class References:
         self.refs_stand_alone = _OLD_DRAFT.search(str(root.get("$schema"))) is not None
         """Whether keywords beside a `$ref` have no effect in the draft of the document."""
         self._anchors = {f"#{name}": schema for name, schema in _anchors(root)}
+        self._have_references: dict[int, bool] = {}
+        """Whether schemas of the document have references, by their identities. It takes long to find out."""
 
     def resolve(self, ref: Any) -> Schema | None:
         """Return the schema that a reference such as `#/$defs/a`, `#` or `#anchor` points to.
@@ -51,9 +53,14 @@ class References:
                 schema = schema[int(name)]
             else:
                 return None
-        if is_inside and has_references(schema):
+        if is_inside and self._has_references(schema):
             return None
         return schema if ref.startswith("#/") or ref == "#" else None
+
+    def _has_references(self, schema: Schema) -> bool:
+        if id(schema) not in self._have_references:
+            self._have_references[id(schema)] = has_references(schema)
+        return self._have_references[id(schema)]
 
 
 def base_keyword(schema: Schema) -> str | None:

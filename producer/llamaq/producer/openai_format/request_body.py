@@ -285,7 +285,7 @@ def _with_seed(values: dict[str, Any], number: int) -> dict[str, Any]:
     seed = values.get("seed")
     if number == 0 or isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         return values
-    return {**values, "seed": seed + number}
+    return {**values, "seed": (seed + number) & MAX_SEED}
 
 
 def _tenant_of(user: str) -> str:

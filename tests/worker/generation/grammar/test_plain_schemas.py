@@ -70,6 +70,10 @@ NOT_PLAIN: dict[str, dict[str, Any]] = {
     "exclusive parts that take long to compare": {
         "oneOf": [any_of(*({"const": (n, m)} for m in range(10))) for n in range(19)]
     },
+    "equal references to many values": {
+        "oneOf": [{"$ref": "#/$defs/a"} for _ in range(180)],
+        "$defs": {"a": {"enum": list(range(2000))}},
+    },
     "exclusive parts with a sibling": {"type": "string", "oneOf": [{"const": "a"}, {"const": "b"}]},
     "pattern and length": texts(pattern="^a+$", maxLength=5),
     "format and length": texts(format="uri", minLength=1),

@@ -74,7 +74,8 @@ def _has_long_context(engine: Engine) -> bool:
     """
     architecture = engine.model.metadata("general.architecture")
     key = f"{architecture}.rope.scaling.original_context_length"
-    overrides = {override.key: override.value for override in engine.model.options.override_kv}
+    # Of several overrides of a key, llama.cpp takes the first one.
+    overrides = {override.key: override.value for override in reversed(engine.model.options.override_kv)}
     original = overrides.get(key, engine.model.metadata(key))  # `metadata` returns the value of the file
     return original is not None and engine.context.cells_per_sequence > int(original)
 

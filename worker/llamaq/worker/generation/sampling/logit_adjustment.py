@@ -15,6 +15,10 @@ FEW_MASKED = 8
 """Up to this number of masked tokens, setting one logit after the other takes less time than one numpy call."""
 
 
+_NO_TOKENS = np.empty(0, np.int64)
+_NO_VALUES = np.empty(0, np.float32)
+
+
 class LogitAdjustment:
     """Adds a bias to the logits of some tokens, and masks others.
 
@@ -31,14 +35,15 @@ class LogitAdjustment:
     """
 
     def __init__(self, bias: Mapping[int, float], masked: Iterable[int]) -> None:
-        self._bias_tokens = np.fromiter(bias, np.int64)
-        self._bias = np.fromiter(bias.values(), np.float32)
-        self._masked = np.fromiter(masked, np.int64)
-        self.masked = frozenset(self._masked.tolist())
+        self.masked = frozenset(masked)
         self.row_masked = tuple(sorted(self.masked))
-        self.has_bias = self._bias.size > 0
-        self.raises_logits = bool((self._bias > 0).any())
-        self.n_changed = self._bias.size + len(self.masked)
+        self.has_bias = bool(bias)
+        self.raises_logits = any(value > 0 for value in bias.values())
+        self.n_changed = len(bias) + len(self.masked)
+        # Most jobs have neither a bias nor masked tokens, and a call of numpy takes a microsecond.
+        self._bias_tokens = np.fromiter(bias, np.int64) if bias else _NO_TOKENS
+        self._bias = np.fromiter(bias.values(), np.float32) if bias else _NO_VALUES
+        self._masked = np.fromiter(self.masked, np.int64) if self.masked else _NO_TOKENS
 
     def apply(self, logits: Logits) -> None:
         """Change the logits of the vocabulary, in place: copying logits takes longer than sampling.
