@@ -16,8 +16,8 @@ _OF_OBJECTS = frozenset({"properties", "patternProperties", "additionalPropertie
 def close_objects(root: dict[str, Any]) -> None:
     """Add `additionalProperties: false` to the objects of a schema that `rewrite_schema` has returned.
 
-    Unchanged are objects that have `additionalProperties`, `minProperties` or `allOf`, that require a property which they do not
-    name, or that several parts of the schema describe together, with the objects in them.
+    Unchanged are objects that have `additionalProperties`, `minProperties` or `allOf`, that require a property which
+    they do not name, or that several parts of the schema describe together, with the objects in them.
     """
     schemas = [root]
     for schema in schemas:

@@ -17,7 +17,7 @@ MAX_STEPS = 200_000
 """Upper bound on the steps for one document, which take about 0.2 s. All further schemas are assumed to overlap. Each
 keyword, name and value that is read is a step."""
 STEPS_TO_COMPARE = 3
-"""A comparison of two schemas that are read takes as long as this number of steps, without the names and values in them."""
+"""A comparison of two schemas takes this number of steps, in addition to those for their names and values."""
 STEPS_FOR_VALUE = 3
 """To write a value of an `enum` as JSON takes as long as this number of further steps."""
 _LARGEST = 1e300

@@ -61,7 +61,7 @@ def _read_response_format(value: Any) -> dict[str, Any]:
             return {"json_schema": dict(schema)}
         case {"type": "json_object"}:
             return {"json_schema": ANY_OBJECT}
-    raise InvalidRequest("response_format: the type must be text, json_object, json_schema or json with a schema, or regex")
+    raise InvalidRequest("response_format: the type must be text, json_object, regex, or json_schema with a schema")
 
 
 def _read_structured_outputs(value: Any) -> dict[str, Any]:
