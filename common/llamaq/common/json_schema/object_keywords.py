@@ -155,7 +155,8 @@ def rewrite_sizes(schema: dict[str, Any], place: str) -> dict[str, Any]:
 def _cases_of_size(required: list[str], optional: list[str], n_missing: int, n_more: int | None) -> list[Schema]:
     """Return alternatives that have at least `n_missing` and at most `n_more` of the optional properties.
 
-    Empty: every object has so many. If `n_missing` is above 1, all properties are needed.
+    Without a bound, the list is empty. The caller has checked that `n_missing` is at most 1, or that no object has
+    more than `n_missing` optional properties, so that an object must have all of them.
     """
     if n_missing > len(optional) or (n_more is not None and n_more < n_missing):
         return [False]
