@@ -1,11 +1,13 @@
 """How much later does the first token of a job come if the job has a JSON schema?
 
-Single jobs run on an idle worker, one after the other, through Redis and the client. Jobs of four kinds take turns:
+Single jobs run on an idle worker, one after the other, through Redis and the client. Jobs of five kinds take turns:
 
 - `none`: without a schema.
-- `new`: a schema that was not used before. Its keywords are of the usual kinds, so the worker compiles it once.
-- `new_unusual`: the same with `patternProperties` and `multipleOf`. A separate process tries such a schema first.
+- `new`: a schema that was not used before. It has the keywords of most schemas.
 - `again`: the schema of the job before.
+- `new_unusual`: the same as `new`, with rare keywords: `patternProperties`, `multipleOf`, `propertyNames`, and the
+  length of a string that has a format.
+- `new_tried`: the same as `new`, with `allOf` of two patterns. A separate process tries such a schema first.
 
 `ttft_ms` is the time from the submit to the first token in the client. `added_ms` is the median of a kind less the
 median of `none`.
@@ -35,26 +37,41 @@ WARM_UP_REGEX = "[ab]{4}"
 
 
 def make_unusual_schema(number: int) -> dict[str, Any]:
+    """Return a schema of about the same size with rare keywords, different for each number."""
+    schema = make_schema(number)
+    schema["properties"]["score"] = {"type": "number", "multipleOf": 0.5}
+    schema["properties"]["born"] = {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}
+    schema["properties"]["tags"] = {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}}
+    return schema | {"patternProperties": {f"^x{number}_": {"type": "string"}}}
+
+
+def make_tried_schema(number: int) -> dict[str, Any]:
     """Return a schema of about the same size that must be tried first, different for each number."""
     schema = make_schema(number)
-    schema["properties"]["price"] = {"type": "number", "multipleOf": 0.5}
-    return schema | {"patternProperties": {f"^x{number}_": {"type": "string"}}}
+    schema["properties"]["born"] = {"allOf": [{"type": "string", "pattern": "^[12]"}, {"pattern": "-[0-9]{2}$"}]}
+    return schema
 
 
 async def measure_turns(n_turns: int, prompts: Prompts, client: AsyncClient) -> dict[str, list[float]]:
     """Return the times to the first token of each kind of jobs, in milliseconds."""
     await _await_grammar_process(client)
-    ttft_ms: dict[str, list[float]] = {"none": [], "new": [], "again": [], "new_unusual": []}
+    ttft_ms: dict[str, list[float]] = {}
     for number in range(n_turns):
         usual = make_schema(number)
-        schemas = {"none": None, "new": usual, "again": usual, "new_unusual": make_unusual_schema(number)}
+        schemas = {
+            "none": None,
+            "new": usual,
+            "again": usual,
+            "new_unusual": make_unusual_schema(number),
+            "new_tried": make_tried_schema(number),
+        }
         for kind, schema in schemas.items():
             options: JobOptions = {"temperature": 0.0, "max_tokens": N_OUT, "cache_prompt": False}
             if schema is not None:
                 options["json_schema"] = schema
             await asyncio.sleep(PAUSE_S)
             timeline = await follow(client, prompts.tokens(N_IN), **options)
-            ttft_ms[kind].append(timeline.ttft_ms)
+            ttft_ms.setdefault(kind, []).append(timeline.ttft_ms)
     return ttft_ms
 
 
@@ -79,7 +96,7 @@ def measure(plan: Plan) -> Figures:
         for kind, one in spreads.items()
     ]
     show("time to the first token, ms", ("schema", "p50", "p95", "p99", "max", "added"), rows)
-    kinds = ("new", "new_unusual")
+    kinds = ("new", "new_unusual", "new_tried")
     targets = {f"{kind}_added_ms": check_target(added_ms[kind], at_most=MOST_NEW_SCHEMA_MS) for kind in kinds}
     return {"jobs_of_each_kind": n_turns, "ttft_ms": spreads, "added_ms": added_ms, "targets": targets}
 

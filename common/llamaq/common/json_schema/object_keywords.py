@@ -12,7 +12,7 @@ from llamaq.common.json_schema.references import References, Schema, refused
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?"
-_NAME_FORMATS: Mapping[str, str] = MappingProxyType(
+NAME_FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "uuid": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
         "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",
@@ -111,7 +111,7 @@ def _format_pattern(name: Any) -> str | None:
     """
     if not isinstance(name, str):
         return None
-    return _NAME_FORMATS.get(NARROWER.get(name, name), _ANY_NAME)
+    return NAME_FORMATS.get(NARROWER.get(name, name), _ANY_NAME)
 
 
 def rewrite_sizes(schema: dict[str, Any], place: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tests.worker.generation.grammar.test_plain_schemas import (
     MAX_COMPILATION_S,
     NOT_PLAIN,
     PLAIN,
+    REFUSED,
     record,
     texts,
 )
@@ -75,7 +76,18 @@ def test_the_grammar_of_a_tool_with_a_plain_schema_is_plain(schema: dict[str, An
     assert is_plain_answer_grammar(calls_of(schema))
 
 
-@pytest.mark.parametrize("schema", NOT_PLAIN.values(), ids=NOT_PLAIN)
+NOT_REWRITTEN: dict[str, dict[str, Any]] = {
+    **NOT_PLAIN,
+    **REFUSED,
+    "large number": {"type": "integer", "maximum": 10**30},
+    "infinite number": {"type": "number", "maximum": float("inf")},
+    "definitions of a wrong type": {"$defs": [True]},
+    "unknown keyword": {"type": "string", "x-pattern": "a"},
+}
+"""Schemas as no client of llamaq writes them into a grammar."""
+
+
+@pytest.mark.parametrize("schema", NOT_REWRITTEN.values(), ids=NOT_REWRITTEN)
 def test_a_grammar_with_another_schema_is_not_plain(schema: dict[str, Any]) -> None:
     assert is_plain_answer_grammar(imitated(with_options(AGE)))
     assert not is_plain_answer_grammar(imitated(with_options(schema)))

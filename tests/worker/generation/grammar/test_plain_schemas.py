@@ -57,6 +57,22 @@ PLAIN: dict[str, dict[str, Any]] = {
         "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/cat", "dog": "#/$defs/dog"}},
         "$defs": {name: record(kind={"const": name, "default": name, "type": "string"}) for name in ("cat", "dog")},
     },
+    "pattern and length": texts(pattern="^a+$", minLength=1, maxLength=5),
+    "format and length": texts(format="uri", minLength=1, maxLength=2083),
+    "date and length": texts(format="date-time", maxLength=30),
+    "multiple": {"type": "integer", "multipleOf": 7, "minimum": 8},
+    "fraction": {"type": "number", "multipleOf": 0.01, "exclusiveMaximum": 99.5},
+    "pattern of names": {"type": "object", "patternProperties": {"^[a-z]{1,9}$": TEXT}, "additionalProperties": False},
+    "names of an extension": record(name=TEXT) | {"patternProperties": {"^x-": {"type": "integer"}}},
+    "names": {"type": "object", "propertyNames": {"maxLength": 3}, "additionalProperties": {"type": "integer"}},
+    "names with a format": {"type": "object", "propertyNames": {"format": "date"}},
+    "number of properties": {"type": "object", "minProperties": 1, "maxProperties": 9},
+    "keywords of several types": {"minLength": 2, "maximum": 9, "items": TEXT, "required": ["a"]},
+    "single part": record(a={"allOf": [{"$ref": "#/$defs/a"}], "default": None}) | {"$defs": {"a": TEXT}},
+    "unknown keyword": {"type": "string", "x-pattern": "a"},
+    "large number": {"type": "integer", "maximum": 10**30},
+    "infinite number": {"type": "number", "maximum": float("inf")},
+    "unused definitions of a wrong type": {"$defs": [TEXT]},
     "list of itself": array({"$ref": "#"}),
     "tree": {
         "$ref": "#/$defs/node",
@@ -75,11 +91,15 @@ NOT_PLAIN: dict[str, dict[str, Any]] = {
         "$defs": {"a": {"enum": list(range(2000))}},
     },
     "exclusive parts with a sibling": {"type": "string", "oneOf": [{"const": "a"}, {"const": "b"}]},
-    "pattern and length": texts(pattern="^a+$", maxLength=5),
-    "format and length": texts(format="uri", minLength=1),
-    "multiple": {"type": "integer", "multipleOf": 7, "minimum": 8},
-    "pattern of names": {"type": "object", "patternProperties": {"^a": TEXT}},
-    "names": {"type": "object", "propertyNames": {"maxLength": 3}},
+    "names of which one matches": record(**{"x-a": TEXT}) | {"patternProperties": {"^x-": texts(pattern="a")}},
+    "names that may match": record(name=TEXT) | {"patternProperties": {"^x?": texts(pattern="a")}},
+    "several patterns of names": {"type": "object", "patternProperties": {"^a": TEXT, "^b": TEXT}},
+    "costly pattern of names": {"type": "object", "patternProperties": {"(a{100}){100}": TEXT}},
+    "large multiple": {"type": "integer", "multipleOf": 999_983},
+    "fraction with many digits": {"type": "number", "multipleOf": 0.999983},
+    "no multiple": {"type": "integer", "multipleOf": 0},
+    "format with a pattern": texts(format="uri", pattern="a"),
+    "many patterns with lengths": any_of(*(texts(pattern=f"a+{n}", maxLength=99) for n in range(51))),
     "reference with a sibling": {"$ref": "#/$defs/a", "pattern": "a", "$defs": {"a": texts(pattern="b")}},
     "reference to a default": {"$ref": "#/default", "default": COSTLY},
     "reference to an example": array({"$ref": "#/examples/0"}, examples=[COSTLY]),
@@ -91,21 +111,20 @@ NOT_PLAIN: dict[str, dict[str, Any]] = {
     "repeated star": texts(pattern="a*{100}"),
     "repetition behind a space": texts(pattern="(?x)a{999} {999}"),
     "many repetitions": texts(pattern="a{1000}"),
-    "long string": texts(maxLength=1001),
+    "long string": texts(maxLength=4001),
     "long array": array(TEXT, minItems=1001),
-    "large number": {"type": "integer", "maximum": 10**30},
-    "infinite number": {"type": "number", "maximum": float("inf")},
     "many schemas": record(**{f"a{number}": TEXT for number in range(200)}),
     "much text": {"enum": ["x" * 17_000]},
-    "deep in a definition": {"$ref": "#/$defs/a", "$defs": {"a": array(array({"not": TEXT}))}},
-    "deep in a tuple": {"type": "array", "prefixItems": [any_of(TEXT, {"allOf": [TEXT]})]},
+    "deep in a tuple": {"type": "array", "prefixItems": [any_of(TEXT, {"allOf": [TEXT, TEXT]})]},
     "unknown type": {"type": "nothing"},
     "properties of a wrong type": {"properties": 5},
-    "definitions of a wrong type": {"$defs": [TEXT]},
     "schema of a wrong type": {"items": "string"},
     "values of a wrong type": {"enum": [{"a": 1}]},
-    "unknown keyword": {"type": "string", "x-pattern": "a"},
 }
+REFUSED: dict[str, dict[str, Any]] = {
+    "deep in a definition": {"$ref": "#/$defs/a", "$defs": {"a": array(array({"not": TEXT}))}},
+}
+"""Schemas that are refused before it is known whether they are plain."""
 EXPENSIVE: dict[str, dict[str, Any]] = {
     "integers with bounds": any_of(
         *({"type": "integer", "minimum": -(10**17) - n, "maximum": 10**17 + 7 * n} for n in range(190))
@@ -130,6 +149,28 @@ EXPENSIVE: dict[str, dict[str, Any]] = {
             for n in range(13)
         },
     },
+    "multiples with bounds": any_of(
+        *({"type": "integer", "multipleOf": 128 - n, "minimum": -(10**15) - n, "maximum": 10**15} for n in range(50))
+    ),
+    "fractions with bounds": any_of(
+        *({"type": "number", "multipleOf": 0.125, "minimum": n + 0.1234, "maximum": 1e15 + n / 7} for n in range(50))
+    ),
+    "states with a length": any_of(
+        *(texts(pattern=f"[ab]*a[ab]{{{n % 5}}}" * 2, minLength=1 + n % 7, maxLength=999) for n in range(50))
+    ),
+    "formats with a length": any_of(*(texts(format="uri", minLength=1 + n, maxLength=4000) for n in range(50))),
+    "numbers of properties": any_of(
+        *(
+            {"type": "object", "minProperties": 1, "maxProperties": 999 - n, "additionalProperties": TEXT}
+            for n in range(90)
+        )
+    ),
+    "patterns of names": any_of(
+        *(
+            {"type": "object", "patternProperties": {rf"^\w+{n}\w*$": TEXT}, "additionalProperties": True}
+            for n in range(50)
+        )
+    ),
     "exclusive unions": {
         "oneOf": [
             {"oneOf": [record(kind={"const": 10 * n + m}, **dict.fromkeys("abc", TEXT)) for m in range(4)]}
@@ -146,6 +187,12 @@ EXPENSIVE: dict[str, dict[str, Any]] = {
         )
     ),
 }
+
+EXHAUSTING: dict[str, dict[str, Any]] = {
+    "letters with a length": any_of(*(texts(pattern=r"^\w+$", minLength=800 + n, maxLength=950) for n in range(48))),
+    "states with a length": texts(pattern="[ab]*a[ab]{200}", minLength=900, maxLength=999),
+}
+"""Plain schemas that exceed a limit of llguidance."""
 
 
 def plain_grammar(schema: dict[str, Any]) -> str:
@@ -164,11 +211,33 @@ def test_a_schema_that_may_be_expensive_or_is_wrong_is_not_plain(schema: dict[st
     assert plain_schema_grammar(schema) is None
 
 
+@pytest.mark.parametrize("schema", REFUSED.values(), ids=REFUSED)
+def test_a_schema_with_a_keyword_that_is_not_supported_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(JobRejected):
+        plain_schema_grammar(schema)
+
+
+def test_references_do_not_let_a_plain_schema_grow() -> None:
+    """Each other spelling of a reference would become another copy of its target."""
+    target = any_of(*(texts(maxLength=n) for n in range(120)))
+    refs = [{"$ref": f"#/$defs/a{'' if n else '%61'}/anyOf/{n}"} for n in range(120)]
+    assert plain_schema_grammar(any_of(*refs) | {"$defs": {"a": target}}) is None
+
+
 @pytest.mark.parametrize("schema", EXPENSIVE.values(), ids=EXPENSIVE)
 def test_the_most_expensive_plain_schemas_compile_in_a_short_time(vocab: Vocab, schema: dict[str, Any]) -> None:
     tokenizer = ConstraintTokenizer(vocab)
     started_s = time.process_time()
     tokenizer.compile(plain_grammar(schema))
+    assert time.process_time() - started_s < MAX_COMPILATION_S
+
+
+@pytest.mark.parametrize("schema", EXHAUSTING.values(), ids=EXHAUSTING)
+def test_a_plain_schema_that_exceeds_a_limit_is_refused_in_a_short_time(vocab: Vocab, schema: dict[str, Any]) -> None:
+    tokenizer = ConstraintTokenizer(vocab)
+    started_s = time.process_time()
+    with pytest.raises(JobRejected, match="the grammar cannot be used"):
+        tokenizer.compile(plain_grammar(schema))
     assert time.process_time() - started_s < MAX_COMPILATION_S
 
 

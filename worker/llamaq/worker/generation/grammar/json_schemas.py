@@ -1,8 +1,8 @@
 """Converts JSON schemas for llguidance, and tells which of them compile in a short time.
 
-Two things take llguidance much time or memory: the intersection of regular expressions, such as `allOf` with several
-`pattern`, and counted repetitions inside each other, such as `(a{1000}){1000}`. A plain schema has neither, so it needs
-no trial in the sandbox process. A trial takes as long as the compilation itself, and most schemas are plain.
+Two things take llguidance much time or memory: the intersection of many regular expressions, such as `allOf` with
+several `pattern`, and counted repetitions inside each other, such as `(a{1000}){1000}`. A plain schema has neither, so
+it needs no trial in the sandbox process. A trial takes as long as the compilation itself, and most schemas are plain.
 """
 
 from __future__ import annotations
@@ -10,71 +10,85 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from itertools import chain
+from math import inf
 from typing import Any
 
 from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.json_schema.formats import PATTERNS
+from llamaq.common.json_schema.object_keywords import NAME_FORMATS
 from llamaq.common.json_schema.overlap import MAX_STEPS
+from llamaq.common.json_schema.patterns import narrowed
 from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS, NotCompared, rewrite_schema
 
 MAX_PLAIN_CHARS = 16 * 1024
 """Largest plain schema, as JSON text. The most expensive ones of this size take 80 ms (integers with bounds)."""
 MAX_PLAIN_SUBSCHEMAS = 200
 """Largest number of schemas in a plain schema, itself included."""
-MAX_PLAIN_LENGTH = 1000
-"""Largest size of a string or an array in a plain schema."""
+MAX_PLAIN_INTERSECTIONS = 50
+"""Largest number of schemas with an intersection of two regular expressions in a plain schema. An intersection takes up
+to 1 ms (`format` of a URI, with a length)."""
+MAX_PLAIN_LENGTH = 4000
+"""Largest length of a string in a plain schema."""
+MAX_PLAIN_ITEMS = 1000
+"""Largest size of an array or an object in a plain schema."""
+MAX_PLAIN_FACTOR = 128
+"""Largest `multipleOf` in a plain schema, without its decimal point: 125 for 0.125. llguidance makes an automaton with
+as many states, and 999,983 states take 16 s."""
 MAX_PLAIN_STEPS = 20_000
 """Upper bound on the steps to compare the schemas of `oneOf` in a plain schema, which take at most 80 ms."""
 
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-_DEFINITIONS = frozenset({"$defs", "definitions"})
-_ANNOTATIONS = frozenset({
-    "$comment", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly",
-})  # fmt: skip
+_DEFINITIONS = "$defs"
+_BESIDE_STRINGS = """
+    type minimum maximum exclusiveMinimum exclusiveMaximum multipleOf items prefixItems minItems maxItems
+    properties patternProperties additionalProperties required minProperties maxProperties
+"""
 _COMBINATIONS = tuple(
     frozenset(each.split())
     for each in (
         "$ref",
+        "allOf",
         "anyOf",
-        "oneOf discriminator",
         "type const",
         "type enum",
-        "type format",
-        "type pattern",
-        "type minLength maxLength",
-        "type minimum maximum exclusiveMinimum exclusiveMaximum",
-        "type items prefixItems minItems maxItems",
-        "type properties required additionalProperties",
+        f"format minLength maxLength {_BESIDE_STRINGS}",
+        f"pattern minLength maxLength {_BESIDE_STRINGS}",
     )
 )
-"""The keywords that may stand at one level of a plain schema, besides annotations. llguidance makes no intersection of
-regular expressions from any of these combinations."""
+"""The keywords that may stand at one level of a plain schema. llguidance intersects no more than two regular
+expressions for any of these combinations."""
+_INTERSECTED = tuple(
+    (frozenset(each.split()), frozenset(others.split()))
+    for each, others in (
+        ("pattern format", "minLength maxLength"),
+        ("multipleOf", "minimum maximum exclusiveMinimum exclusiveMaximum"),
+        ("patternProperties", "properties additionalProperties"),
+    )
+)
+"""Keywords, and others beside which each of them becomes an intersection."""
 _COSTLY_PATTERN = re.compile(r"[)}*+?]\s*\{|\{[^}]*\d{4}|\(\?[^:]")
 """Finds in a pattern a counted repetition of a group or of a repetition, a count of four digits, and a group that may
 change the syntax, such as `(?x`."""
+_KNOWN_PATTERNS = frozenset(map(narrowed, (*PATTERNS.values(), *NAME_FORMATS.values())))
+"""The patterns of formats. Some of them have counted groups, but small ones."""
+_PREFIX = re.compile(r"\^[\w/-]+")
+"""Finds the pattern of all names with a prefix, such as `^x-`."""
 _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions)/[^/%~]+)?")
-"""The references to the whole schema or to a definition, which are checked. Another one, such as `#/default`, may point
-to a value that is not."""
+"""The references to the whole schema or to a definition. Each definition has only one such reference, so a schema with
+no other references is not much larger when it is rewritten."""
 
 
-def json_schema_grammar(schema: dict[str, Any], max_steps: int = MAX_STEPS) -> str:
+def json_schema_grammar(schema: dict[str, Any]) -> str:
     """Return a JSON schema in the form that `ConstraintTokenizer.compile` takes.
-
-    Args:
-        schema: The schema.
-        max_steps: See `rewrite_schema`.
 
     Raises:
         JobRejected: The schema has a keyword that is not supported.
-        NotCompared: See `rewrite_schema`.
     """
-    options: Any = SCHEMA_OPTIONS  # a typed dictionary of llguidance, which `common` does not import
-    try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(schema, max_steps)), overrides=options)
-    except ValueError as exc:
-        raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the JSON schema cannot be used: {exc}") from exc
+    return _grammar(_rewritten(schema, MAX_STEPS))
 
 
 def plain_schema_grammar(schema: dict[str, Any]) -> str | None:
@@ -83,51 +97,93 @@ def plain_schema_grammar(schema: dict[str, Any]) -> str | None:
     Raises:
         JobRejected: The schema has a keyword that is not supported.
     """
-    if _plain_levels([schema]) is None:
+    if not _is_rewritten_soon(schema):
         return None
     try:
-        return json_schema_grammar(schema, MAX_PLAIN_STEPS)
+        rewritten = _rewritten(schema, MAX_PLAIN_STEPS)
     except NotCompared:
         return None
+    return _grammar(rewritten) if are_plain_rewritten_schemas([rewritten]) else None
+
+
+def _rewritten(schema: dict[str, Any], max_steps: int) -> dict[str, Any]:
+    try:
+        return rewrite_schema(schema, max_steps)
+    except ValueError as exc:
+        raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the JSON schema cannot be used: {exc}") from exc
+
+
+def _grammar(rewritten: dict[str, Any]) -> str:
+    options: Any = SCHEMA_OPTIONS  # a typed dictionary of llguidance, which `common` does not import
+    return LLMatcher.grammar_from_json_schema(json.dumps(rewritten), overrides=options)
+
+
+def _is_rewritten_soon(schema: dict[str, Any]) -> bool:
+    """Return whether it takes a short time to rewrite a schema, and the result is not much larger."""
+    if len(json.dumps(schema)) > MAX_PLAIN_CHARS:
+        return False
+    found: list[dict[str, Any]] = []
+    waiting: list[Any] = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            found.append(value)
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    refs = [each["$ref"] for each in found if "$ref" in each]
+    return len(found) <= 2 * MAX_PLAIN_SUBSCHEMAS and all(map(_is_plain_reference, refs))
 
 
 def are_plain_rewritten_schemas(schemas: Sequence[Any]) -> bool:
-    """Return whether rewritten JSON schemas are plain, and together no larger than one plain schema may be."""
-    levels = _plain_levels(schemas)
-    return levels is not None and not any("oneOf" in each for each in levels)
+    """Return whether rewritten JSON schemas are plain, and together no larger than one plain schema may be.
 
-
-def _plain_levels(schemas: Sequence[Any]) -> list[dict[str, Any]] | None:
-    """Return all schemas in the given ones, if they are plain as far as their keywords tell. Otherwise return None."""
-    if not all(isinstance(schema, dict) for schema in schemas) or len(json.dumps(schemas)) > MAX_PLAIN_CHARS + 2:
-        return None
+    They may be invalid.
+    """
+    if len(json.dumps(schemas)) > MAX_PLAIN_CHARS + 2:
+        return False
     found: list[Any] = []
     for schema in schemas:
-        definitions = [schema[name] for name in _DEFINITIONS & schema.keys()]
-        if not all(isinstance(each, dict) for each in definitions):
-            return None
-        found.append({name: value for name, value in schema.items() if name not in _DEFINITIONS})
-        found += chain.from_iterable(each.values() for each in definitions)
+        if not isinstance(schema, dict) or not isinstance(schema.get(_DEFINITIONS, {}), dict):
+            return False
+        found.append({name: value for name, value in schema.items() if name != _DEFINITIONS})
+        found += schema.get(_DEFINITIONS, {}).values()
     for each in found:  # which gets longer meanwhile
         if len(found) > MAX_PLAIN_SUBSCHEMAS or not (isinstance(each, bool) or _is_plain_level(each)):
-            return None
+            return False
         found += [] if isinstance(each, bool) else _parts(each)
-    return [each for each in found if isinstance(each, dict)]
+    return sum(map(_has_intersection, found)) <= MAX_PLAIN_INTERSECTIONS
 
 
 def _is_plain_level(schema: Any) -> bool:
     """Return whether a value is an object with plain keywords. Those of its parts are not checked."""
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or not any(schema.keys() <= each for each in _COMBINATIONS):
         return False
-    keywords = schema.keys() - _ANNOTATIONS
-    return any(keywords <= each for each in _COMBINATIONS) and all(_VALUES[name](schema[name]) for name in keywords)
+    return all(_VALUES[name](value) for name, value in schema.items()) and _are_names_separate(schema)
+
+
+def _has_intersection(schema: dict[str, Any] | bool) -> bool:
+    keywords = frozenset() if isinstance(schema, bool) else schema.keys()
+    return any(not each.isdisjoint(keywords) and not others.isdisjoint(keywords) for each, others in _INTERSECTED)
+
+
+def _are_names_separate(schema: dict[str, Any]) -> bool:
+    """Return whether no name of `properties` matches a pattern of `patternProperties`.
+
+    llguidance would intersect the schema of such a property with that of the pattern.
+    """
+    patterns, names = schema.get("patternProperties", {}), schema.get("properties", {})
+    return not names or all(
+        _PREFIX.fullmatch(pattern) and not any(name.startswith(pattern[1:]) for name in names) for pattern in patterns
+    )
 
 
 def _parts(schema: dict[str, Any]) -> list[Any]:
     """Return the schemas that stand directly in a schema with plain keywords."""
     alone = [schema[name] for name in ("items", "additionalProperties") if name in schema]
-    lists = (schema.get(name, ()) for name in ("anyOf", "oneOf", "prefixItems"))
-    return [*alone, *chain.from_iterable(lists), *schema.get("properties", {}).values()]
+    lists = (schema.get(name, ()) for name in ("allOf", "anyOf", "prefixItems"))
+    named = (schema.get(name, {}).values() for name in ("properties", "patternProperties"))
+    return [*alone, *chain.from_iterable(lists), *chain.from_iterable(named)]
 
 
 def _is_schema(value: Any) -> bool:
@@ -138,12 +194,19 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_PLAIN_LENGTH
+def _is_size(most: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 0 <= value <= most
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and -(2**63) <= value < 2**63
+
+
+def _is_factor(value: Any) -> bool:
+    if not _is_number(value) or not 0 < value <= MAX_PLAIN_FACTOR:
+        return False
+    digits = "".join(map(str, Decimal(str(value)).as_tuple().digits))
+    return int(digits) <= MAX_PLAIN_FACTOR
 
 
 def _is_scalar(value: Any) -> bool:
@@ -159,29 +222,36 @@ def _is_plain_reference(value: Any) -> bool:
 
 
 def _is_plain_pattern(value: Any) -> bool:
-    return isinstance(value, str) and not _COSTLY_PATTERN.search(value)
+    return isinstance(value, str) and (value in _KNOWN_PATTERNS or not _COSTLY_PATTERN.search(value))
 
 
-def _is_list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(map(is_item, value))
+def _is_list_of(is_item: Callable[[Any], bool], n_most: float = inf) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and 0 < len(value) <= n_most and all(map(is_item, value))
+
+
+def _is_one_pattern(value: Any) -> bool:
+    """Return whether a value of `patternProperties` has no two patterns, which llguidance would compare."""
+    return isinstance(value, dict) and len(value) <= 1 and all(map(_is_plain_pattern, value))
 
 
 _VALUES: Mapping[str, Callable[[Any], bool]] = {
     "$ref": _is_plain_reference,
     "additionalProperties": _is_schema,
+    "allOf": _is_list_of(_is_schema, n_most=1),
     "anyOf": _is_list_of(_is_schema),
     "const": _is_scalar,
-    "discriminator": lambda value: isinstance(value, dict),
     "enum": _is_list_of(_is_scalar),
     "format": _is_text,
     "items": _is_schema,
-    "oneOf": _is_list_of(_is_schema),
+    "multipleOf": _is_factor,
     "pattern": _is_plain_pattern,
+    "patternProperties": _is_one_pattern,
     "prefixItems": _is_list_of(_is_schema),
     "properties": lambda value: isinstance(value, dict),
     "required": lambda value: value == [] or _is_list_of(_is_text)(value),
     "type": _is_type,
-    **dict.fromkeys(("maxItems", "maxLength", "minItems", "minLength"), _is_size),
+    **dict.fromkeys(("maxItems", "maxProperties", "minItems", "minProperties"), _is_size(MAX_PLAIN_ITEMS)),
+    **dict.fromkeys(("maxLength", "minLength"), _is_size(MAX_PLAIN_LENGTH)),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), _is_number),
 }
 """Tells for each plain keyword whether a value is valid and plain."""
