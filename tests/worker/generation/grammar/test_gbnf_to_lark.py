@@ -260,6 +260,8 @@ MANY_LITERALS = {
     + " | ".join(f'"{word}" ws' for word in WORDS[:1000])
     + "\nws ::= [ \\n]*",
     "terminals that begin alike": terminals(WORDS[:200]),
+    "alternatives with the same loop": 'root ::= (line "\\n" root)? "."\nline ::= '
+    + " | ".join(f'[a-z]+ ": " [a-z0-9 ]+ "{number}"' for number in range(300)),
 }
 
 

@@ -8,7 +8,7 @@ Source: Glushkov, The abstract theory of automata, Russian Mathematical Surveys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import reduce
 from typing import NamedTuple, TypeAlias
 
@@ -85,22 +85,20 @@ class Automaton:
             return self._next_states[state]
         return NO_STATES.union(*[self._next_states[state] for state in states])
 
-    def ranges(self, states: States) -> Sequence[Range]:
-        """Return the ranges of the characters of these states."""
+    def ranges(self, states: States) -> Collection[Range]:
+        """Return the ranges of the characters of these states, each range once."""
         if len(states) == 1:
             (state,) = states
             return self._ranges[state]
-        return [one for state in states for one in self._ranges[state]]
+        return {one for state in states for one in self._ranges[state]}
 
-    def n_ranges(self, states: States) -> int:
-        """Return the number of these ranges."""
-        return sum([len(self._ranges[state]) for state in states])
-
-    def matching(self, states: States, character: int) -> States:
-        """Return those of the states that match a character, given as a code point."""
-        return frozenset(
-            [state for state in states if any(low <= character <= high for low, high in self._ranges[state])]
-        )
+    def by_range(self, states: States) -> dict[Range, list[int]]:
+        """Return the ranges of the characters of these states, and for each range the states that have it."""
+        found: dict[Range, list[int]] = {}
+        for state in states:
+            for one in self._ranges[state]:
+                found.setdefault(one, []).append(state)
+        return found
 
     def _symbol(self, symbol: Symbol) -> _Part:
         self._count_steps(STATE_STEPS)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from llamaq.worker.generation.grammar.gbnf_reader import (
@@ -31,8 +32,10 @@ from llamaq.worker.generation.grammar.lexeme_neighbours import Lexeme, LexemeNei
 MAX_STEPS = 6_000_000
 """Upper bound on the steps of the search, which take two to three seconds. In a grammar that needs more steps, lexemes
 that have not been compared keep the longest text."""
-MAX_COMPARISON_STEPS = MAX_STEPS // 4
+MAX_COMPARISON_STEPS = MAX_STEPS // 2
 """Upper bound on the steps of the comparison of two lexemes. If it takes more, the others are still compared."""
+STATES_IN_STEP = 8
+"""A step makes a set with this number of states."""
 PAIR_STEPS = 10
 """Number of steps for which a pair of lexemes or of sets of states counts. The comparison of two ranges is one step."""
 ALL: Range = (0, MAX_CODE_POINT)
@@ -184,8 +187,9 @@ class LexemeConflicts:
                 continued = continuing.next_states(states[1])
                 if states[0] & ending.last:
                     have_common_text |= bool(states[1] & continuing.last)
-                    self._count_steps(continuing.n_ranges(continued) * len(next_ranges))
-                    if _overlap(continuing.ranges(continued), next_ranges):
+                    ranges = continuing.ranges(continued)
+                    self._count_steps(len(continued) + len(ranges) * len(next_ranges))
+                    if _overlap(ranges, next_ranges):
                         return _Comparison(have_common_text=True, have_conflict=True)
                 waiting.append((ending.next_states(states[0]), continued))
             if self._n_left < n_left_after:
@@ -202,14 +206,16 @@ class LexemeConflicts:
             if _overlap(one.ranges(states), other.ranges(others)):
                 yield states, others
             return
-        borders = {low for low, _ in (*one.ranges(states), *other.ranges(others))}
-        borders |= {high + 1 for _, high in (*one.ranges(states), *other.ranges(others))}
-        n_ranges = one.n_ranges(states) + other.n_ranges(others)
-        self._count_steps(PAIR_STEPS + n_ranges * len(borders))
+        self._count_steps(PAIR_STEPS + len(states) + len(others))
+        ranges = one.by_range(states)
+        other_ranges = ranges if one is other and states == others else other.by_range(others)
+        borders = {border for low, high in (*ranges, *other_ranges) for border in (low, high + 1)}
+        self._count_steps(len(borders) * (len(ranges) + len(other_ranges)))
         for character in borders:
-            matching = one.matching(states, character)
-            others_matching = other.matching(others, character) if matching else matching
-            if others_matching:
+            matching = _matching(ranges, character)
+            others_matching = matching if other_ranges is ranges else _matching(other_ranges, character)
+            self._count_steps((len(matching) + len(others_matching)) // STATES_IN_STEP)
+            if matching and others_matching:
                 yield matching, others_matching
 
     def _next_ranges(self, lexemes: Iterable[Lexeme]) -> frozenset[Range]:
@@ -254,6 +260,13 @@ class LexemeConflicts:
 def _ranges_of(text: str) -> list[Range]:
     """Return the range of the first character of a text. There is none if the text is empty."""
     return [(ord(one), ord(one)) for one in text[:1]]
+
+
+def _matching(ranges: Mapping[Range, Iterable[int]], character: int) -> States:
+    """Return the states of those ranges that contain a character, given as a code point."""
+    return frozenset(
+        chain.from_iterable([states for (low, high), states in ranges.items() if low <= character <= high])
+    )
 
 
 def _overlap(ranges: Iterable[Range], others: Collection[Range]) -> bool:
