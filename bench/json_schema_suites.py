@@ -127,7 +127,7 @@ class SuiteCheck:
         start_s = time.perf_counter()
         constraint: TokenConstraint | None = None
         try:
-            constraint = self._tokenizer.compile(self._sandbox.compile(JobParams(json_schema=case.schema)))
+            constraint = self._tokenizer.compile(self._sandbox.check(JobParams(json_schema=case.schema)).text)
         except JobRejected as exc:
             found = suite.failed if _TOO_EXPENSIVE.search(exc.message) else suite.refused
             found[case.name] = exc.message[:MAX_CHARS]
@@ -214,7 +214,7 @@ def measure(plan: Plan) -> Figures:
     suites: dict[str, Suite] = {}
     try:
         check = SuiteCheck(vocab, sandbox)
-        sandbox.compile(JobParams(regex="a"))  # starts the process
+        sandbox.check(JobParams(regex="a"))  # starts the process
         for folder in plan.folders:
             cases = list(read_cases(folder))
             if not cases:

@@ -42,7 +42,7 @@ def allows(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, text: str) -> bo
 
 def allows_tokens(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, tokens: list[int]) -> bool:
     """Return whether a grammar allows the tokens as a whole answer."""
-    compiled = sandbox.compile(JobParams(lark=grammar))
+    compiled = sandbox.check(JobParams(lark=grammar)).text
     constraint = ConstraintTokenizer(vocab).compile(compiled)
     try:
         constraint.accept(tokens)
@@ -188,11 +188,11 @@ def test_a_tag_that_is_a_token_is_not_spelled(
 
 
 def test_a_grammar_may_name_control_tokens(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:
-    compiled = sandbox.compile(JobParams(lark='start: <|im_start|> "x"'))
+    compiled = sandbox.check(JobParams(lark='start: <|im_start|> "x"')).text
     allowed = ConstraintTokenizer(chat_vocab).compile(compiled).allowed_tokens()
     assert [chat_vocab.piece_with_special(token) for token in allowed.ids().tolist()] == [b"<|im_start|>"]
     with pytest.raises(JobRejected, match=r"nothing"):
-        sandbox.compile(JobParams(lark='start: <|nothing|> "x"'))
+        sandbox.check(JobParams(lark='start: <|nothing|> "x"'))
 
 
 def test_the_grammar_of_harmony_names_its_channels() -> None:

@@ -61,7 +61,10 @@ class NamedPreparer:
             raise KeyboardInterrupt
         job = make_job("x", job_id=lease.job_id)
         job.sampler.close = lambda: self.closed.append(lease.job_id)  # type: ignore[method-assign]
-        return PreparedJob(job, [])
+        return PreparedJob(job, [], finish_preparation=self.finish if payload.endswith(b"unfinished") else None)
+
+    def finish(self) -> None:
+        assert self.may_end.wait(timeout=60)
 
 
 def preparations_of(*names: str) -> list[Preparation]:
@@ -106,6 +109,19 @@ async def test_slow_grammars_delay_only_other_grammars() -> None:
         assert repr(preparations) == "<Preparations waiting=2 ready=0>"
         preparer.may_end.set()
         await until(lambda: len(ready) == N_THREADS + 3)
+        await until(lambda: (preparations._n_threads, preparations._n_grammar_threads) == (0, 0))
+
+
+async def test_a_job_is_handed_over_before_the_rest_of_its_preparation() -> None:
+    ready: list[Preparation] = []
+    preparer = NamedPreparer()
+    with ThreadPoolExecutor(N_THREADS) as executor:
+        preparations = Preparations(preparer, executor, ready.extend)
+        preparations.add(preparations_of(*["grammar unfinished"] * (N_THREADS_OF_KIND + 1), "plain"))
+        await until(lambda: len(ready) == N_THREADS_OF_KIND + 1)
+        assert preparations._n_grammar_threads == N_THREADS_OF_KIND, "so that no more of them begin"
+        preparer.may_end.set()
+        await until(lambda: len(ready) == N_THREADS_OF_KIND + 2)
         await until(lambda: (preparations._n_threads, preparations._n_grammar_threads) == (0, 0))
 
 

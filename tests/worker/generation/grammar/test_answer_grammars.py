@@ -171,7 +171,7 @@ def test_a_plain_grammar_needs_no_process(vocab: Vocab, monkeypatch: pytest.Monk
     grammar = calls_of(AGE).replace("object: object0", f"object: {alternatives}")
     sandbox = GrammarSandbox(vocab)
     try:
-        compiled = sandbox.compile(JobParams(lark=grammar))
+        compiled = sandbox.check(JobParams(lark=grammar)).text
     finally:
         sandbox.close()
     assert compiled == GrammarTrial(vocab).compile({"kind": "lark", "value": grammar, "root": "root"}).grammar
@@ -209,6 +209,6 @@ def test_a_costly_schema_inside_a_grammar_of_calls_is_tried_first(vocab: Vocab) 
     sandbox = GrammarSandbox(vocab, timeout_s=0.5)
     try:
         with pytest.raises(JobRejected, match=r"takes more than 0\.5 s"):
-            sandbox.compile(JobParams(lark=imitated(with_options(COSTLY))))
+            sandbox.check(JobParams(lark=imitated(with_options(COSTLY))))
     finally:
         sandbox.close()

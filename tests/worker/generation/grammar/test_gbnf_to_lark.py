@@ -57,7 +57,7 @@ BAD_GRAMMARS = {
 @pytest.mark.parametrize(("grammar", "reason"), BAD_GRAMMARS.values(), ids=BAD_GRAMMARS)
 def test_a_bad_grammar_is_refused_with_a_reason(sandbox: GrammarSandbox, grammar: str, reason: str) -> None:
     with pytest.raises(JobRejected) as refused:
-        sandbox.compile(JobParams(grammar=grammar))
+        sandbox.check(JobParams(grammar=grammar))
     assert refused.value.code == ErrorCode.INVALID_GRAMMAR
     assert reason in refused.value.message
 
@@ -89,7 +89,7 @@ GOOD_GRAMMARS = {
 
 @pytest.mark.parametrize("grammar", GOOD_GRAMMARS.values(), ids=GOOD_GRAMMARS)
 def test_a_good_grammar_compiles(sandbox: GrammarSandbox, vocab: Vocab, grammar: str) -> None:
-    compiled = sandbox.compile(JobParams(grammar=grammar))
+    compiled = sandbox.check(JobParams(grammar=grammar)).text
     assert ConstraintTokenizer(vocab).compile(compiled).allowed_tokens()
 
 
@@ -343,7 +343,7 @@ def test_no_text_is_forced_without_end_if_lexemes_were_not_compared(
 
 
 def test_a_negated_token_is_no_end_token(sandbox: GrammarSandbox, vocab: Vocab) -> None:
-    compiled = sandbox.compile(JobParams(grammar='root ::= "a" !<[5]> "b"'))
+    compiled = sandbox.check(JobParams(grammar='root ::= "a" !<[5]> "b"')).text
     constraint = ConstraintTokenizer(vocab).compile(compiled)
     constraint.accept([next(token for token in range(vocab.n_tokens) if vocab.piece(token) == b"a")])
     excluded = {5, *vocab.end_tokens}
@@ -351,9 +351,9 @@ def test_a_negated_token_is_no_end_token(sandbox: GrammarSandbox, vocab: Vocab) 
 
 
 def test_a_grammar_may_have_another_root_and_a_schema_may_not(sandbox: GrammarSandbox) -> None:
-    assert sandbox.compile(JobParams(grammar='start ::= "x"', grammar_root="start"))
+    assert sandbox.check(JobParams(grammar='start ::= "x"', grammar_root="start")).text
     with pytest.raises(JobRejected, match="grammar_root"):
-        sandbox.compile(JobParams(json_schema={}, grammar_root="start"))
+        sandbox.check(JobParams(json_schema={}, grammar_root="start"))
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +365,7 @@ def tag_sandbox(tag_vocab: Vocab) -> Iterator[GrammarSandbox]:
 
 def test_a_token_may_be_named_by_its_text(tag_sandbox: GrammarSandbox, tag_vocab: Vocab) -> None:
     tags = tag_vocab.tag_tokens
-    compiled = tag_sandbox.compile(JobParams(grammar='root ::= <think> !</think> </think> "a"'))
+    compiled = tag_sandbox.check(JobParams(grammar='root ::= <think> !</think> </think> "a"')).text
     constraint = ConstraintTokenizer(tag_vocab).compile(compiled)
     assert constraint.allowed_tokens().ids().tolist() == [tags["<think>"]]
     constraint.accept([tags["<think>"]])

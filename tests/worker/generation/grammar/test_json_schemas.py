@@ -46,7 +46,7 @@ def test_a_bad_schema_is_refused_with_a_reason(
     sandbox: GrammarSandbox, vocab: Vocab, schema: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(JobRejected) as refused:
-        ConstraintTokenizer(vocab).compile(sandbox.compile(JobParams(json_schema=schema)))
+        ConstraintTokenizer(vocab).compile(sandbox.check(JobParams(json_schema=schema)).text)
     assert refused.value.code == ErrorCode.INVALID_GRAMMAR
     assert reason in refused.value.message
 
@@ -217,6 +217,6 @@ TREE = {
 def test_a_schema_allows_the_values_that_it_describes(
     sandbox: GrammarSandbox, vocab: Vocab, schema: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    compiled = sandbox.compile(JobParams(json_schema=schema))
+    compiled = sandbox.check(JobParams(json_schema=schema)).text
     assert [text for text in good if not is_whole_output(vocab, compiled, text)] == []
     assert [text for text in bad if is_whole_output(vocab, compiled, text)] == []

@@ -248,7 +248,7 @@ def test_a_plain_schema_needs_no_process(vocab: Vocab, monkeypatch: pytest.Monke
     monkeypatch.setattr("subprocess.Popen", fail)
     sandbox = GrammarSandbox(vocab)
     try:
-        compiled = sandbox.compile(JobParams(json_schema=record(age={"type": "integer", "minimum": 3})))
+        compiled = sandbox.check(JobParams(json_schema=record(age={"type": "integer", "minimum": 3}))).text
     finally:
         sandbox.close()
     assert is_whole_output(vocab, compiled, '{"age": 3}')

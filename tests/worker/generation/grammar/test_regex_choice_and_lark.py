@@ -25,7 +25,7 @@ from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 def test_a_regex_a_choice_and_a_lark_grammar_allow_whole_outputs_only(
     sandbox: GrammarSandbox, vocab: Vocab, constraint: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    compiled = sandbox.compile(JobParams(**constraint))
+    compiled = sandbox.check(JobParams(**constraint)).text
     assert [text for text in good if not is_whole_output(vocab, compiled, text)] == []
     assert [text for text in bad if is_whole_output(vocab, compiled, text)] == []
 
@@ -44,5 +44,5 @@ def test_a_bad_regex_or_lark_grammar_is_refused_with_a_reason(
     sandbox: GrammarSandbox, constraint: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(JobRejected, match=reason) as refused:
-        sandbox.compile(JobParams(**constraint))
+        sandbox.check(JobParams(**constraint))
     assert refused.value.code == ErrorCode.INVALID_GRAMMAR

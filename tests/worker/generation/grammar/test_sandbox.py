@@ -59,7 +59,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def stopped_process(sandbox: GrammarSandbox) -> sandbox_module._SandboxProcess:
     """Start the process of the next trial, and stop it."""
-    sandbox.compile(JobParams(choice=("first",)))
+    sandbox.check(JobParams(choice=("first",)))
     process = sandbox._process
     assert process is not None
     stop(process._popen)
@@ -78,9 +78,9 @@ def await_trial(process: sandbox_module._SandboxProcess) -> None:
 
 def test_a_grammar_whose_result_is_known_does_not_wait_for_the_trial_of_another_one(sandbox: GrammarSandbox) -> None:
     request = JobParams(regex="[a-c]+")
-    known = sandbox.compile(request)
+    known = sandbox.check(request).text
     with sandbox._process_lock:  # held during a trial
-        assert sandbox.compile(request) == known
+        assert sandbox.check(request).text == known
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(open_sandbox: OpenSandbox) -> None:
@@ -88,26 +88,26 @@ def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(open_sandb
     for constraint in HOSTILE:
         for _ in range(2):
             with pytest.raises(JobRejected, match=r"more than 0\.5 s"):
-                sandbox.compile(JobParams(**constraint))
+                sandbox.check(JobParams(**constraint))
             assert sandbox._process is None
-    assert sandbox.compile(JobParams(grammar='root ::= "a"'))
+    assert sandbox.check(JobParams(grammar='root ::= "a"')).text
 
 
 def test_a_grammar_that_takes_long_does_not_delay_others(open_sandbox: OpenSandbox) -> None:
     sandbox = open_sandbox(timeout_s=0.5)
     process = stopped_process(sandbox)  # so that its trial lasts until the other grammar is compiled
     with ThreadPoolExecutor(1) as thread:
-        hostile = thread.submit(sandbox.compile, JobParams(**HOSTILE[1]))
+        hostile = thread.submit(sandbox.check, JobParams(**HOSTILE[1]))
         try:
             wait_until(lambda: process in sandbox._set_aside, "the process is set aside")
-            assert sandbox.compile(JobParams(regex="a"))
+            assert sandbox.check(JobParams(regex="a")).text
             assert not hostile.done()
         finally:
             process._popen.send_signal(signal.SIGCONT)
         with pytest.raises(JobRejected, match="cannot be used"):
             hostile.result()
     assert not sandbox._set_aside
-    assert sandbox.compile(JobParams(regex="b"))
+    assert sandbox.check(JobParams(regex="b")).text
 
 
 @pytest.mark.parametrize("has_another", [False, True])
@@ -118,11 +118,11 @@ def test_a_process_that_was_set_aside_is_used_again_if_there_is_no_other(
     process, patience_s = stopped_process(sandbox), sandbox_module.PATIENCE_S
     monkeypatch.setattr(sandbox_module, "PATIENCE_S", 0.01)
     with ThreadPoolExecutor(1) as thread:
-        slow = thread.submit(sandbox.compile, JobParams(regex="b"))
+        slow = thread.submit(sandbox.check, JobParams(regex="b"))
         wait_until(lambda: process in sandbox._set_aside, "the process is set aside")
         monkeypatch.setattr(sandbox_module, "PATIENCE_S", patience_s)
         if has_another:
-            sandbox.compile(JobParams(regex="c"))
+            sandbox.check(JobParams(regex="c"))
         process._popen.send_signal(signal.SIGCONT)
         assert slow.result()
     assert (sandbox._process is process) is not has_another
@@ -136,7 +136,7 @@ def test_a_sandbox_that_is_closed_ends_a_process_that_was_set_aside(
     process = stopped_process(sandbox)
     monkeypatch.setattr(sandbox_module, "PATIENCE_S", 0.01)
     with ThreadPoolExecutor(1) as thread:
-        hostile = thread.submit(sandbox.compile, JobParams(**HOSTILE[1]))
+        hostile = thread.submit(sandbox.check, JobParams(**HOSTILE[1]))
         wait_until(lambda: process in sandbox._set_aside, "the process is set aside")
         sandbox.close()
         with pytest.raises(EngineError, match="the worker stops"):
@@ -149,7 +149,7 @@ def test_a_grammar_is_compiled_although_the_machine_gives_the_process_no_time(op
     sandbox = open_sandbox(timeout_s=timeout_s)
     process = stopped_process(sandbox)
     with ThreadPoolExecutor(1) as thread:
-        trial = thread.submit(sandbox.compile, JobParams(regex="a"))
+        trial = thread.submit(sandbox.check, JobParams(regex="a"))
         try:
             await_trial(process)
             time.sleep(2 * timeout_s)  # wall time, which must not count
@@ -165,45 +165,45 @@ def test_a_process_that_does_not_answer_is_replaced_and_its_grammar_tried_again(
     process, factor = stopped_process(sandbox), sandbox_module.LONGEST_WAIT_FACTOR
     monkeypatch.setattr(sandbox_module, "LONGEST_WAIT_FACTOR", 1)
     with pytest.raises(JobRejected, match="too busy"):
-        sandbox.compile(JobParams(regex="a"))
+        sandbox.check(JobParams(regex="a"))
     assert process.has_ended
     monkeypatch.setattr(sandbox_module, "LONGEST_WAIT_FACTOR", factor)
-    assert sandbox.compile(JobParams(regex="a"))
+    assert sandbox.check(JobParams(regex="a")).text
 
 
 def test_a_process_that_died_between_two_grammars_is_replaced(open_sandbox: OpenSandbox) -> None:
     sandbox = open_sandbox()
-    sandbox.compile(JobParams(grammar='root ::= "a"'))
+    sandbox.check(JobParams(grammar='root ::= "a"'))
     process = sandbox._process
     assert process is not None
     os.kill(process._popen.pid, signal.SIGKILL)
     process._popen.wait()
-    assert sandbox.compile(JobParams(grammar='root ::= "b"'))
+    assert sandbox.check(JobParams(grammar='root ::= "b"')).text
 
 
 def test_a_grammar_whose_process_was_killed_is_tried_again(open_sandbox: OpenSandbox) -> None:
     sandbox = open_sandbox()
     process = stopped_process(sandbox)
     with ThreadPoolExecutor(1) as thread:
-        trial = thread.submit(sandbox.compile, JobParams(grammar='root ::= "b"'))
+        trial = thread.submit(sandbox.check, JobParams(grammar='root ::= "b"'))
         await_trial(process)
         process.kill()
         with pytest.raises(EngineError, match="was killed"):
             trial.result()
-    assert sandbox.compile(JobParams(grammar='root ::= "b"'))
+    assert sandbox.check(JobParams(grammar='root ::= "b"')).text
 
 
 def test_a_process_that_aborts_refuses_its_grammar(open_sandbox: OpenSandbox) -> None:
     sandbox = open_sandbox()
     process = stopped_process(sandbox)
     with ThreadPoolExecutor(1) as thread:
-        trial = thread.submit(sandbox.compile, JobParams(grammar='root ::= "b"'))
+        trial = thread.submit(sandbox.check, JobParams(grammar='root ::= "b"'))
         await_trial(process)
         process._popen.send_signal(signal.SIGABRT)  # takes effect when the process continues
         process._popen.send_signal(signal.SIGCONT)
         with pytest.raises(JobRejected, match="too much memory"):
             trial.result()
-    assert sandbox.compile(JobParams(grammar='root ::= "c"'))
+    assert sandbox.check(JobParams(grammar='root ::= "c"')).text
 
 
 @pytest.mark.starts_processes
@@ -213,7 +213,7 @@ def test_a_process_that_cannot_start_is_an_engine_error(
     monkeypatch.setattr(sandbox_module, "pack_vocabulary", lambda _: b"no vocabulary")
     sandbox = open_sandbox()
     with pytest.raises(EngineError, match="does not start"):
-        sandbox.compile(JobParams(grammar='root ::= "a"'))
+        sandbox.check(JobParams(grammar='root ::= "a"'))
 
 
 def test_the_process_starts_before_the_first_grammar(
@@ -234,10 +234,10 @@ def test_a_sandbox_that_is_closed_early_starts_no_process(open_sandbox: OpenSand
 
 def test_a_closed_sandbox_compiles_no_more_grammars(open_sandbox: OpenSandbox) -> None:
     sandbox = open_sandbox()
-    sandbox.compile(JobParams(grammar='root ::= "a"'))
+    sandbox.check(JobParams(grammar='root ::= "a"'))
     sandbox.close()
     with pytest.raises(EngineError, match="the worker stops"):
-        sandbox.compile(JobParams(grammar='root ::= "b"'))
+        sandbox.check(JobParams(grammar='root ::= "b"'))
     assert sandbox._process is None
 
 
@@ -251,7 +251,7 @@ def test_the_process_ends_when_its_socket_is_closed(vocab: Vocab) -> None:
 def test_the_oldest_results_are_removed_from_the_cache(sandbox: GrammarSandbox) -> None:
     for n in range(sandbox_module.MAX_CACHED_RESULTS + 5):
         with pytest.raises(JobRejected):
-            sandbox.compile(JobParams(grammar=f'other{n} ::= "x"'))
+            sandbox.check(JobParams(grammar=f'other{n} ::= "x"'))
     assert len(sandbox._results) == sandbox_module.MAX_CACHED_RESULTS
 
 
@@ -261,18 +261,18 @@ def test_a_grammar_whose_words_may_match_the_longest_text_is_logged_once_without
     def messages() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == sandbox_module.__name__]
 
-    sandbox.compile(JobParams(grammar='root ::= "(" root ")" | "secret"'))
+    sandbox.check(JobParams(grammar='root ::= "(" root ")" | "secret"'))
     assert messages() == []
     for number in range(2):
         request = JobParams(grammar=f'root ::= "(" root ")" | "secret{number}" t\nt ::= ' + '"a"?' * 500)
         for _ in range(2):
-            sandbox.compile(request)
+            sandbox.check(request)
         assert len(messages()) == number + 1
     assert all(message.startswith("grammar.inexact ") and "secret" not in message for message in messages())
 
 
 def test_the_process_has_no_llama_cpp_in_its_memory(sandbox: GrammarSandbox) -> None:
-    sandbox.compile(JobParams(regex="a"))
+    sandbox.check(JobParams(regex="a"))
     assert sandbox._process is not None
     maps = Path(f"/proc/{sandbox._process._popen.pid}/maps").read_text()
     assert "llguidance" in maps
@@ -288,4 +288,4 @@ def test_a_machine_that_has_no_room_for_a_process_is_an_engine_error(
     monkeypatch.setattr(sandbox_module, "_SandboxProcess", refuse)
     sandbox = open_sandbox()
     with pytest.raises(EngineError, match=r"does not start .*No space left"):
-        sandbox.compile(JobParams(grammar='root ::= "a"'))
+        sandbox.check(JobParams(grammar='root ::= "a"'))

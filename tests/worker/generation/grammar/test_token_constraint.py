@@ -69,7 +69,7 @@ def test_sampled_tokens_match_the_grammar(vocab: Vocab, sandbox: GrammarSandbox,
         },
         "required": ["age", "tags"],
     }
-    tokenizer, compiled = ConstraintTokenizer(vocab), sandbox.compile(JobParams(json_schema=schema))
+    tokenizer, compiled = ConstraintTokenizer(vocab), sandbox.check(JobParams(json_schema=schema)).text
     whole = 0
     for seed in range(16):
         tokens = generate(vocab, tokenizer.compile(compiled), params, seed=seed)

@@ -179,14 +179,17 @@ class Preparations:
         """Prepare jobs until none is left."""
         while (one := self._take()) is not None:
             self._prepare(one)
+            outcome = one.outcome  # which belongs to the I/O thread from the next line on
             self._ready.append(one)
-            if one.may_have_grammar:
-                with self._lock:
-                    self._n_grammar_threads -= 1
             if not self._is_announced:
                 self._is_announced = True
                 with suppress(RuntimeError):  # the event loop is closed: the process is about to exit
                     self._loop.call_soon_threadsafe(self._deliver)
+            if isinstance(outcome, PreparedJob) and outcome.finish_preparation is not None:
+                outcome.finish_preparation()
+            if one.may_have_grammar:
+                with self._lock:
+                    self._n_grammar_threads -= 1
 
     def _take(self) -> Preparation | None:
         """Return the next job for this thread. None: there is none, and the thread takes no more jobs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -161,3 +162,6 @@ class PreparedJob:
     """`Detokenizer.tag_offset` of those of these tokens that have it."""
     prompt_logprobs: PromptLogprobs | None = None
     """The probabilities of the prompt's tokens, if earlier attempts have published them."""
+    finish_preparation: Callable[[], None] | None = None
+    """The rest of the preparation, which may run while the prompt is computed. If the job needs its result earlier, the
+    job waits, or does it itself. None: there is no rest."""

@@ -19,6 +19,7 @@ from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.generation.adapter_scales import AdapterScales
 from llamaq.worker.generation.detokenizer import StreamDetokenizer, TagDetokenizer
+from llamaq.worker.generation.grammar.pending_constraint import Constraint, PendingConstraint
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 from llamaq.worker.generation.grammar.token_set import TokenSet
@@ -121,6 +122,7 @@ class JobPreparer:
         self._check_scores(request, prompt)
         detokenizer = self._detokenizer(request)
         texts, tag_offsets = _detokenize(detokenizer, published.tokens)
+        grammar = self._grammar(request, published)
         system_tokens = self._system_tokens(request, prompt)
         public = system_tokens if request.cache_public == "system" else request.cache_public
         scope, scales = Scope(request.cache_salt, public), self._adapter_scales.resolve(request.lora)
@@ -128,7 +130,7 @@ class JobPreparer:
             lease=lease,
             request=request,
             prompt=prompt,
-            sampler=self._sampler(request, prompt, published),
+            sampler=self._sampler(request, prompt, published, grammar),
             detokenizer=detokenizer,
             generated_before=list(published.tokens),
             times=times,
@@ -139,8 +141,15 @@ class JobPreparer:
             system_tokens=system_tokens,
             prompt_scorer=_prompt_scorer(request, published),
         )
-        logprobs, draws = list(published.logprobs), list(published.draws)
-        return PreparedJob(job, texts, logprobs, draws, tag_offsets, published.prompt_logprobs)
+        return PreparedJob(
+            job,
+            texts,
+            list(published.logprobs),
+            list(published.draws),
+            tag_offsets,
+            published.prompt_logprobs,
+            finish_preparation=grammar.compile if isinstance(grammar, PendingConstraint) else None,
+        )
 
     def _detokenizer(self, request: JobRequest) -> StreamDetokenizer:
         """Return the detokenizer of a job. Only a job that asks for the texts of control tokens has offsets of tags."""
@@ -203,13 +212,27 @@ class JobPreparer:
                 f"more than {MAX_VALUES}; ask for fewer alternatives, or split the prompt",
             )
 
-    def _sampler(self, request: JobRequest, prompt: Sequence[int], published: TokenSpan) -> LogitSampler:
-        grammar, breakers, params = None, SequenceBreakers(), self._defaults.resolve(request)
+    def _grammar(self, request: JobRequest, published: TokenSpan) -> Constraint | None:
+        """Return the constraint of a job's output. None: it has none.
+
+        A constraint that compiles quickly is compiled later, while the prompt is computed.
+        """
+        if not request.constraints:
+            return None
+        checked = self._grammar_sandbox.check(request)
+        compile_it = partial(self._constraint_tokenizer.compile, checked.text)
+        if checked.compiles_quickly and not published.tokens:
+            return PendingConstraint(compile_it)
+        grammar = compile_it()
+        grammar.resume(published.tokens)
+        return grammar
+
+    def _sampler(
+        self, request: JobRequest, prompt: Sequence[int], published: TokenSpan, grammar: Constraint | None
+    ) -> LogitSampler:
+        breakers, params = SequenceBreakers(), self._defaults.resolve(request)
         if params.dry_multiplier:
             breakers = self._breaker_finder.breakers(params.dry_sequence_breakers)
-        if request.constraints:
-            grammar = self._constraint_tokenizer.compile(self._grammar_sandbox.compile(request))
-            grammar.resume(published.tokens)
         masked, end_tokens = self._masked_tokens(request), self._vocab.end_tokens.union(request.stop_token_ids)
         infill_tokens = None
         if "infill" in params.samplers:

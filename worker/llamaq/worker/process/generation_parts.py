@@ -146,7 +146,7 @@ class GenerationParts:
         defaults = self._job_defaults
         if defaults.grammar:
             try:
-                self._grammar_sandbox.compile(JobParams(grammar=defaults.grammar, grammar_root=defaults.grammar_root))
+                self._grammar_sandbox.check(JobParams(grammar=defaults.grammar, grammar_root=defaults.grammar_root))
             except JobRejected as exc:
                 raise InvalidSettings(f"--grammar (LLAMAQ_GRAMMAR): {exc.message}") from exc
 

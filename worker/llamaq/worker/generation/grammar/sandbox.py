@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
@@ -48,6 +48,17 @@ LONGEST_WAIT_FACTOR = 12
 """How much longer than its processor time a trial may take on a busy machine."""
 MAX_CACHED_RESULTS = 128
 """Number of grammars whose results are cached."""
+QUICK_S = 0.02
+"""Processor time of a compilation that is quick."""
+
+
+class CheckedGrammar(NamedTuple):
+    """A constraint that may be compiled in the worker."""
+
+    text: str
+    """The constraint in the form that `ConstraintTokenizer.compile` takes."""
+    compiles_quickly: bool
+    """Whether the compilation takes about as long as a tick at most: it is plain, or took at most `QUICK_S`."""
 
 
 class GrammarSandbox:
@@ -65,7 +76,7 @@ class GrammarSandbox:
         self._vocab = vocab
         self._timeout_s = timeout_s
         self._results_lock = threading.Lock()
-        self._results: OrderedDict[str, str | JobRejected] = OrderedDict()
+        self._results: OrderedDict[str, CheckedGrammar | JobRejected] = OrderedDict()
         self._process_lock = threading.Lock()
         """Held during a trial, until its process is set aside."""
         self._process: _SandboxProcess | None = None
@@ -77,7 +88,7 @@ class GrammarSandbox:
         self._starter.name, self._starter.daemon = "llamaq-grammar-start", True
         self._starter.start()
 
-    def compile(self, request: JobParams) -> str:
+    def check(self, request: JobParams) -> CheckedGrammar:
         """Return the constraint of a request in the form that `ConstraintTokenizer.compile` takes.
 
         That method may still refuse a constraint that is not tried here, such as a plain JSON schema.
@@ -94,18 +105,20 @@ class GrammarSandbox:
             raise JobRejected(result.code, result.message)
         return result
 
-    def _convert(self, trial: str, request: JobParams) -> str | None:
+    def _convert(self, trial: str, request: JobParams) -> CheckedGrammar | None:
         """Return the result of a constraint that needs no trial, or None."""
-        result = None
+        grammar = None
         if request.json_schema:
-            result = plain_schema_grammar(request.json_schema)
+            grammar = plain_schema_grammar(request.json_schema)
         elif request.lark and is_plain_answer_grammar(request.lark):
-            result = lark_grammar(request.lark)
-        if result is not None:
-            self._cache_result(trial, result)
+            grammar = lark_grammar(request.lark)
+        if grammar is None:
+            return None
+        result = CheckedGrammar(grammar, compiles_quickly=True)
+        self._cache_result(trial, result)
         return result
 
-    def _try(self, trial: str) -> str | JobRejected:
+    def _try(self, trial: str) -> CheckedGrammar | JobRejected:
         """Return the result of a grammar, after the trials that run before it."""
         with ExitStack() as turn:
             turn.enter_context(self._process_lock)
@@ -115,14 +128,14 @@ class GrammarSandbox:
                 self._cache_result(trial, result)
             return result
 
-    def _cached_result(self, trial: str) -> str | JobRejected | None:
+    def _cached_result(self, trial: str) -> CheckedGrammar | JobRejected | None:
         with self._results_lock:
             result = self._results.get(trial)
             if result is not None:
                 self._results.move_to_end(trial)
             return result
 
-    def _cache_result(self, trial: str, result: str | JobRejected) -> None:
+    def _cache_result(self, trial: str, result: CheckedGrammar | JobRejected) -> None:
         with self._results_lock:
             self._results[trial] = result
             if len(self._results) > MAX_CACHED_RESULTS:
@@ -162,7 +175,7 @@ class GrammarSandbox:
             raise EngineError(f"the process that compiles grammars does not start ({exc})") from exc
         return self._process
 
-    def _run_trial(self, trial: str, turn: ExitStack) -> str | JobRejected:
+    def _run_trial(self, trial: str, turn: ExitStack) -> CheckedGrammar | JobRejected:
         """Return the result of a trial. A process that fails is replaced in the next trial.
 
         Args:
@@ -195,8 +208,7 @@ class GrammarSandbox:
             return _rejected(answer["error"])
         if not answer["is_exact"]:
             logger.warning("grammar.inexact trial_chars=%d: some of its words match only the longest text", len(trial))
-        grammar: str = answer["grammar"]
-        return grammar
+        return CheckedGrammar(answer["grammar"], compiles_quickly=answer["compilation_s"] <= QUICK_S)
 
     def _check_open(self) -> None:
         if self._closed.is_set():

@@ -38,6 +38,8 @@ class CompiledGrammar(NamedTuple):
     """The constraint in the form that llguidance compiles."""
     is_exact: bool = True
     """Whether it allows all texts of the constraint that was sent; see `gbnf_to_lark.is_exact`."""
+    compilation_s: float = 0.0
+    """Processor time that the compilation took."""
 
 
 class GrammarTrial:
@@ -58,8 +60,8 @@ class GrammarTrial:
             JobRejected: The constraint cannot be used. The message gives the reason.
         """
         compiled = _convert(request, self._tokenizer.end_tokens, self._token_of)
-        self._tokenizer.compile_on_this_stack(compiled.grammar)
-        return compiled
+        constraint = self._tokenizer.compile_on_this_stack(compiled.grammar)
+        return compiled._replace(compilation_s=constraint.lexer.compilation_s)
 
     def _token_of(self, text: str) -> int | None:
         """Return the token with exactly this text. A control token is preferred. None: there is no such token."""

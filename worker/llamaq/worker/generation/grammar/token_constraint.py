@@ -75,7 +75,7 @@ class ConstraintTokenizer:
         """Compile a grammar, and compute the tokens that it allows first.
 
         Args:
-            grammar: The grammar in the form that `GrammarSandbox.compile` returns.
+            grammar: The text that `GrammarSandbox.check` returns.
 
         Raises:
             JobRejected: The grammar does not compile.

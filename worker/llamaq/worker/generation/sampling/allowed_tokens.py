@@ -9,7 +9,7 @@ from threading import Lock
 import numpy as np
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.grammar.pending_constraint import Constraint
 from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
 from llamaq.worker.generation.sampling.largest_logits import top_k_superset
@@ -46,7 +46,7 @@ class AllowedTokens:
 
     def __init__(
         self,
-        grammar: TokenConstraint | None,
+        grammar: Constraint | None,
         reasoning: ReasoningBudget | None,
         *,
         only: TokenSet | None = None,
@@ -164,7 +164,7 @@ class AllowedTokens:
         is_too_early = len(history) - n_prompt < self._min_tokens and forced in self._end_tokens
         return (None if is_too_early else forced), allowed
 
-    def _in_grammar(self, grammar: TokenConstraint, history: Sequence[int], n_prompt: int) -> TokenSet:
+    def _in_grammar(self, grammar: Constraint, history: Sequence[int], n_prompt: int) -> TokenSet:
         self._look_ahead.is_awaited = True
         with self._lock:
             self._look_ahead.is_awaited = False

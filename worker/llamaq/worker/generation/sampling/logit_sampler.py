@@ -15,7 +15,7 @@ import numpy.typing as npt
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.core.job_parts import RowDraw
-from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.grammar.pending_constraint import Constraint
 from llamaq.worker.generation.grammar.token_set import TokenSet
 from llamaq.worker.generation.sampling.allowed_tokens import AllowedTokens
 from llamaq.worker.generation.sampling.bad_words import NO_BAD_WORDS, BadWords
@@ -70,7 +70,7 @@ class LogitSampler:
         min_tokens: int = 0,
         only: TokenSet | None = None,
         bad_words: BadWords = NO_BAD_WORDS,
-        grammar: TokenConstraint | None = None,
+        grammar: Constraint | None = None,
         reasoning: ReasoningBudget | None = None,
         n_logprobs: int | None = None,
         has_drawn_logprobs: bool = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.grammar.pending_constraint import Constraint
 from llamaq.worker.generation.grammar.token_set import TokenSet
 
 
@@ -34,7 +34,7 @@ class LookAhead:
         self._sets: list[TokenSet] = []
         """What is allowed at the start of the path, and after each token of the path, as far as it was searched."""
 
-    def search(self, grammar: TokenConstraint, n_generated: int, draft: Sequence[int]) -> None:
+    def search(self, grammar: Constraint, n_generated: int, draft: Sequence[int]) -> None:
         """Find what is allowed along a new path, until a draw waits.
 
         Args:
