@@ -301,7 +301,7 @@ def test_the_cost_of_a_new_json_schema_and_of_its_masks_is_measured() -> None:
 
 def test_the_first_tokens_of_jobs_with_and_without_a_schema_are_measured() -> None:
     figures = run_quickly("json_schema_first_token")
-    assert figures["ttft_ms"].keys() == {"none", "new", "again", "new_unusual"}
+    assert figures["ttft_ms"].keys() == {"none", "new", "again", "new_unusual", "new_tried"}
     for one in figures["ttft_ms"].values():
         assert_spread(one)
     assert figures["added_ms"].keys() == figures["ttft_ms"].keys() - {"none"}
