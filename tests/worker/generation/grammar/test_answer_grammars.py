@@ -26,7 +26,7 @@ from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
 from llamaq.producer.answer_parts.answer_grammar import answer_grammar
-from llamaq.worker.generation.grammar.answer_grammars import is_plain_answer_grammar
+from llamaq.worker.generation.grammar.answer_grammars import answer_part_of_limits
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.sandbox_process import GrammarTrial, lark_grammar
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
@@ -38,6 +38,10 @@ REASONING: tuple[dict[str, Any], ...] = (
     {"reasoning_open": "<think>", "reasoning_close": "</think>", "starts_in_reasoning": True},
     {"reasoning_open": "[THINK]", "reasoning_close": "[/THINK]", "tag_tokens": {"[THINK]": 5, "[/THINK]": 6}},
 )
+
+
+def is_plain_answer_grammar(lark: str) -> bool:
+    return answer_part_of_limits(lark) <= 1
 
 
 def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:

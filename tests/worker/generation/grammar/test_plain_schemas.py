@@ -198,7 +198,7 @@ EXHAUSTING: dict[str, dict[str, Any]] = {
 def plain_grammar(schema: dict[str, Any]) -> str:
     grammar = plain_schema_grammar(schema)
     assert grammar is not None
-    return grammar
+    return grammar.text
 
 
 @pytest.mark.parametrize("schema", PLAIN.values(), ids=PLAIN)

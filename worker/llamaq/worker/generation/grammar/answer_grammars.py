@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import inf
 from typing import Any
 
 from llamaq.common.json_schema.rewriting import SCHEMA_OPTIONS
@@ -19,7 +20,7 @@ from llamaq.common.protocol.output_params import MAX_TAG_CHARS
 from llamaq.worker.generation.grammar.json_schemas import (
     MAX_PLAIN_CHARS,
     MAX_PLAIN_SUBSCHEMAS,
-    are_plain_rewritten_schemas,
+    part_of_limits,
 )
 
 _OPTIONS = "x-guidance"
@@ -56,18 +57,25 @@ _FORMS = (
 _LINE = re.compile(rf"(?:arguments\d+|content|object): %json (?P<schema>\{{.*\}})|{'|'.join(_FORMS)}", re.ASCII)
 
 
-def is_plain_answer_grammar(lark: str) -> bool:
-    """Return whether a grammar in Lark has only lines of the known forms, and plain schemas. It may be invalid."""
+def answer_part_of_limits(lark: str) -> float:
+    """Return how large a grammar in Lark is that has only lines of the known forms, and plain schemas.
+
+    It may be invalid.
+
+    Returns:
+        The size as a part of the largest plain schema. Above 1, the grammar is not plain.
+    """
     if len(lark) > MAX_PLAIN_CHARS + MAX_PLAIN_SUBSCHEMAS * _OPTIONS_CHARS:
-        return False
+        return inf
     schemas: list[Any] = []
     for line in lark.split("\n"):
         match = _LINE.fullmatch(line)
         if match is None:
-            return False
+            return inf
         if match["schema"] is not None:
             schemas.append(_schema_without_options(match["schema"]))
-    return len(lark) - len(schemas) * _OPTIONS_CHARS <= MAX_PLAIN_CHARS and are_plain_rewritten_schemas(schemas)
+    n_chars = len(lark) - len(schemas) * _OPTIONS_CHARS
+    return max(n_chars / MAX_PLAIN_CHARS, part_of_limits(schemas))
 
 
 def _schema_without_options(text: str) -> dict[str, Any] | None:

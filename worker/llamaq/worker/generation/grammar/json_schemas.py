@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
@@ -91,8 +91,17 @@ def json_schema_grammar(schema: dict[str, Any]) -> str:
     return _grammar(_rewritten(schema, MAX_STEPS))
 
 
-def plain_schema_grammar(schema: dict[str, Any]) -> str | None:
-    """Return what `json_schema_grammar` returns for a plain schema. None: the schema is not plain.
+class PlainGrammar(NamedTuple):
+    """A plain schema."""
+
+    text: str
+    """What `json_schema_grammar` returns."""
+    part_of_limits: float
+    """See `part_of_limits`."""
+
+
+def plain_schema_grammar(schema: dict[str, Any]) -> PlainGrammar | None:
+    """Return the grammar of a plain schema. None: the schema is not plain.
 
     Raises:
         JobRejected: The schema has a keyword that is not supported.
@@ -103,7 +112,8 @@ def plain_schema_grammar(schema: dict[str, Any]) -> str | None:
         rewritten = _rewritten(schema, MAX_PLAIN_STEPS)
     except NotCompared:
         return None
-    return _grammar(rewritten) if are_plain_rewritten_schemas([rewritten]) else None
+    part = part_of_limits([rewritten])
+    return PlainGrammar(_grammar(rewritten), part) if part <= 1 else None
 
 
 def _rewritten(schema: dict[str, Any], max_steps: int) -> dict[str, Any]:
@@ -135,24 +145,26 @@ def _is_rewritten_soon(schema: dict[str, Any]) -> bool:
     return len(found) <= 2 * MAX_PLAIN_SUBSCHEMAS and all(map(_is_plain_reference, refs))
 
 
-def are_plain_rewritten_schemas(schemas: Sequence[Any]) -> bool:
-    """Return whether rewritten JSON schemas are plain, and together no larger than one plain schema may be.
+def part_of_limits(schemas: Sequence[Any]) -> float:
+    """Return how large rewritten JSON schemas are together, as a part of the largest plain schema.
 
-    They may be invalid.
+    Above 1, they are not plain. They may be invalid.
     """
-    if len(json.dumps(schemas)) > MAX_PLAIN_CHARS + 2:
-        return False
+    n_chars = len(json.dumps(schemas)) - len("[]")
+    if n_chars > MAX_PLAIN_CHARS:
+        return inf
     found: list[Any] = []
     for schema in schemas:
         if not isinstance(schema, dict) or not isinstance(schema.get(_DEFINITIONS, {}), dict):
-            return False
+            return inf
         found.append({name: value for name, value in schema.items() if name != _DEFINITIONS})
         found += schema.get(_DEFINITIONS, {}).values()
     for each in found:  # which gets longer meanwhile
         if len(found) > MAX_PLAIN_SUBSCHEMAS or not (isinstance(each, bool) or _is_plain_level(each)):
-            return False
+            return inf
         found += [] if isinstance(each, bool) else _parts(each)
-    return sum(map(_has_intersection, found)) <= MAX_PLAIN_INTERSECTIONS
+    n_intersections = sum(map(_has_intersection, found))
+    return max(n_chars / MAX_PLAIN_CHARS, len(found) / MAX_PLAIN_SUBSCHEMAS, n_intersections / MAX_PLAIN_INTERSECTIONS)
 
 
 def _is_plain_level(schema: Any) -> bool:

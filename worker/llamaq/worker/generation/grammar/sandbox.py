@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.protocol.output_params import MAX_GRAMMAR_BYTES
-from llamaq.worker.generation.grammar.answer_grammars import is_plain_answer_grammar
+from llamaq.worker.generation.grammar.answer_grammars import answer_part_of_limits
 from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabulary, pack_vocabulary
-from llamaq.worker.generation.grammar.json_schemas import plain_schema_grammar
+from llamaq.worker.generation.grammar.json_schemas import PlainGrammar, plain_schema_grammar
 from llamaq.worker.generation.grammar.sandbox_process import lark_grammar
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,9 @@ LONGEST_WAIT_FACTOR = 12
 MAX_CACHED_RESULTS = 128
 """Number of grammars whose results are cached."""
 QUICK_S = 0.02
-"""Processor time of a compilation that is quick."""
+"""Largest processor time of a compilation that is quick."""
+QUICK_PART = 0.25
+"""Largest size of a plain grammar that compiles within about `QUICK_S`, as a part of the limits of plain grammars."""
 
 
 class CheckedGrammar(NamedTuple):
@@ -58,7 +60,7 @@ class CheckedGrammar(NamedTuple):
     text: str
     """The constraint in the form that `ConstraintTokenizer.compile` takes."""
     compiles_quickly: bool
-    """Whether the compilation takes about as long as a tick at most: it is plain, or took at most `QUICK_S`."""
+    """Whether the compilation takes `QUICK_S` at most, about as long as a tick."""
 
 
 class GrammarSandbox:
@@ -110,11 +112,11 @@ class GrammarSandbox:
         grammar = None
         if request.json_schema:
             grammar = plain_schema_grammar(request.json_schema)
-        elif request.lark and is_plain_answer_grammar(request.lark):
-            grammar = lark_grammar(request.lark)
+        elif request.lark and (part := answer_part_of_limits(request.lark)) <= 1:
+            grammar = PlainGrammar(lark_grammar(request.lark), part)
         if grammar is None:
             return None
-        result = CheckedGrammar(grammar, compiles_quickly=True)
+        result = CheckedGrammar(grammar.text, compiles_quickly=grammar.part_of_limits <= QUICK_PART)
         self._cache_result(trial, result)
         return result
 
