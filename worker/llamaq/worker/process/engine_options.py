@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llamaq.worker.engine.gguf_vocab import has_position_table
 from llamaq.worker.engine.llama_bindings import LOGIT_BYTES, Model
 from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
@@ -49,6 +50,20 @@ def load_model(path: Path, settings: WorkerSettings) -> Model:
         override_kv=settings.metadata_overrides,
     )
     return Model(path, options)
+
+
+def context_limit(path: Path, settings: WorkerSettings, model: Model, n_cells: int) -> int:
+    """Return the largest number of tokens of a job: the context that the model was trained on, unless RoPE is scaled.
+
+    Args:
+        path: The model file.
+        settings: The settings of the worker.
+        model: The model of this file.
+        n_cells: For how many tokens of a job the worker has room.
+    """
+    if settings.extends_context and not has_position_table(path):
+        return n_cells
+    return min(n_cells, model.n_ctx_train)
 
 
 def _scaled_files(scales: Iterable[tuple[str, float]], setting: str) -> tuple[ScaledFile, ...]:
