@@ -87,7 +87,7 @@ def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
         cache_type_v=settings.cache_type_v,
         kv_offload=settings.kv_offload,
         op_offload=settings.op_offload,
-        rope=_rope_options(settings),
+        rope=rope_options(settings),
         **sizes,
     )
 
@@ -139,7 +139,8 @@ def _experts_in_host_memory(settings: WorkerSettings) -> list[str]:
     return [rf"{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU" for layer in layers]
 
 
-def _rope_options(settings: WorkerSettings) -> RopeOptions:
+def rope_options(settings: WorkerSettings) -> RopeOptions:
+    """Return how positions are scaled. Two settings with the same effect, such as a scale and its inverse, are one."""
     return RopeOptions(
         scaling=settings.rope_scaling,
         freq_base=settings.rope_freq_base,
