@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.workers import only_worker
 
+from llamaq.worker.engine.load_options import ModelOptions
+from llamaq.worker.process.model_fingerprint import fingerprint_model
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -46,4 +49,7 @@ def test_the_template_of_the_file_renders_the_chats_of_a_worker(
         assert client.apply_template(CHAT) == RENDERED, "a text command"
         assert client.tokenize_chat(CHAT) == prompt
         assert client.tokenizer().apply_template(CHAT) == RENDERED, "a client with the vocabulary of the worker"
-        assert only_worker(client).card.chat_template == TEMPLATE
+        card = only_worker(client).card
+        assert card.chat_template == TEMPLATE
+        own = fingerprint_model(chat_model, ModelOptions())
+        assert card.model_hash == fingerprint_model(chat_model, ModelOptions(), chat_template=TEMPLATE) != own

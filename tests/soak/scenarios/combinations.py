@@ -43,10 +43,7 @@ GRAMMAR_SHARE = 0.3
 """Share of the rounds in which some jobs have a grammar. Each worker of such a round starts a process."""
 REFUSALS = (ErrorCode.PROMPT_TOO_LONG, ErrorCode.INVALID_REQUEST)
 """The errors of jobs that ask for too much: a prompt longer than the context, or a slot that does not exist."""
-USUAL_WARNINGS = (
-    "cache.save_failed",
-    "disk_cache.ignored",
-)
+USUAL_WARNINGS = ("disk_cache.ignored",)
 """Parts of warnings that a cache with too little room may log. The tokens are computed again."""
 
 

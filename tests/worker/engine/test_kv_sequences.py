@@ -519,13 +519,61 @@ def test_saving_the_source_of_a_copy_needs_no_decode(
         assert engine.sequences.save(0, 0, 150) == expected
 
 
-def test_without_an_empty_sequence_a_copy_is_saved_only_after_the_next_batch(
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_copy_is_saved_from_its_original_without_a_decode_and_without_an_empty_sequence(
+    make_engine: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = make_engine(name), prompt(150)
+    for seq_id in (0, 3):
+        compute(engine, seq_id, tokens)
+    assert engine.sequences.copy(0, 1, 150) == 150
+    assert engine.sequences.copy(1, 2, 150) == 150
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.context, "decode", lambda: pytest.fail("a token was computed"))
+        saved = [engine.sequences.save(seq_id, 0, 150) for seq_id in (1, 2)]
+    engine.sequences.remove(3)
+    for data in saved:
+        assert engine.sequences.load(3, 0, 150, data, 0)
+        assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, 3, [*tokens, *TAIL]))
+        engine.sequences.remove(3)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_copy_is_saved_although_its_original_was_removed_and_replaced(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens, others = make_engine(name), prompt(150), prompt(150, seed=2)
+    compute(engine, 0, tokens)
+    compute(engine, 2, others)
+    assert engine.sequences.copy(0, 1, 150) == 150
+    engine.sequences.remove(0)
+    assert engine.sequences.copy(2, 0, 150) == 150
+    data = engine.sequences.save(1, 0, 150)
+    assert engine.sequences.load(3, 0, 150, data, 0)
+    for seq_id, history in ((0, others), (1, tokens), (3, tokens)):
+        assert_as_recomputed(make_engine, name, [*history, *TAIL], compute(engine, seq_id, [*history, *TAIL]))
+
+
+@pytest.mark.parametrize("name", ["plain streams", "sliding streams"])
+def test_a_part_of_a_sequence_that_was_copied_is_saved(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(150)
+    compute(engine, 0, tokens)
+    assert engine.sequences.copy(0, 1, 100) == 100
+    with pytest.raises(EngineError, match="whole"):
+        engine.sequences.save(1, 0, 150)
+    assert engine.sequences.copy(0, 2, 100) == 100
+    data = engine.sequences.save(2, 0, 100)
+    assert engine.sequences.load(3, 0, 100, data, 0)
+    assert_as_recomputed(make_engine, name, [*tokens[:100], *TAIL], compute(engine, 3, [*tokens[:100], *TAIL]))
+
+
+def test_without_an_empty_sequence_a_copy_whose_original_was_replaced_is_saved_only_after_the_next_batch(
     make_engine: MakeEngine,
 ) -> None:
     engine, tokens = make_engine("hybrid streams"), prompt(50)
     for seq_id in (0, 2, 3):
         compute(engine, seq_id, tokens)
     assert engine.sequences.copy(0, 1, 50) == 50
+    engine.sequences.remove(0)
+    assert engine.sequences.copy(2, 0, 50) == 50
     with pytest.raises(EngineError, match="before the next batch"):
         engine.sequences.save(1, 0, 50)
     compute(engine, 3, [*tokens, 1])

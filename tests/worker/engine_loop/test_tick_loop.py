@@ -358,6 +358,18 @@ async def test_the_engine_is_idle_while_it_has_no_work() -> None:
     assert in_ticks == [False, False]
 
 
+async def test_a_command_wakes_the_idle_engine_and_those_who_wait_for_it() -> None:
+    loop = Loop()
+    commands = loop.ticks.commands
+    with loop.running():
+        async with asyncio.timeout(WAIT_S):
+            while not commands.is_idle:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(POLL_S)
+            assert not commands.has_woken.is_set()
+            commands.call(lambda: None)
+            assert await asyncio.to_thread(commands.has_woken.wait, WAIT_S)
+
+
 async def test_a_snapshot_is_taken_when_the_engine_becomes_idle() -> None:
     loop = Loop()
     first = loop.ticks.snapshot

@@ -287,3 +287,17 @@ def test_a_state_is_cached_at_the_end_of_the_system_prompt_of_the_prompt_and_of_
         reference.run(make_job(tokens, job_id=job_id, max_tokens=4))
     assert hits == {"first": 0, "same system": 50, "same prompt": 149, "same chunk": 114}
     assert_alike(rig, reference)
+
+
+@pytest.mark.parametrize("model", ["recurrent", "hybrid"])
+def test_a_state_that_is_evicted_before_its_copy_was_computed_is_saved(
+    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture, model: str
+) -> None:
+    """Each sequence belongs to a job or an entry, so none is free for a decode that would compute the copy."""
+    rig = make_rig(model, False, host=True, n_slots=2, n_seq_max=4)
+    for number in range(12):
+        jobs = [make_job(prompt(60, 1) + prompt(150 + 10 * at, 3 * number + at), max_tokens=4) for at in range(3)]
+        for job in jobs:
+            job.system_tokens = 60
+        rig.run(*jobs)
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

@@ -6,6 +6,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,6 +42,7 @@ class EngineThread:
     def __init__(self) -> None:
         self.is_idle = True
         self.n_ticks = 0
+        self.has_woken = threading.Event()
 
     def call(self, work: Callable[[], None]) -> None:
         work()
@@ -165,33 +167,91 @@ def test_a_name_that_cannot_be_published_is_tried_again(prefix: str, monkeypatch
 
 def test_the_thread_announces_and_withdraws(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_sharing, "CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr(core_sharing, "IDLE_CHECK_EVERY_S", 3600.0)
     worker, observer = SharingWorker(prefix), Announcement(CPUS, prefix)
     with worker.sharing:
-        worker.engine_thread.is_idle = False
+        for _ in range(2):
+            worker.engine_thread.is_idle = False
+            worker.engine_thread.has_woken.set()
+            wait_until(lambda: observer.n_others() == 1, "the announcement")
+            worker.engine_thread.is_idle = True
+            wait_until(lambda: observer.n_others() == 0, "its end, after some checks without work")
+
+
+def test_a_job_that_ended_before_the_thread_looked_is_announced(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_sharing, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(core_sharing, "IDLE_CHECK_EVERY_S", 3600.0)
+    worker, observer = SharingWorker(prefix), Announcement(CPUS, prefix)
+    with worker.sharing:
+        worker.engine_thread.n_ticks += 1
+        worker.engine_thread.has_woken.set()
         wait_until(lambda: observer.n_others() == 1, "the announcement")
-        worker.engine_thread.is_idle = True
-        wait_until(lambda: observer.n_others() == 0, "its end, after some checks without work")
 
 
-def test_an_idle_worker_looks_for_others_once_in_twenty_checks(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class CountingAnnouncement(Announcement):
-        n_looks = 0
+class CountingAnnouncement(Announcement):
+    """Counts its looks for other workers."""
 
-        def n_others(self) -> int:
-            self.n_looks += 1
-            return super().n_others()
+    n_looks = 0
+
+    def n_others(self) -> int:
+        self.n_looks += 1
+        return super().n_others()
+
+
+def count_in_idle_worker(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, has_ended: Callable[[EngineThread, int, int], bool]
+) -> tuple[int, int]:
+    """Run an idle worker whose waits are short, until `has_ended` of its engine thread, and of both counts.
+
+    Returns:
+        How often it has woken up, and how often it has looked for other workers.
+    """
+    wakes: list[None] = []
 
     def count_ticks() -> int:
-        calls.append("in each check, and in each skipped one")
+        wakes.append(None)  # called at least once in each wake-up
         return 0
 
     monkeypatch.setattr(core_sharing, "CHECK_EVERY_S", 0.001)
-    announcement, calls = CountingAnnouncement(CPUS, prefix), list[str]()
+    monkeypatch.setattr(core_sharing, "IDLE_CHECK_EVERY_S", 0.05)
+    engine_thread, announcement = EngineThread(), CountingAnnouncement(CPUS, prefix)
     with CoreSharing(
-        announcement, EngineThread(), lambda _: None, count_ticks=count_ticks, n_cores=8, n_free_cpus=lambda: 8
+        announcement, engine_thread, lambda _: None, count_ticks=count_ticks, n_cores=8, n_free_cpus=lambda: 8
     ):
-        wait_until(lambda: len(calls) > 200, "some checks")
-    assert 0 < announcement.n_looks <= len(calls) / 20
+        wait_until(lambda: has_ended(engine_thread, len(wakes), announcement.n_looks), "some looks")
+        return len(wakes), announcement.n_looks
+
+
+def test_an_idle_worker_wakes_up_only_to_look_for_others(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_wakes, n_looks = count_in_idle_worker(prefix, monkeypatch, lambda _, __, n_looks: n_looks >= 10)
+    assert n_looks >= 10
+    assert n_wakes <= 4 * (n_looks + 1), "at most one wake-up beside each look, and each asks for the ticks twice"
+
+
+def test_an_idle_worker_that_gets_other_commands_than_jobs_still_looks_for_others(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send_commands(engine_thread: EngineThread, _: int, n_looks: int) -> bool:
+        engine_thread.has_woken.set()
+        return n_looks >= 10
+
+    assert count_in_idle_worker(prefix, monkeypatch, send_commands)[1] >= 10
+
+
+def test_an_idle_worker_ends_without_a_wait(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class HasWoken(threading.Event):
+        n_waits = 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.n_waits += 1
+            return super().wait(timeout)
+
+    monkeypatch.setattr(core_sharing, "CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr(core_sharing, "IDLE_CHECK_EVERY_S", 3600.0)
+    worker = SharingWorker(prefix)
+    worker.engine_thread.has_woken = has_woken = HasWoken()
+    with worker.sharing:
+        wait_until(lambda: has_woken.n_waits > 0, "the wait of an idle worker")
 
 
 @pytest.mark.starts_processes

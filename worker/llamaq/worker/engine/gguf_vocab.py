@@ -34,6 +34,7 @@ _TYPE_IF_NEW = {"int": 4, "float": 6, "bool": 7, "str": _STRING}
 _SPLIT_INDEX, _SPLIT_COUNT = b"split.no", b"split.count"
 _TEMPLATE = b"tokenizer.chat_template"
 _CLASSIFIER_TENSORS = (b"cls.weight", b"cls.output.weight")
+_POSITIONS_TENSOR = b"position_embd.weight"
 MAX_TENSOR_INFO_BYTES = 128
 """Upper bound on the bytes of a tensor's name, shape, type and offset: a name has at most 64."""
 
@@ -65,6 +66,21 @@ def has_classifier(path: Path) -> bool:
     """
     with _opened(path) as metadata:
         return metadata.is_split or any(metadata.has_tensor(name) for name in _CLASSIFIER_TENSORS)
+
+
+def has_position_table(path: Path) -> bool:
+    """Return whether the model has a learned vector for each position, like BERT and GPT-2, instead of RoPE.
+
+    Such a model has no vectors beyond its training context: llama.cpp ends the process at such a position.
+
+    Args:
+        path: The model file. If the model is split into several files: the first file, which has the input tensors.
+
+    Raises:
+        ModelError: As in `extract_vocab`.
+    """
+    with _opened(path) as metadata:
+        return metadata.has_tensor(_POSITIONS_TENSOR)
 
 
 @contextmanager

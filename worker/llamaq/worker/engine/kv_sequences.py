@@ -144,7 +144,11 @@ class KvSequences:
         if not 0 <= start < end:
             raise ValueError(f"there are no cells in [{start}, {end})")
         if any(seq_id == target for _, target in self._context.pending_copies):
-            self._finish_copies(self._empty_sequence())
+            original = self._original_of(seq_id)
+            if original is not None and self.holds(original, end) and self.holds(seq_id, end):
+                seq_id = original  # no sequence may be empty now
+            else:
+                self._finish_copies(self._empty_sequence())
         if self.can_save_parts:
             return self._save_parts(seq_id, start, end, allocate)
         if start or not self.holds(seq_id, end):
@@ -255,6 +259,23 @@ class KvSequences:
         return (self._context.first_position(seq_id), self._context.last_position(seq_id)) == (start, end - 1)
 
     # ---- copies between streams
+
+    def _original_of(self, seq_id: int) -> int | None:
+        """Return the sequence from which the pending copies take the data of `seq_id`.
+
+        Only a decode adds cells. So if this sequence still holds as many tokens as `seq_id`, their cells are equal.
+
+        Returns:
+            None if this sequence has become the target of a later copy.
+        """
+        overwritten: set[int] = set()
+        for source, target in reversed(self._context.pending_copies):
+            if target == seq_id:
+                if source in overwritten:
+                    return None
+                seq_id = source
+            overwritten.add(target)
+        return seq_id
 
     def _finish_copies(self, empty: int) -> None:
         """Let llama.cpp execute its pending copies, by decoding one token in the sequence `empty`."""

@@ -52,6 +52,8 @@ class Model:
     Attributes:
         pointer: The llama_model.
         options: The options.
+        n_ctx_train: Length in tokens of the longest context that the model was trained on. Read before there is a
+            context: with `yarn` and a scale, `llama_init_from_model` multiplies the value in the llama_model.
         adapters: The adapters that the options name. A `Context` applies them.
         control_vectors: The control vectors that the options name. A `Context` applies them too.
 
@@ -89,6 +91,7 @@ class Model:
                 "--embeddings)"
             )
         self.options = options
+        self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(self.pointer))
         self.adapters = LoadedAdapters(self.pointer, options.lora)
         self.control_vectors = ControlVectors(self.pointer, options.control_vectors, options.control_vector_layers)
 
@@ -101,11 +104,6 @@ class Model:
     def n_vocab(self) -> int:
         """Number of tokens of the vocabulary."""
         return int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.pointer)))
-
-    @property
-    def n_ctx_train(self) -> int:
-        """Length in tokens of the longest context that the model was trained on."""
-        return int(llama_cpp.llama_model_n_ctx_train(self.pointer))
 
     @property
     def generates_text(self) -> bool:

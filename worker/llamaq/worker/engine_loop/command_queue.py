@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,6 +26,8 @@ class CommandQueue:
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.is_idle = False
         """Whether the engine thread has no work and waits for a command."""
+        self.has_woken = threading.Event()
+        """Set by the engine thread when a command has ended its wait. The one thread that waits for it clears it."""
 
     def put(self, command: Callable[[], object]) -> None:
         """Let the engine thread run `command` before its next tick."""
@@ -69,6 +72,7 @@ class CommandQueue:
             return False
         finally:
             self.is_idle = False
+        self.has_woken.set()
         command()
         return True
 

@@ -19,6 +19,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -38,8 +39,8 @@ CHECK_EVERY_S = 0.05
 IDLE_CHECKS = 40
 """A worker gives its cores to the others after this many checks without work. Fewer would change the number of threads
 between jobs that follow each other closely."""
-SKIPPED_CHECKS = 19
-"""An idle worker skips this number of checks after each one, because most of its processor time would go into them."""
+IDLE_CHECK_EVERY_S = 1.0
+"""How often an idle worker looks. Otherwise it only wakes up when a command arrives for the engine thread."""
 FEWER_AT, MORE_AT = 0.5, 0.75
 """A worker keeps a thread if at least this part of a CPU is left for it, and takes one more if that part is left. They
 differ so that the number does not change each second."""
@@ -50,6 +51,9 @@ NAME_PREFIX = "llamaq.computing/"
 
 class EngineThread(Protocol):
     """The parts of `CommandQueue` that this module uses."""
+
+    has_woken: threading.Event
+    """Set when the engine thread was idle and a command has arrived. Only this module clears it."""
 
     @property
     def is_idle(self) -> bool:
@@ -146,18 +150,25 @@ class CoreSharing:
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._has_ended.set()
+        self._engine_thread.has_woken.set()
         self._thread.join()
         self._announcement.set_computing(False)
 
     def _run(self) -> None:
-        n_skipped = 0
         while not self._has_ended.wait(CHECK_EVERY_S):
-            if self._stays_idle() and n_skipped < SKIPPED_CHECKS:
-                n_skipped += 1
-                continue
-            n_skipped = 0
+            self._wait_while_idle()
+            if self._has_ended.is_set():
+                return
             with suppress(OSError):  # e.g. no file descriptor is free at the moment
                 self.check()
+
+    def _wait_while_idle(self) -> None:
+        """Wait until this worker may compute, but at most `IDLE_CHECK_EVERY_S`. A job begins with a command."""
+        has_woken, until_s = self._engine_thread.has_woken, time.monotonic() + IDLE_CHECK_EVERY_S
+        while self._stays_idle() and (left_s := until_s - time.monotonic()) > 0:
+            if not has_woken.wait(left_s) or self._has_ended.wait(CHECK_EVERY_S):
+                return
+            has_woken.clear()  # the command may be none of a job
 
     def _stays_idle(self) -> bool:
         """Return whether this worker does not compute, and has had no work since the last check."""

@@ -14,7 +14,7 @@ from llamaq.worker.embedding.embedding_scheduler import EmbeddingScheduler
 from llamaq.worker.engine.gguf_vocab import has_classifier
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine_loop.tick_loop import TickLoop
-from llamaq.worker.process.engine_options import context_options, load_model
+from llamaq.worker.process.engine_options import context_limit, context_options, load_model
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.no_slot_states import NoSlotStates
 
@@ -41,7 +41,7 @@ class EmbeddingParts:
 
     def __init__(self, path: Path, settings: WorkerSettings, worker: str) -> None:
         model = load_model(path, settings)
-        self.max_tokens = min(settings.embedding_batch_tokens, model.n_ctx_train)
+        self.max_tokens = context_limit(path, settings, model, settings.embedding_batch_tokens)
         self._n_threads_batch = settings.n_threads_batch
         self.engine = load_embedding_engine(model, settings, self.max_tokens)
         if self.engine.pooling is Pooling.RANK and not has_classifier(path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llamaq.worker.engine.gguf_vocab import has_position_table
 from llamaq.worker.engine.llama_bindings import LOGIT_BYTES, Model
 from llamaq.worker.engine.llama_log import has_gpu
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
@@ -51,6 +52,20 @@ def load_model(path: Path, settings: WorkerSettings) -> Model:
     return Model(path, options)
 
 
+def context_limit(path: Path, settings: WorkerSettings, model: Model, n_cells: int) -> int:
+    """Return the largest number of tokens of a job: the context that the model was trained on, unless RoPE is scaled.
+
+    Args:
+        path: The model file.
+        settings: The settings of the worker.
+        model: The model of this file.
+        n_cells: For how many tokens of a job the worker has room.
+    """
+    if settings.extends_context and not has_position_table(path):
+        return n_cells
+    return min(n_cells, model.n_ctx_train)
+
+
 def _scaled_files(scales: Iterable[tuple[str, float]], setting: str) -> tuple[ScaledFile, ...]:
     return tuple(ScaledFile(resolve_model_file(name, setting), scale) for name, scale in scales)
 
@@ -72,7 +87,7 @@ def context_options(settings: WorkerSettings, **sizes: Any) -> ContextOptions:
         cache_type_v=settings.cache_type_v,
         kv_offload=settings.kv_offload,
         op_offload=settings.op_offload,
-        rope=_rope_options(settings),
+        rope=rope_options(settings),
         **sizes,
     )
 
@@ -124,7 +139,8 @@ def _experts_in_host_memory(settings: WorkerSettings) -> list[str]:
     return [rf"{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU" for layer in layers]
 
 
-def _rope_options(settings: WorkerSettings) -> RopeOptions:
+def rope_options(settings: WorkerSettings) -> RopeOptions:
+    """Return how positions are scaled. Two settings with the same effect, such as a scale and its inverse, are one."""
     return RopeOptions(
         scaling=settings.rope_scaling,
         freq_base=settings.rope_freq_base,

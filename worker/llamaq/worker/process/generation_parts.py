@@ -24,6 +24,7 @@ from llamaq.worker.process.cache_factory import (
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model
 from llamaq.worker.process.engine_options import (
     computes_on_gpu,
+    context_limit,
     context_options,
     fit_to_sliding_window,
     load_model,
@@ -64,6 +65,8 @@ class GenerationParts:
         self.engine = load_engine(path, settings)
         self.drafter = load_draft_model(draft_path, settings, self.engine) if draft_path is not None else None
         self._speculation = make_speculation(settings, self.engine, self.drafter)
+        n_cells = self.engine.context.cells_per_sequence
+        self._context_limit = context_limit(path, settings, self.engine.model, n_cells)
         self._job_defaults = job_defaults_for_model(settings, self.engine.model.metadata)
         self._grammar_sandbox = GrammarSandbox(self.engine.vocab)
         self._offload = make_offload(settings, self.engine, path)
@@ -119,7 +122,7 @@ class GenerationParts:
         """Return the fields of the worker's card that describe the model and its context."""
         return {
             "n_ctx": self.engine.context.n_ctx,
-            "context_limit": self._context_limit(),
+            "context_limit": self._context_limit,
             "job_defaults": self._job_defaults,
             "speculation": self._settings.speculation,
         }
@@ -137,11 +140,6 @@ class GenerationParts:
             self.drafter.close()
         self.engine.close()
 
-    def _context_limit(self) -> int:
-        """Return the largest number of tokens of a job: the context of the model, unless RoPE is scaled."""
-        n_cells = self.engine.context.cells_per_sequence
-        return n_cells if self._settings.extends_context else min(n_cells, self.engine.model.n_ctx_train)
-
     def _check_default_grammar(self) -> None:
         defaults = self._job_defaults
         if defaults.grammar:
@@ -157,7 +155,7 @@ class GenerationParts:
             engine.vocab,
             self._grammar_sandbox,
             self._job_defaults,
-            context_limit=self._context_limit(),
+            context_limit=self._context_limit,
             max_request_bytes=self._settings.max_request_bytes,
             adapters=engine.model.lora_scales,
             draft_max=0 if self._settings.speculation == "off" else self._settings.draft_max,

@@ -33,7 +33,7 @@ from llamaq.worker.process.broker_factory import BrokerFactory
 from llamaq.worker.process.compiled_modules import has_compiled_ticks
 from llamaq.worker.process.core_sharing import share_cores
 from llamaq.worker.process.embedding_parts import EmbeddingParts
-from llamaq.worker.process.engine_options import computes_on_gpu
+from llamaq.worker.process.engine_options import computes_on_gpu, rope_options
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.free_heap import return_free_heap
 from llamaq.worker.process.generation_parts import GenerationParts
@@ -81,15 +81,16 @@ class WorkerProcess:
         self._n_signals = 0
         self._is_forced = False
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
+        chat_template = settings.chat_template_text
         # Before the model is loaded, so that a port in use is reported at once.
         self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.liveness.is_alive)
-        self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text, settings.metadata_overrides)
+        self._vocab_blob = gguf_vocab.extract_vocab(path, chat_template, settings.metadata_overrides)
         with keeping_placement():
             if settings.embeddings:
                 self._parts: ModelParts = EmbeddingParts(path, settings, self._worker_id)
             else:
                 self._parts = GenerationParts(path, settings, strategy, self._worker_id)
-        self.card = self._make_card(path)
+        self.card = self._make_card(path, chat_template)
         self._shared = SharedState(Telemetry(hooks, self.card.worker, job_hooks=span_hooks(self.card)))
         self._ticks = self._make_tick_loop()
         self._io_thread = self._make_io_thread()
@@ -124,14 +125,20 @@ class WorkerProcess:
         )
         return IoThread(self._settings, self._worker_id, broker, self._ticks, self._shared)
 
-    def _make_card(self, path: Path) -> WorkerCard:
-        """Return the card, which describes this worker to clients and operators; `path` is the model file."""
+    def _make_card(self, path: Path, chat_template: str | None) -> WorkerCard:
+        """Return the card, which describes this worker to clients and operators.
+
+        Args:
+            path: The model file.
+            chat_template: The chat template that replaces the one of the model.
+        """
         engine = self._parts.engine
+        rope = rope_options(self._settings)
         return WorkerCard(
             worker=self._worker_id,
             queue=self._settings.queue,
             model=path.name,
-            model_hash=fingerprint_model(path, engine.model.options),
+            model_hash=fingerprint_model(path, engine.model.options, rope, chat_template),
             lora=engine.model.lora_scales,
             n_ctx_train=engine.model.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,
