@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from tests.support.job_claims import claims_of
-from tests.support.worker_cards import make_card
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER
 
@@ -17,8 +16,6 @@ from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
-from llamaq.worker.process.broker_factory import make_claimant
-from llamaq.worker.settings import WorkerSettings
 
 
 @asynccontextmanager
@@ -90,24 +87,3 @@ async def test_with_restart_a_job_with_published_tokens_fails(redis_url: str, qu
         with pytest.raises(JobFailed) as failed:
             await job.result(timeout=10)
         assert failed.value.code == "other_model"
-
-
-async def test_with_continue_a_worker_with_another_fingerprint_continues_the_job(redis_url: str, queue: str) -> None:
-    settings = WorkerSettings(other_model="continue")
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, claim = await begin(client, worker, 3)
-        claimant = make_claimant(settings, make_card(worker.name, queue, model_hash="second"))
-        async with model(worker, claimant.model, restart=claimant.restart_other_model) as second:
-            continued = await second.claim_job(claim)
-            assert continued is not None
-            assert continued.published.tokens == (0, 1, 2)
-        key = worker.keys.of_job(job.id).job
-        assert await worker.redis.hget(key, "model") == b"first", "workers without `continue` still compare"
-
-
-def test_the_setting_decides_what_a_claim_says_about_the_model() -> None:
-    card = make_card(model_hash="hash")
-    expected = {"leave": ("hash", False), "restart": ("hash", True), "continue": ("", False)}
-    for choice, claim in expected.items():
-        claimant = make_claimant(WorkerSettings.model_validate({"other_model": choice}), card)
-        assert (claimant.model, claimant.restart_other_model) == claim

@@ -197,12 +197,11 @@ class AttemptSettings(BaseModel):
         "long. Each wait is shortened by a random part of up to one half, so that jobs are not retried all at once.",
     )
     max_retry_s: float = Field(60.0, ge=0, le=86400, description="Longest time in seconds from a failure to a retry.")
-    other_model: Literal["leave", "restart", "continue"] = Field(
+    other_model: Literal["leave", "restart"] = Field(
         "leave",
         description="What the worker does with a job if another model generated its first tokens. `leave`: the job "
         "waits for a worker with that model. `restart`: a job with `stream=False` starts again. Other jobs fail with "
-        "the code `other_model`, because published tokens never change. `continue`: fingerprints are not compared; "
-        "only for an update after which the same model has another fingerprint.",
+        "the code `other_model`, because published tokens never change.",
     )
     disconnect_s: float = Field(
         5.0,

@@ -99,9 +99,8 @@ class QueueMembership:
             )
         if queue.model != own.model:
             log.warning(
-                "queue.other_model queue=%s: this worker has the model %s, another worker of the queue has %s, or has "
-                "other adapters, RoPE settings or another chat template. A job that one model has begun is not "
-                "continued by the other (--other-model)",
+                "queue.other_model queue=%s: this worker has the model %s, another worker of the queue has %s. A job "
+                "that one model has begun is not continued by the other (--other-model)",
                 *(self._queue, own.model_name, queue.model_name),
             )
 

@@ -69,19 +69,6 @@ class BrokerServices:
         return (self.outbox, self.heartbeat, self.stats, self.membership, *self.others)
 
 
-def make_claimant(settings: WorkerSettings, card: WorkerCard) -> Claimant:
-    """Return the worker of this card as Redis sees it when the worker claims jobs.
-
-    With `--other-model continue`, its fingerprint is unknown: it is not compared with that of a job, and not stored.
-    """
-    return Claimant(
-        card.worker,
-        int(settings.lease_s * 1000),
-        "" if settings.other_model == "continue" else card.model_hash,
-        restart_other_model=settings.other_model == "restart",
-    )
-
-
 class BrokerFactory:
     """Builds the Redis side of one worker.
 
@@ -166,8 +153,14 @@ class BrokerFactory:
         return QueueMembership(redis, self._keys, settings.queue, card.worker, config)
 
     def _make_job_claims(self, queue: WorkerQueue, stats: StatsWriter) -> JobClaims:
-        claimant = make_claimant(self._settings, self._card)
-        return JobClaims(queue, claimant, max_crashes=self._settings.max_crashes, on_finished=stats.record_job)
+        settings = self._settings
+        claimant = Claimant(
+            self._card.worker,
+            int(settings.lease_s * 1000),
+            self._card.model_hash,
+            restart_other_model=settings.other_model == "restart",
+        )
+        return JobClaims(queue, claimant, max_crashes=settings.max_crashes, on_finished=stats.record_job)
 
     def _make_outbox(self, scripts: WorkerScripts, stats: StatsWriter) -> Outbox:
         settings = self._settings
