@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.workers import only_worker
 
-from llamaq.worker.engine.load_options import ModelOptions
+from llamaq.worker.engine.load_options import ModelOptions, RopeOptions
 from llamaq.worker.process.model_fingerprint import fingerprint_model
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_the_template_of_the_file_renders_the_chats_of_a_worker(
 ) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(TEMPLATE)
-    served = start_worker("template", chat_model, chat_template_file=file, patch=LOG_BATCHES)
+    served = start_worker("template", chat_model, chat_template_file=file, rope_freq_base=20_000, patch=LOG_BATCHES)
     before_ready, _, _ = served.log.partition("worker.ready")
     assert before_ready.count("test.decoded tokens=1") == 1, "the warm-up of a worker"
     with served.client() as client:
@@ -51,5 +51,5 @@ def test_the_template_of_the_file_renders_the_chats_of_a_worker(
         assert client.tokenizer().apply_template(CHAT) == RENDERED, "a client with the vocabulary of the worker"
         card = only_worker(client).card
         assert card.chat_template == TEMPLATE
-        own = fingerprint_model(chat_model, ModelOptions())
-        assert card.model_hash == fingerprint_model(chat_model, ModelOptions(), chat_template=TEMPLATE) != own
+        rope = RopeOptions(freq_base=20_000)
+        assert card.model_hash == fingerprint_model(chat_model, ModelOptions(), rope, TEMPLATE)
