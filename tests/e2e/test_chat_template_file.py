@@ -51,5 +51,5 @@ def test_the_template_of_the_file_renders_the_chats_of_a_worker(
         assert client.tokenizer().apply_template(CHAT) == RENDERED, "a client with the vocabulary of the worker"
         card = only_worker(client).card
         assert card.chat_template == TEMPLATE
-        rope = RopeOptions(freq_base=20_000)
+        rope = RopeOptions(freq_base=20_000.0)
         assert card.model_hash == fingerprint_model(chat_model, ModelOptions(), rope, TEMPLATE)
