@@ -19,7 +19,7 @@ from llamaq.common.protocol.script_types import Attempt, JobEntry, JobFlush
 from llamaq.producer.queries.job_records import read_output
 from llamaq.producer.testing import LEASE_MS
 from llamaq.worker.broker import outbox as outbox_module
-from llamaq.worker.broker.job_progress import Checkpoints
+from llamaq.worker.broker.outbox_settings import Checkpoints
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Job, PreparedJob
 from llamaq.worker.core.outputs import NewToken

@@ -27,9 +27,9 @@ from llamaq.worker.broker import intake as intake_module
 from llamaq.worker.broker import suspects as suspects_module
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.outbox_settings import Checkpoints, OutboxSettings, RetryDelay
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -105,10 +105,13 @@ async def working(
         job_claims = claims_of(connection, Claimant(name, int(LEASE_S * 1000)), max_crashes=2)
         worker.outbox = outbox = Outbox(
             WorkerScripts(connection.redis, connection.keys),
-            name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,
-            checkpoints=Checkpoints(1, 1.0), retry_delay=RetryDelay(0.01, 0.02), is_alive=lambda: True,
+            name,
+            worker,
+            worker.outputs,
+            OutboxSettings(LEASE_S, 60.0, Checkpoints(1, 1.0), RetryDelay(0.01, 0.02)),
+            is_alive=lambda: True,
             on_finished=_ignore,
-        )  # fmt: skip
+        )
         await job_claims.open()
         with ThreadPoolExecutor(n_threads) as executor:
             starts = JobStarts(

@@ -17,7 +17,8 @@ from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import run_all
 from llamaq.worker.broker.engine_controls import EngineControls
-from llamaq.worker.broker.job_progress import JobProgress, RetryDelay
+from llamaq.worker.broker.job_progress import JobProgress
+from llamaq.worker.broker.outbox_settings import RetryDelay
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.engine_loop.telemetry import EndedJob
 

@@ -20,9 +20,9 @@ from llamaq.worker.broker.empty_queue_watch import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.outbox_settings import Checkpoints, OutboxSettings, RetryDelay
 from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
@@ -163,18 +163,23 @@ class BrokerFactory:
         return JobClaims(queue, claimant, max_crashes=settings.max_crashes, on_finished=stats.record_job)
 
     def _make_outbox(self, scripts: WorkerScripts, stats: StatsWriter) -> Outbox:
-        settings = self._settings
         return Outbox(
             scripts,
             self._card.worker,
             self._ticks,
             self._shared.outputs,
+            self._outbox_settings(),
+            is_alive=lambda: self._ticks.liveness.is_alive,
+            on_finished=stats.record_job,
+        )
+
+    def _outbox_settings(self) -> OutboxSettings:
+        settings = self._settings
+        return OutboxSettings(
             lease_s=settings.lease_s,
             disconnect_s=settings.disconnect_s,
             checkpoints=Checkpoints(settings.checkpoint_tokens, settings.checkpoint_s),
             retry_delay=RetryDelay(settings.retry_s, max(settings.retry_s, settings.max_retry_s)),
-            is_alive=lambda: self._ticks.liveness.is_alive,
-            on_finished=stats.record_job,
         )
 
     def _make_intake(self, job_claims: JobClaims, outbox: Outbox, executor: Executor) -> Intake:
