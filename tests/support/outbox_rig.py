@@ -127,8 +127,7 @@ async def working(
     async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
         engine, outputs = RecordingEngine(), OutputMailbox()
         outbox = Outbox(
-            WorkerScripts(worker.redis, worker.keys),
-            worker.name,
+            WorkerScripts(worker.redis, worker.keys, worker.name),
             engine,
             outputs,
             OutboxSettings(lease_s, 1000.0, checkpoints, RetryDelay(0.01, 0.02)),

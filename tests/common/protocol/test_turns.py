@@ -161,7 +161,7 @@ async def test_delayed_and_retried_jobs_wait_for_turns_too(redis_url: str, queue
         attempt = await worker.start_next()
         error = Failed(code="internal", message="broken")
         delay = {"first_delay_s": 0.001, "max_delay_s": 0.001, "share": 1.0}
-        assert await worker_scripts(worker).retry("fake", attempt.increment(), error, **delay) is not None
+        assert await worker_scripts(worker).retry(attempt.increment(), error, **delay) is not None
         assert await tenant_keys(client) == []
         await submit(client, *"aaa")
         (delayed,) = await submit(client, "c", delay_s=0.001)
@@ -177,7 +177,7 @@ async def test_a_requeued_job_keeps_its_place_before_all_turns(redis_url: str, q
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         await submit(client, *"aabb")
         attempt = await worker.start_next()
-        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number, "fake")
+        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
         (again,) = await worker.claim_scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=0)
         assert again[0].decode() == attempt.claim.entry_id

@@ -46,7 +46,7 @@ async def test_running_jobs_are_passed_and_jobs_that_wait_in_a_worker_are_not(re
         assert of_second < await age_of(first.claim.job_id, client)
         assert await worker.claim() is not None  # it waits for a slot in the worker
         assert await age_s() >= of_second
-        await worker_scripts(worker).requeue(first.claim, first.number, worker.name)
+        await worker_scripts(worker).requeue(first.claim, first.number)
         assert await age_s() > of_second + PAUSE_S / 2
 
 

@@ -60,7 +60,7 @@ async def interrupted_job(url: str, queue: str) -> AsyncIterator[tuple[AsyncClie
         attempt = await worker.start_next()
         for number, letter in enumerate("abc"):
             await attempt.emit([number], letter)
-        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
+        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         yield client, worker, job, attempt
 
 
@@ -145,7 +145,7 @@ async def test_a_worker_that_lost_the_job_cannot_fail_it(redis_url: str, queue: 
         assert claimed.published.tokens == (0, 1, 2)
         error = Failed(code=ErrorCode.DAMAGED, message="late")
         for name, number in (("heir", 1), ("other", claimed.attempt.number)):
-            assert not await worker_scripts(worker).bury(attempt.claim, name, number, error)
+            assert not await worker_scripts(worker, name).bury(attempt.claim, number, error)
         assert (await job.status()).finished_ms is None
         assert await client.dead_letters() == ()
 

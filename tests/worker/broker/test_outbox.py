@@ -158,11 +158,9 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
     flushed: list[str] = []
     flush = WorkerScripts.flush
 
-    async def recorded(
-        scripts: WorkerScripts, worker: str, flushes: Sequence[JobFlush], *args: Any, **options: Any
-    ) -> Any:
+    async def recorded(scripts: WorkerScripts, flushes: Sequence[JobFlush], *args: Any, **options: Any) -> Any:
         flushed.extend(one.job_id for one in flushes)
-        return await flush(scripts, worker, flushes, *args, **options)
+        return await flush(scripts, flushes, *args, **options)
 
     async with working(redis_url, queue) as at:
         silent, _ = await at.begin()

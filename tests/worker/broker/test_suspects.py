@@ -104,8 +104,7 @@ async def working(
         worker = FakeEngineWorker(name, outbox=None, outputs=OutputMailbox(), n_slots=n_slots or capacity)  # type: ignore[arg-type]  # set below, because intake and outbox refer to each other
         job_claims = claims_of(connection, Claimant(name, int(LEASE_S * 1000)), max_crashes=2)
         worker.outbox = outbox = Outbox(
-            WorkerScripts(connection.redis, connection.keys),
-            name,
+            WorkerScripts(connection.redis, connection.keys, name),
             worker,
             worker.outputs,
             OutboxSettings(LEASE_S, 60.0, Checkpoints(1, 1.0), RetryDelay(0.01, 0.02)),
@@ -150,11 +149,11 @@ async def submit_suspect(client: AsyncClient, other: FakeWorker, **options: Any)
     claim = await other.claim()
     assert claim is not None
     assert isinstance(await other.claim_scripts.claim_job(claim, "dead", LEASE_MS), Attempt)
-    code = await worker_scripts(other).check_crash(
-        claim, "heir", last_worker="dead", heartbeat_ms=0, dead_after_s=1, max_crashes=2
+    code = await worker_scripts(other, "heir").check_crash(
+        claim, last_worker="dead", heartbeat_ms=0, dead_after_s=1, max_crashes=2
     )
     assert code == "suspect"
-    assert await worker_scripts(other).requeue(claim, None, other.name)
+    assert await worker_scripts(other).requeue(claim, None)
     return job
 
 

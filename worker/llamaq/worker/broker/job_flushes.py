@@ -24,7 +24,6 @@ class JobFlushes:
     def __init__(
         self,
         scripts: WorkerScripts,
-        worker_id: str,
         engine: EngineControls,
         departures: JobDepartures,
         settings: OutboxSettings,
@@ -34,14 +33,12 @@ class JobFlushes:
 
         Args:
             scripts: The scripts that write to Redis.
-            worker_id: The id of this worker.
             engine: The engine thread's controls.
             departures: Drops the jobs whose lease is lost.
             settings: How long a lease lasts, and how long a job may be without a subscriber.
             on_missing_tokens: Called when Redis has lost tokens, which the next flush writes again.
         """
         self._scripts = scripts
-        self._worker_id = worker_id
         self._engine = engine
         self._departures = departures
         self._settings = settings
@@ -63,7 +60,7 @@ class JobFlushes:
             RedisError: Redis is unreachable, or refused a write. The replies for the other jobs were handled.
         """
         flushes = [flush for _, flush in jobs]
-        replies = await self._scripts.flush(self._worker_id, flushes, self._settings.lease_ms, renew=renew)
+        replies = await self._scripts.flush(flushes, self._settings.lease_ms, renew=renew)
         lost = []
         for (job, sent), reply in zip(jobs, replies, strict=True):
             if reply.code == "lost":
@@ -96,4 +93,4 @@ class JobFlushes:
             self._on_missing_tokens()
 
     def __repr__(self) -> str:
-        return f"<JobFlushes of worker {self._worker_id}>"
+        return f"<JobFlushes of worker {self._scripts.worker}>"

@@ -82,7 +82,6 @@ class Outbox:
     def __init__(
         self,
         scripts: WorkerScripts,
-        worker_id: str,
         engine: EngineControls,
         outputs: OutputMailbox,
         settings: OutboxSettings,
@@ -94,7 +93,6 @@ class Outbox:
 
         Args:
             scripts: The scripts that write to Redis.
-            worker_id: The id of this worker.
             engine: The engine thread's controls.
             outputs: The mailbox that the engine thread writes to.
             settings: How long leases last, when tokens are stored, and when jobs are cancelled or retried.
@@ -111,9 +109,9 @@ class Outbox:
         self.room_freed = asyncio.Event()
         """Set when a job has left the engine or will not reach it, so that the intake may claim another job."""
         self._departures = JobDepartures(
-            scripts, worker_id, self._jobs, engine, self.room_freed, settings.retry_delay, on_finished
+            scripts, self._jobs, engine, self.room_freed, settings.retry_delay, on_finished
         )
-        self._flushes = JobFlushes(scripts, worker_id, engine, self._departures, settings, self._request_flush)
+        self._flushes = JobFlushes(scripts, engine, self._departures, settings, self._request_flush)
         outputs.attach(self._receive)
 
     @property

@@ -107,7 +107,7 @@ class BrokerFactory:
     def make_access(self, redis: Redis) -> QueueAccess:
         """Return the access to the queue. `redis` is the client of all services, except the outbox."""
         queue = WorkerQueue(redis, self._keys, self._settings.queue, self._settings.partitions)
-        stats = StatsWriter(WorkerScripts(redis, self._keys), queue.name, self._shared.telemetry)
+        stats = StatsWriter(WorkerScripts(redis, self._keys, self._card.worker), queue.name, self._shared.telemetry)
         return QueueAccess(queue, self._make_membership(redis), self._make_job_claims(queue, stats), stats)
 
     def make_services(
@@ -122,7 +122,7 @@ class BrokerFactory:
             on_empty: Called when the queue is empty, if the worker then exits by itself.
         """
         settings, queue, job_claims = self._settings, access.queue, access.job_claims
-        outbox = self._make_outbox(WorkerScripts(flush_connection, queue.keys), access.stats)
+        outbox = self._make_outbox(flush_connection, access.stats)
         others: list[Service] = [
             DeadlineSweep(queue, on_reply=job_claims.observe),
             AbandonedJobs(queue, disconnect_s=settings.disconnect_s, may_have_jobs=job_claims.may_have_jobs),
@@ -162,10 +162,9 @@ class BrokerFactory:
         )
         return JobClaims(queue, claimant, max_crashes=settings.max_crashes, on_finished=stats.record_job)
 
-    def _make_outbox(self, scripts: WorkerScripts, stats: StatsWriter) -> Outbox:
+    def _make_outbox(self, redis: Redis, stats: StatsWriter) -> Outbox:
         return Outbox(
-            scripts,
-            self._card.worker,
+            WorkerScripts(redis, self._keys, self._card.worker),
             self._ticks,
             self._shared.outputs,
             self._outbox_settings(),
