@@ -10,12 +10,7 @@ from redis.exceptions import ResponseError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_source import source
-from llamaq.common.protocol.script_types import (
-    FinishReply,
-    FlushReply,
-    JobFlush,
-    TerminalWrite,
-)
+from llamaq.common.protocol.script_types import FinishReply, FlushReply, JobFlush, TerminalWrite
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
