@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.fake_redis import url_of_each_server
+from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
@@ -61,7 +62,7 @@ async def test_a_cancelled_job_ends_when_its_dead_worker_is_released(
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, _ = await start_and_cancel(client, worker, is_preempted=is_preempted)
-        upkeep = UpkeepScripts(worker.redis, worker.keys, queue)
+        upkeep = UpkeepScripts(worker_queue(worker))
         assert await upkeep.release_worker(0, worker.name) == 1
         assert await upkeep.release_worker(0, worker.name) == 0
         await assert_cancelled(client, job)

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 from tests.support.event_loop_gaps import check_gaps
-from tests.support.job_claims import claims_of
+from tests.support.job_claims import claims_of, worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol import codec
@@ -182,7 +182,5 @@ async def test_other_streams_continue_while_a_large_event_is_read_back(redis_url
     async with AsyncClient(redis_url, queue) as client:
         job = await client.submit("hello")
         await client.redis.xadd(client.keys.of_job(job.id).events, {"e": event})
-        assert len((await read_published(client.redis, client.keys, job.id)).logprobs) == n_tokens
-        await check_gaps(
-            lambda: codec.decode_streamed(event), lambda: read_published(client.redis, client.keys, job.id)
-        )
+        assert len((await read_published(worker_queue(client), job.id)).logprobs) == n_tokens
+        await check_gaps(lambda: codec.decode_streamed(event), lambda: read_published(worker_queue(client), job.id))

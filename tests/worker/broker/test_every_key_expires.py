@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.job_claims import claims_of
+from tests.support.job_claims import claims_of, worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.errors import LlamaqError
@@ -47,7 +47,7 @@ class History:
         self.jobs: list[AsyncJob] = []
         self.attempts: list[FakeAttempt] = []
         self.scripts = JobScripts(client.redis, client.keys)
-        self.upkeep = UpkeepScripts(client.redis, client.keys, client.queue)
+        self.upkeep = UpkeepScripts(worker_queue(client))
         self.streams = [client.keys.jobs(client.queue, 0, priority) for priority in Priority]
         self.claims = {worker.name: claims_of(worker, max_crashes=2) for worker in workers}
 

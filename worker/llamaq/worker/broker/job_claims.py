@@ -253,7 +253,7 @@ class JobClaims:
         if isinstance(outcome, Attempt):
             published = NO_OUTPUT
             if outcome.generated:
-                published = await read_published(self._queue.redis, self._queue.keys, entry.job_id)
+                published = await read_published(self._queue, entry.job_id)
             if len(published.tokens) == outcome.generated:
                 return ClaimedJob(entry, outcome, published, _times(outcome, reply.claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published.tokens)}"

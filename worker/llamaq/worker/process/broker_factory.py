@@ -108,7 +108,7 @@ class BrokerFactory:
         """Return the access to the queue. `redis` is the client of all services, except the outbox."""
         queue = WorkerQueue(redis, self._keys, self._settings.queue, self._settings.partitions)
         stats = StatsWriter(WorkerScripts(redis, self._keys, self._card.worker), queue.name, self._shared.telemetry)
-        return QueueAccess(queue, self._make_membership(redis), self._make_job_claims(queue, stats), stats)
+        return QueueAccess(queue, self._make_membership(queue), self._make_job_claims(queue, stats), stats)
 
     def make_services(
         self, access: QueueAccess, flush_connection: Redis, executor: Executor, on_empty: Callable[[], None]
@@ -140,7 +140,7 @@ class BrokerFactory:
             others,
         )
 
-    def _make_membership(self, redis: Redis) -> QueueMembership:
+    def _make_membership(self, queue: WorkerQueue) -> QueueMembership:
         settings, card = self._settings, self._card
         config = QueueConfig(
             partitions=settings.partitions,
@@ -150,7 +150,7 @@ class BrokerFactory:
             model_name=card.model,
             kind=card.kind,
         )
-        return QueueMembership(redis, self._keys, settings.queue, card.worker, config)
+        return QueueMembership(queue, card.worker, config)
 
     def _make_job_claims(self, queue: WorkerQueue, stats: StatsWriter) -> JobClaims:
         settings = self._settings
