@@ -46,7 +46,7 @@ async def write_tokens(url: str, queue: str, n_jobs: int, n_tokens: int) -> None
 
 async def _flush(worker: FakeWorker, attempts: list[FakeAttempt], number: int) -> None:
     increments = [attempt.increment([number], " word", offset=number) for attempt in attempts]
-    await worker.scripts.flush(worker.name, increments, lease_ms=LEASE_MS, renew=False)
+    await worker.scripts.flush(increments, lease_ms=LEASE_MS, renew=False)
     for attempt in attempts:
         attempt.text += " word"
         attempt.stored = number + 1

@@ -61,7 +61,7 @@ async def be_worker(url: str) -> None:
 
 async def _write_token(worker: FakeWorker, attempts: list[FakeAttempt]) -> None:
     increments = [attempt.increment([1], " word", offset=attempt.stored) for attempt in attempts]
-    await worker.scripts.flush(worker.name, increments, lease_ms=LEASE_MS, renew=True)
+    await worker.scripts.flush(increments, lease_ms=LEASE_MS, renew=True)
     for attempt in attempts:
         attempt.text += " word"
         attempt.stored += 1

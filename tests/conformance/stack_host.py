@@ -151,7 +151,7 @@ async def _wait_for_worker(redis_url: str, queue: str, worker: int) -> None:
     async with asyncio.timeout(START_TIMEOUT_S):
         client = AsyncClient(redis_url, queue=queue)
         try:
-            while not await read_workers(client.redis, client.keys, queue):
+            while not await read_workers(client.connection, queue):
                 if _has_ended(worker):
                     raise RuntimeError("the worker has not started: the log has its reason")
                 await asyncio.sleep(POLL_S)

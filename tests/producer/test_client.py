@@ -210,7 +210,7 @@ async def test_a_job_cancelled_between_two_attempts_keeps_its_output(redis_url: 
         attempt = await worker.start_next()
         await attempt.emit([1, 2], "ab")
         await attempt.emit([3], "c")
-        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         await job.cancel()
         result = await job.result()
         assert (result.text, result.tokens, result.finish_reason) == ("abc", (1, 2, 3), FinishReason.CANCELLED)

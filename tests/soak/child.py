@@ -106,7 +106,7 @@ def add_io_points(faults: Faults) -> None:
             if isinstance(outcome, Attempt):
                 faults.reach("admit.started", "reclaim.started" if outcome.number > 1 else "")
 
-    def flushed(_: object, worker: str, flushes: Sequence[JobFlush], *__: object) -> None:
+    def flushed(_: object, flushes: Sequence[JobFlush], *__: object) -> None:
         if any(flush.payload for flush in flushes):
             faults.reach("publish.flushed")
 

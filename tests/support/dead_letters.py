@@ -25,11 +25,11 @@ async def add_dead_job(client: AsyncClient, worker: FakeWorker, prompt: str = "p
     job = await client.submit(prompt, **options)
     first = await worker.start_next()
     await first.emit([7, 8], "two tokens")
-    await worker_scripts(worker).requeue(first.claim, first.number, worker.name)
+    await worker_scripts(worker).requeue(first.claim, first.number)
     for name in ("a", "b", "c"):
         await worker.claim_scripts.claim_job(first.claim, name, LEASE_MS)
-        await worker_scripts(worker).check_crash(
-            first.claim, "heir", last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
+        await worker_scripts(worker, "heir").check_crash(
+            first.claim, last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
         )
     assert (await job.status()).state is JobState.FAILED
     return job.id

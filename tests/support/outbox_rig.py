@@ -16,8 +16,8 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.outbox_settings import Checkpoints, OutboxSettings, RetryDelay
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -127,14 +127,10 @@ async def working(
     async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
         engine, outputs = RecordingEngine(), OutputMailbox()
         outbox = Outbox(
-            WorkerScripts(worker.redis, worker.keys),
-            worker.name,
+            WorkerScripts(worker.redis, worker.keys, worker.name),
             engine,
             outputs,
-            lease_s=lease_s,
-            disconnect_s=1000.0,
-            checkpoints=checkpoints,
-            retry_delay=RetryDelay(0.01, 0.02),
+            OutboxSettings(lease_s, 1000.0, checkpoints, RetryDelay(0.01, 0.02)),
             is_alive=lambda: True,
             on_finished=engine.record,
         )

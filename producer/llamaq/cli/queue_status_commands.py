@@ -201,7 +201,7 @@ async def queues_to_check(redis_url: str | None, host: str | None) -> list[str]:
         served: Any = await client.redis.zrange(client.keys.queues(), 0, -1)
         found = []
         for name in [name.decode(errors="replace") for name in served]:
-            workers = await read_workers(client.redis, client.keys, name)
+            workers = await read_workers(client.connection, name)
             if host in [worker.card.host for worker in workers]:
                 found.append(name)
         return found

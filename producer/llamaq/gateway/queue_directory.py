@@ -120,7 +120,7 @@ class QueueDirectory:
         members: Any = await redis.zrangebyscore(keys.queues(), earliest_ms, "+inf")
         names = sorted({member.decode(errors="replace") for member in members})
         found = await asyncio.gather(
-            *(self._damaged_lists.read(name, read_workers(redis, keys, name)) for name in names)
+            *(self._damaged_lists.read(name, read_workers(self._default.connection, name)) for name in names)
         )
         await asyncio.gather(*(self._check_partitions(*used) for used in list(self._clients)))
         self._served = {name: workers or () for name, workers in zip(names, found, strict=True)}
@@ -197,7 +197,7 @@ class QueueDirectory:
     async def job_counters(self, queue: str) -> dict[str, int]:
         """Return the counters of the jobs of a queue, with the names of `_metrics.lua`."""
         client = await self._client(queue, is_stored=False)
-        return await read_job_counters(client.redis, client.keys, queue, client.connection.settings.partitions)
+        return await read_job_counters(client.connection, queue, client.connection.settings.partitions)
 
     async def depth(self, queue: str) -> QueueDepth:
         """Return the numbers of waiting and running jobs of a queue."""

@@ -14,7 +14,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_status import JobStatus
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
-from llamaq.producer.call_timeout import CallTimeout, naming_job, timeout_error
+from llamaq.producer.call_timeout import CallTimeout, naming_job
 from llamaq.producer.queries.job_progress import with_progress
 from llamaq.producer.queries.job_records import read_result, read_status
 from llamaq.producer.queue_connection import QueueConnection
@@ -179,27 +179,10 @@ class AsyncJob:
             with self._following(reader, is_open=is_open):
                 if self.early_progress is not None:
                     self.early_progress.pass_to(reader)
-                while True:
-                    try:
-                        event = await reader.next_event(timeout_s)
-                    except TimeoutError as exc:
-                        raise timeout_error(self.id, "has sent no chunk", timeout_s, reader.redis_error) from exc
-                    if isinstance(event, TokenSpan):
-                        yield Chunk(
-                            event.text,
-                            event.tokens,
-                            index,
-                            event.offset,
-                            event.logprobs,
-                            event.tag_offsets,
-                            prompt_logprobs=event.prompt_logprobs,
-                        )
-                        n_tokens = event.offset + len(event.tokens)
-                    elif isinstance(event, PromptProgress):
-                        yield Chunk("", (), index, n_tokens, progress=event)
-                    else:
-                        break
-                    index += 1
+                while isinstance(event := await reader.next_event(timeout_s), (TokenSpan, PromptProgress)):
+                    chunk = _chunk(event, index, n_tokens)
+                    yield chunk
+                    index, n_tokens = index + 1, chunk.offset + len(chunk.tokens)
             if isinstance(event, Failed):
                 raise JobFailed(event.code, event.message, self.id)
 
@@ -233,3 +216,17 @@ class AsyncJob:
                 queue = JobId.parse(self.id).queue
                 exits.enter_context(self._connection.workers.waiting(queue, listener.fail))
             yield
+
+
+def _chunk(event: TokenSpan | PromptProgress, index: int, n_tokens: int) -> Chunk:
+    if isinstance(event, PromptProgress):
+        return Chunk("", (), index, n_tokens, progress=event)
+    return Chunk(
+        event.text,
+        event.tokens,
+        index,
+        event.offset,
+        event.logprobs,
+        event.tag_offsets,
+        prompt_logprobs=event.prompt_logprobs,
+    )

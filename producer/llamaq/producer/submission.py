@@ -244,11 +244,10 @@ def job_of(
 
 async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> AsyncJob:
     """Submit the job of a dead letter as a new job and remove the letter. See `AsyncClient.retry_dead_letter`."""
-    redis, keys = connection.redis, connection.keys
-    queue, letter = await dead_letters.find(redis, keys, letter_id)
+    queue, letter = await dead_letters.find(connection, letter_id)
     if letter.job_id is None:
         raise InvalidRequest(f"{letter.id} is not a job ({letter.reason}): it cannot be retried, only purged")
-    request = await dead_letters.read_request(redis, keys, letter.job_id)
+    request = await dead_letters.read_request(connection, letter.job_id)
     new_id = dead_letters.id_of_retry(letter, JobId.parse(letter.job_id))
     at_once = request.model_copy(update={"idempotency_key": None, "delay_s": None, "run_at": None})
     job = await submit(connection, at_once, new_id)
@@ -260,5 +259,5 @@ async def estimate_queue_wait_s(connection: QueueConnection, queue: str, depth: 
     """Estimate how long a job waits behind `depth` jobs of its partition, if all partitions have the same depth."""
     n_ahead = depth * connection.settings.partitions
     with suppress(RedisError, OSError):  # the caller gets QueueFull without an estimate
-        return await estimate_wait_s(connection.redis, connection.keys, queue, n_ahead)
+        return await estimate_wait_s(connection, queue, n_ahead)
     return None

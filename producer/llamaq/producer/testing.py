@@ -78,9 +78,9 @@ class FakeClaimScripts(ClaimScripts):
 class FakeAttemptScripts(AttemptScripts):
     """Ends one job. Workers end many in one call."""
 
-    async def finish(self, worker: str, last: JobFlush, terminal_write: TerminalWrite) -> FinishReply:
+    async def finish(self, last: JobFlush, terminal_write: TerminalWrite) -> FinishReply:
         """End one job, see `finish_jobs`."""
-        (outcome,) = await self.finish_jobs(worker, [(last, terminal_write)])
+        (outcome,) = await self.finish_jobs([(last, terminal_write)])
         if isinstance(outcome, RedisError):
             raise outcome
         return outcome
@@ -102,7 +102,7 @@ class FakeWorker:
         self.keys = Keys(key_prefix)
         self.redis = connect(url, name="llamaq-fake-worker")
         self.claim_scripts = FakeClaimScripts(self.redis, self.keys)
-        self.scripts = FakeAttemptScripts(self.redis, self.keys)
+        self.scripts = FakeAttemptScripts(self.redis, self.keys, name)
         self._streams = [self.keys.jobs(queue, 0, priority) for priority in Priority]
 
     async def __aenter__(self) -> Self:
@@ -260,7 +260,7 @@ class FakeAttempt:
             total_tokens=total_tokens, cached_tokens=cached_tokens, processed_tokens=processed_tokens, time_ms=0.0
         )
         increment = replace(self.increment(), progress=(codec.encode_event(event),))
-        await self.worker.scripts.flush(self.worker.name, [increment], LEASE_MS, renew=False)
+        await self.worker.scripts.flush([increment], LEASE_MS, renew=False)
 
     async def emit(self, tokens: Sequence[int], text: str) -> FlushReply:
         """Store and publish new output of the job.
@@ -274,7 +274,7 @@ class FakeAttempt:
             attempt has started).
         """
         increment = self.increment(tokens, text)
-        reply = (await self.worker.scripts.flush(self.worker.name, [increment], LEASE_MS, renew=False))[0]
+        reply = (await self.worker.scripts.flush([increment], LEASE_MS, renew=False))[0]
         if reply.code != "lost":
             self.stored = reply.stored
             self.tokens += tokens
@@ -321,7 +321,7 @@ class FakeAttempt:
             "generated": str(len(self.tokens)),
         }
         event = Finished(finish_reason=reason, stats=stats, text_length=len(self.text))
-        reply = await self.worker.scripts.finish(self.worker.name, last, TerminalWrite(event, fields))
+        reply = await self.worker.scripts.finish(last, TerminalWrite(event, fields))
         await self._record(RecentJob(job_id=self.claim.job_id, finish_reason=reason, stats=stats))
         return reply.code == "ok"
 
@@ -337,7 +337,7 @@ class FakeAttempt:
         """
         event = Failed(code=code, message=message)
         reply = await self.worker.scripts.finish(
-            self.worker.name, self.increment(), TerminalWrite(event, {"error": codec.encode_event(event)})
+            self.increment(), TerminalWrite(event, {"error": codec.encode_event(event)})
         )
         stats = JobStats(generated_tokens=len(self.tokens), worker=self.worker.name)
         await self._record(RecentJob(job_id=self.claim.job_id, error_code=code, stats=stats))

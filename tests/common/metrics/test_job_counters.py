@@ -70,7 +70,7 @@ async def test_a_finish_that_is_sent_twice_counts_the_job_once(redis_url: str, q
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         attempt = await start(client, worker)
         for _ in range(2):
-            await worker.scripts.finish("fake", attempt.increment(), FINISHED)
+            await worker.scripts.finish(attempt.increment(), FINISHED)
         samples = await samples_of(worker)
     assert count_of(samples, f.JOBS_ENDED, "interactive", "finished", "stop") == 1
     assert count_of(samples, f.JOBS_SUBMITTED, "interactive") == 1
@@ -91,7 +91,7 @@ async def test_two_jobs_add_up_in_their_buckets(redis_url: str, queue: str) -> N
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         for _ in range(2):
             attempt = await start(client, worker, priority="bulk")
-            await worker.scripts.finish("fake", attempt.increment(), FINISHED)
+            await worker.scripts.finish(attempt.increment(), FINISHED)
         samples = await samples_of(worker)
     ((_, value),) = [item for item in samples.values[f.PROMPT_LENGTH].items() if item[0][1] == "bulk"]
     assert isinstance(value, Histogram)
@@ -123,11 +123,11 @@ async def test_failed_jobs_are_counted_by_their_error_code(redis_url: str, queue
         await (await start(client, worker)).fail(ErrorCode.PROMPT_TOO_LONG, "the prompt is too long")
         attempt = await start(client, worker)
         error = Failed(code=ErrorCode.DAMAGED, message="damaged")
-        assert await worker_scripts(worker).bury(attempt.claim, "fake", attempt.number, error)
+        assert await worker_scripts(worker).bury(attempt.claim, attempt.number, error)
         attempt = await start(client, worker)
         unknown = Failed(code="a_code_of_the_future", message="")
         write = TerminalWrite(unknown, {"error": codec.encode_event(unknown)})
-        assert (await worker.scripts.finish("fake", attempt.increment(), write)).code == "ok"
+        assert (await worker.scripts.finish(attempt.increment(), write)).code == "ok"
         samples = await samples_of(worker)
     for code in ("prompt_too_long", "damaged", "other"):
         assert count_of(samples, f.JOBS_ENDED, "interactive", "failed", code) == 1
@@ -138,7 +138,7 @@ async def test_the_times_of_an_attempt_that_died_are_counted_with_those_of_the_n
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         attempt = await start(client, worker)
         first = replace(attempt.increment([1, 2, 3], "abc"), token_times="40 60 10=2")
-        await worker.scripts.flush("fake", [first], LEASE_MS, renew=False)
+        await worker.scripts.flush([first], LEASE_MS, renew=False)
         again = await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS)
         assert not isinstance(again, str)
         assert again.token_times == "40 60 10=2"
@@ -150,12 +150,12 @@ async def test_a_job_ends_although_another_client_has_overwritten_the_counters(r
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         attempt = await start(client, worker)
         await worker.redis.set(worker.keys.metrics(queue, 0), "not a hash")
-        assert (await worker.scripts.finish("fake", attempt.increment(), FINISHED)).code == "ok"
+        assert (await worker.scripts.finish(attempt.increment(), FINISHED)).code == "ok"
         samples = await samples_of(worker)
         assert count_of(samples, f.JOBS_ENDED, "interactive", "finished", "stop") == 1
         await worker.redis.hset(worker.keys.metrics(queue, 0), "interactive:finished:stop", "much")
         attempt = await start(client, worker)
-        assert (await worker.scripts.finish("fake", attempt.increment(), FINISHED)).code == "ok"
+        assert (await worker.scripts.finish(attempt.increment(), FINISHED)).code == "ok"
         samples = await samples_of(worker)
         assert count_of(samples, f.JOBS_ENDED, "interactive", "finished", "stop") == 1
 

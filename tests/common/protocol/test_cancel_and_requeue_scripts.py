@@ -67,7 +67,7 @@ async def test_a_cancelled_job_whose_worker_lost_its_lease_ends_at_once(
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         await attempt.emit([1], "a")
-        await worker.scripts.flush(worker.name, [attempt.increment()], 1, renew=True)  # the lease expires after 1 ms
+        await worker.scripts.flush([attempt.increment()], 1, renew=True)  # the lease expires after 1 ms
         while not (await client.queue_depth()).waiting:  # noqa: ASYNC110 -- Redis tells nothing when a lease expires
             await asyncio.sleep(0.05)
         assert await JobScripts(worker.redis, worker.keys).cancel(job.id, only_waiting=only_waiting) == "cancelled"
@@ -94,7 +94,7 @@ async def emit_withholding(attempt: FakeAttempt, tokens: list[int], text: str, w
     if withheld:
         event = codec.encode_tokens(attempt.stored + len(tokens), (), len(attempt.text + text), withheld)
     worker = attempt.worker
-    (reply,) = await worker.scripts.flush(worker.name, [replace(increment, withheld=event)], LEASE_MS, renew=False)
+    (reply,) = await worker.scripts.flush([replace(increment, withheld=event)], LEASE_MS, renew=False)
     attempt.stored, attempt.text = reply.stored, attempt.text + text
 
 
@@ -143,7 +143,7 @@ async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, q
         assert claim is not None
         if was_claimed:
             assert isinstance(await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS), Attempt)
-        assert await worker_scripts(worker).requeue(claim, 1 if was_claimed else None, "fake") is True
+        assert await worker_scripts(worker).requeue(claim, 1 if was_claimed else None) is True
         assert (await job.status()).state is JobState.QUEUED
         reclaimed = await worker.claim_scripts.reclaim(claim.stream, 10, LEASE_MS, trusted_until_ms=0)
         assert [(entry, found[b"id"]) for entry, found, _ in reclaimed] == [(claim.entry_id.encode(), job.id.encode())]
@@ -155,7 +155,7 @@ async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, q
 async def test_after_a_requeue_the_old_worker_can_neither_write_nor_requeue_again(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
-        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number, "fake")
-        assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number, "fake")
+        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number)
+        assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         assert (await attempt.emit([1], "a")).code == "lost"
         assert await field(worker, job.id, "attempt") == b"2"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.fake_redis import url_of_each_server
+from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
@@ -27,7 +28,7 @@ async def start_and_cancel(
     attempt = await worker.start_next()
     await attempt.emit([1], "a")
     if is_preempted:
-        await worker.scripts.flush(worker.name, [replace(attempt.increment(), has_slot=False)], LEASE_MS, renew=False)
+        await worker.scripts.flush([replace(attempt.increment(), has_slot=False)], LEASE_MS, renew=False)
     assert await JobScripts(worker.redis, worker.keys).cancel(job.id) == "requested"
     return job, attempt
 
@@ -49,9 +50,9 @@ async def test_a_cancelled_job_ends_when_its_worker_requeues_it(
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start_and_cancel(client, worker, is_preempted=is_preempted)
         for _ in range(2):
-            assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name, crashed=crashed)
+            assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number, crashed=crashed)
         await assert_cancelled(client, job)
-        end = await worker_scripts(worker).read_end(job.id, attempt.number, worker.name)
+        end = await worker_scripts(worker).read_end(job.id, attempt.number)
         assert end == StoredEnd(FinishReason.CANCELLED, None), "the worker reports the end"
 
 
@@ -61,7 +62,7 @@ async def test_a_cancelled_job_ends_when_its_dead_worker_is_released(
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, _ = await start_and_cancel(client, worker, is_preempted=is_preempted)
-        upkeep = UpkeepScripts(worker.redis, worker.keys, queue)
+        upkeep = UpkeepScripts(worker_queue(worker))
         assert await upkeep.release_worker(0, worker.name) == 1
         assert await upkeep.release_worker(0, worker.name) == 0
         await assert_cancelled(client, job)

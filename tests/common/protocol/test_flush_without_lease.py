@@ -33,7 +33,7 @@ async def test_the_streams_of_a_worker_continue_after_an_operator_has_deleted_a_
         await client.redis.delete(client.keys.of_job(jobs[0].id).interactive)
         for count in (1, 2, 3):
             increments = [attempt.increment([count], "a", offset=count - 1) for attempt in attempts]
-            replies = await worker.scripts.flush(worker.name, increments, LEASE_MS, renew=True)
+            replies = await worker.scripts.flush(increments, LEASE_MS, renew=True)
             assert [(reply.code, reply.stored, reply.refusal) for reply in replies] == [("ok", count, "")] * 2
 
 
@@ -50,7 +50,7 @@ async def test_a_job_starts_and_is_preempted_after_an_operator_has_deleted_its_j
         attempt = FakeAttempt(worker, claim, claimed)
         for has_slot, state in ((True, JobState.RUNNING), (False, JobState.QUEUED)):
             increment = replace(attempt.increment(), has_slot=has_slot)
-            (reply,) = await worker.scripts.flush(worker.name, [increment], LEASE_MS, renew=False)
+            (reply,) = await worker.scripts.flush([increment], LEASE_MS, renew=False)
             assert (reply.code, reply.refusal) == ("ok", "")
             assert (await job.status()).state is state
 
@@ -71,4 +71,4 @@ async def test_a_renewal_that_the_server_refuses_is_an_error_of_the_call(own_ser
         attempt = await worker.start_next()
         await client.redis.config_set("min-replicas-to-write", 1)
         with pytest.raises(RedisConnectionError, match="NOREPLICAS"):
-            await worker.scripts.flush(worker.name, [attempt.increment()], LEASE_MS, renew=True)
+            await worker.scripts.flush([attempt.increment()], LEASE_MS, renew=True)

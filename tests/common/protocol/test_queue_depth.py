@@ -52,12 +52,12 @@ async def test_jobs_that_were_requeued_or_wait_in_a_worker_or_lost_their_worker_
         await worker.claim_scripts.claim_job(claim, worker.name, LEASE_MS)
         assert await _depth(client) == (2, 4)
         await ended.finish()
-        await worker_scripts(worker).requeue(requeued.claim, requeued.number, worker.name)
+        await worker_scripts(worker).requeue(requeued.claim, requeued.number)
         assert await _depth(client) == (3, 2)
-        await worker.scripts.flush(worker.name, [lost.increment()], 1, renew=True)  # the lease expires after 1 ms
+        await worker.scripts.flush([lost.increment()], 1, renew=True)  # the lease expires after 1 ms
         while await _depth(client) != (4, 1):
             pass
-        await worker_scripts(worker).requeue(running.claim, running.number, worker.name)
+        await worker_scripts(worker).requeue(running.claim, running.number)
         assert await _depth(client) == (5, 0)
 
 

@@ -28,7 +28,7 @@ from llamaq.common.protocol.script_types import (
     TerminalWrite,
 )
 from llamaq.producer import AsyncClient
-from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeAttemptScripts, FakeWorker
 
 redis_url = url_of_each_server
 
@@ -77,7 +77,7 @@ async def test_a_claimed_job_waits_until_a_flush_says_that_it_has_a_slot(redis_u
         assert isinstance(claimed, Attempt)
         attempt = FakeAttempt(worker, claim, claimed)
         waiting = replace(attempt.increment(), has_started=False, has_slot=False)
-        assert (await worker.scripts.flush("fake", [waiting], LEASE_MS, renew=True))[0].code == "ok"
+        assert (await worker.scripts.flush([waiting], LEASE_MS, renew=True))[0].code == "ok"
         status, depth = await job.status(), await client.queue_depth()
         assert (status.state, status.started_ms, depth.waiting) == (JobState.QUEUED, None, 1)
         for _ in range(2):
@@ -164,7 +164,7 @@ async def test_a_flush_sent_twice_stores_once(redis_url: str, queue: str) -> Non
         job, attempt = await start(client, worker)
         increment = attempt.increment([1, 2], "ab")
         for _ in range(2):
-            reply = (await worker.scripts.flush("fake", [increment], LEASE_MS, renew=False))[0]
+            reply = (await worker.scripts.flush([increment], LEASE_MS, renew=False))[0]
             assert (reply.code, reply.stored) == ("ok", 2)
         assert [e.tokens for e in await stored_events(worker, job.id) if isinstance(e, Tokens)] == [(1, 2)]
 
@@ -175,7 +175,7 @@ async def test_a_flush_with_a_gap_stores_nothing_and_returns_the_number_of_store
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         ahead = attempt.increment([3], "c", offset=2)
-        reply = (await worker.scripts.flush("fake", [ahead], LEASE_MS, renew=False))[0]
+        reply = (await worker.scripts.flush([ahead], LEASE_MS, renew=False))[0]
         assert (reply.code, reply.stored) == ("ok", 0)
         assert not [e for e in await stored_events(worker, job.id) if isinstance(e, Tokens)]
 
@@ -186,7 +186,7 @@ async def test_only_the_newest_attempt_writes(redis_url: str, queue: str) -> Non
         await worker.claim_scripts.claim_job(old.claim, "other", LEASE_MS)
         assert (await old.emit([1], "a")).code == "lost"
         assert not await old.finish()
-        assert await worker_scripts(worker).requeue(old.claim, old.number, "fake") is False
+        assert await worker_scripts(worker).requeue(old.claim, old.number) is False
         assert (await job.status()).finished_ms is None
         assert not [e for e in await stored_events(worker, job.id) if not isinstance(e, Started)]
 
@@ -197,7 +197,7 @@ async def test_a_flush_of_many_jobs_returns_a_reply_for_each_of_them(redis_url: 
         await runs[1][0].cancel()
         await runs[2][1].finish()
         increments = [attempt.increment([1], "a") for _, attempt in runs]
-        replies = await worker.scripts.flush("fake", increments, LEASE_MS, renew=True)
+        replies = await worker.scripts.flush(increments, LEASE_MS, renew=True)
         assert [(reply.code, reply.stored) for reply in replies] == [("ok", 1), ("cancel", 1), ("lost", 0)]
 
 
@@ -205,12 +205,10 @@ async def test_renewing_a_lease_changes_only_the_idle_time_and_the_consumer(redi
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         _, attempt = await start(client, worker)
         stream = attempt.claim.stream
-        await worker_scripts(worker).requeue(
-            JobEntry(attempt.claim.job_id, stream, attempt.claim.entry_id), None, "fake"
-        )
+        await worker_scripts(worker).requeue(JobEntry(attempt.claim.job_id, stream, attempt.claim.entry_id), None)
         before: Any = await worker.redis.xpending_range(stream, GROUP, "-", "+", 10)
         assert before[0]["consumer"] == b"waiting"
-        await worker.scripts.flush("fake", [attempt.increment()], LEASE_MS, renew=True)
+        await worker.scripts.flush([attempt.increment()], LEASE_MS, renew=True)
         after: Any = await worker.redis.xpending_range(stream, GROUP, "-", "+", 10)
         assert before[0]["time_since_delivered"] >= 10**12
         assert 10**11 - LEASE_MS <= after[0]["time_since_delivered"] < 10**11
@@ -240,7 +238,7 @@ async def test_a_finish_sent_twice_ends_the_job_once(redis_url: str, queue: str)
             await pubsub.subscribe(client.keys.of_job(job.id).channel)
             await pubsub.get_message(timeout=5)
             for code in ("ok", "lost"):
-                assert (await worker.scripts.finish("fake", last, terminal_write())).code == code
+                assert (await worker.scripts.finish(last, terminal_write())).code == code
             await worker.redis.publish(
                 client.keys.of_job(job.id).channel, codec.encode_event(Failed(code="x", message=""))
             )
@@ -259,9 +257,10 @@ async def test_a_worker_with_the_number_of_the_newest_attempt_that_has_not_claim
         job, attempt = await start(client, worker)
         await worker.redis.hset(client.keys.of_job(job.id).job, "worker", "living")
         assert not await attempt.finish(tokens=[1], text="stale")
-        assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number, "fake")
+        assert not await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         assert (await job.status()).state is JobState.RUNNING
-        assert (await worker.scripts.finish("living", attempt.increment(), terminal_write())).code == "ok"
+        living = FakeAttemptScripts(worker.redis, worker.keys, "living")
+        assert (await living.finish(attempt.increment(), terminal_write())).code == "ok"
 
 
 async def test_a_job_that_ends_before_its_first_flush_has_started(redis_url: str, queue: str) -> None:
@@ -347,12 +346,12 @@ async def test_of_several_jobs_that_end_together_a_damaged_one_affects_no_other(
         await worker.redis.set(worker.keys.of_job(jobs[1].id).job, "not a hash")
         await worker.claim_scripts.claim_job(attempts[2].claim, "another", LEASE_MS)
         ends = [(attempt.increment(), terminal_write()) for attempt in attempts]
-        outcomes = await worker.scripts.finish_jobs(worker.name, ends)
+        outcomes = await worker.scripts.finish_jobs(ends)
         assert [outcome.code for outcome in outcomes if isinstance(outcome, FinishReply)] == ["ok", "lost", "ok"]
         assert isinstance(outcomes[1], ResponseError)
         assert [(await job.status()).state for job in (jobs[0], jobs[2], jobs[3])] == ["finished", "queued", "finished"]
         counted: Any = await worker.redis.hget(worker.keys.metrics(queue, 0), "interactive:finished:stop")
         assert counted == b"2", "the metrics of a call are stored together, and each job counts once"
-        again = await worker.scripts.finish_jobs(worker.name, [ends[0], ends[3]])
+        again = await worker.scripts.finish_jobs([ends[0], ends[3]])
         assert again == [FinishReply("lost"), FinishReply("lost")]
         assert await worker.redis.hget(worker.keys.metrics(queue, 0), "interactive:finished:stop") == b"2"

@@ -76,7 +76,7 @@ async def test_a_worker_ends_a_job_while_the_slot_moves(
         keys = client.keys.of_job(job.id)
         counters = [client.keys.metrics(queue, 0)] if moves_counters else []
         with slot_moves(servers, keys, *counters):
-            reply = await worker.scripts.finish(worker.name, attempt.increment([3], "c"), terminal_write())
+            reply = await worker.scripts.finish(attempt.increment([3], "c"), terminal_write())
         assert reply == FinishReply("ok")
         await assert_ended(redis, keys, FinishReason.STOP)
         assert await redis.pttl(client.keys.idempotency(queue, 0, "key")) > 0
@@ -90,7 +90,7 @@ async def test_an_interrupted_job_is_cancelled_while_the_slot_moves(servers: Clu
         job = await client.submit("hello")
         attempt = await worker.start_next()
         await attempt.emit([1], "a")
-        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         keys = client.keys.of_job(job.id)
         with slot_moves(servers, keys):
             assert await job.cancel()
@@ -118,10 +118,10 @@ async def test_a_job_ends_completely_although_another_key_is_overwritten(
         attempts = [await worker.start_next() for _ in jobs]
         for attempt in attempts:
             await attempt.emit([1], "a")
-        await worker_scripts(worker).requeue(attempts[1].claim, attempts[1].number, worker.name)
+        await worker_scripts(worker).requeue(attempts[1].claim, attempts[1].number)
         key = overwritten(client.keys, queue)
         await worker.redis.set(key, "of another client")
-        reply = await worker.scripts.finish(worker.name, attempts[0].increment(), terminal_write())
+        reply = await worker.scripts.finish(attempts[0].increment(), terminal_write())
         assert reply == FinishReply("ok")
         assert await jobs[1].cancel()
         for job, reason in zip(jobs, (FinishReason.STOP, FinishReason.CANCELLED), strict=True):
@@ -169,7 +169,7 @@ async def test_a_finished_job_has_only_the_fields_of_its_result(redis_url: str, 
         attempt = await worker.start_next()
         for name in known:
             await worker.redis.hsetnx(keys.job, name, 1)
-        await worker.scripts.finish(worker.name, attempt.increment([1], "a"), terminal_write())
+        await worker.scripts.finish(attempt.increment([1], "a"), terminal_write())
         fields: Any = await worker.redis.hkeys(keys.job)
         assert {name.decode() for name in fields} == {
             *("status", "attempt", "worker", "crashes", "generated", "submitted_ms", "started_ms", "finished_ms"),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.fake_redis import url_of_each_server
+from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.job_events import Failed
@@ -161,7 +162,7 @@ async def test_delayed_and_retried_jobs_wait_for_turns_too(redis_url: str, queue
         attempt = await worker.start_next()
         error = Failed(code="internal", message="broken")
         delay = {"first_delay_s": 0.001, "max_delay_s": 0.001, "share": 1.0}
-        assert await worker_scripts(worker).retry("fake", attempt.increment(), error, **delay) is not None
+        assert await worker_scripts(worker).retry(attempt.increment(), error, **delay) is not None
         assert await tenant_keys(client) == []
         await submit(client, *"aaa")
         (delayed,) = await submit(client, "c", delay_s=0.001)
@@ -177,7 +178,7 @@ async def test_a_requeued_job_keeps_its_place_before_all_turns(redis_url: str, q
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         await submit(client, *"aabb")
         attempt = await worker.start_next()
-        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number, "fake")
+        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
         (again,) = await worker.claim_scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=0)
         assert again[0].decode() == attempt.claim.entry_id
@@ -205,7 +206,7 @@ async def test_lost_turns_are_repaired(redis_server: EmbeddedRedis, queue: str, 
         else:
             lost = {"line": "turns:interactive:a", "turns": "turns:interactive", "shares": "shares:interactive"}[loss]
             await client.redis.delete(keys[lost])
-        scripts = UpkeepScripts(client.redis, client.keys, queue)
+        scripts = UpkeepScripts(worker_queue(client))
         for _ in range(3):
             await scripts.sweep(0, ["fake"], pause_s=0, n_keys=100_000)
         claimed: set[str] = set()
@@ -230,7 +231,7 @@ async def test_claimed_jobs_are_counted_again_when_the_hash_of_one_was_deleted(r
         await client.redis.xack(stream, GROUP, first.claim.entry_id)  # as a worker does with an entry without a job
         await client.redis.xdel(stream, first.claim.entry_id)
         await second.finish()
-        await UpkeepScripts(client.redis, client.keys, queue).sweep(0, ["fake"], pause_s=0)
+        await UpkeepScripts(worker_queue(client)).sweep(0, ["fake"], pause_s=0)
         assert {(one.tenant, one.claimed) for one in (await client.queue_depth()).tenants} == {("a", 1), ("b", 0)}
 
 

@@ -181,7 +181,7 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
     server = Server(tmp_path, port, IN_MEMORY)
     server.start()
     redis = connect(f"redis://{HOST}:{server.port}/0", name="test-demoted")
-    scripts = WorkerScripts(redis, Keys())
+    scripts = WorkerScripts(redis, Keys(), "me")
     flush = JobFlush(str(JobId.new("q")), 1, "stream", "0-1", 0, 1, b"event")
     try:
         hash_fields: dict[Any, Any] = {"status": "running", "attempt": 1, "generated": 0, "worker": "me"}
@@ -194,13 +194,13 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
             with pytest.raises(RedisConnectionError, match="refuses to write"):
                 await pipe.execute()
         with pytest.raises(RedisConnectionError, match="refuses to write"):
-            await scripts.flush("me", [flush], 1000, renew=False)
+            await scripts.flush([flush], 1000, renew=False)
         with pytest.raises(RedisConnectionError, match="refuses to write"):
             await JobScripts(redis, Keys()).submit(
                 Submission(JobId.new("q"), JobRequest(prompt="x"), b"", result_ttl_s=1, event_ttl_s=0, partitions=0)
             )
         await redis.replicaof("NO", "ONE")
-        assert (await scripts.flush("me", [flush], 1000, renew=False))[0].stored == 1
+        assert (await scripts.flush([flush], 1000, renew=False))[0].stored == 1
     finally:
         await redis.aclose()
         server.kill()

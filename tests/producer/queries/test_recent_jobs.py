@@ -24,5 +24,5 @@ async def test_recent_jobs_have_the_time_of_their_end_and_damaged_entries_are_le
         await client.redis.xadd(stream, {"other": b"x"})
         recent = (await client.stats()).recent
         assert [(job.job_id, job.ended_ms) for job in recent] == [("2", 1002), ("1", 1001), ("0", 1000)]
-        later = await read_recent(client.redis, client.keys, client.queue, since_ms=1001)
+        later = await read_recent(client.connection, client.queue, since_ms=1001)
         assert [job.job_id for job in later] == ["2", "1"]

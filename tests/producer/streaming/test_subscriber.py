@@ -274,7 +274,7 @@ async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(re
         assert [int(one["sub"]) for one in listed if one["name"] == "llamaq-client" and one["sub"] != "0"] == [n_jobs]
         for offset in range(n_tokens):
             increments = [attempt.increment([offset], f"{offset} ", offset=offset) for attempt in attempts]
-            await worker.scripts.flush("fake", increments, 60_000, renew=False)
+            await worker.scripts.flush(increments, 60_000, renew=False)
             for attempt in attempts:
                 attempt.text += f"{offset} "
         for attempt in attempts:
@@ -309,7 +309,7 @@ async def test_a_flood_of_messages_does_not_block_the_event_loop(
             increments.append(attempt.increment([number], f"{number} ", offset=number))
             attempt.text += f"{number} "
             attempt.tokens.append(number)
-        flood = asyncio.create_task(worker.scripts.flush("fake", increments, 60_000, renew=False))
+        flood = asyncio.create_task(worker.scripts.flush(increments, 60_000, renew=False))
         most = 0
         while n_dispatched < n_tokens:
             n_before = n_dispatched

@@ -137,7 +137,7 @@ async def test_a_job_that_has_a_slot_or_is_not_due_is_left_to_others(redis_url: 
         await check(client, running, alone_s=DISCONNECT_S)
         assert (await running.status()).state is JobState.RUNNING
         assert await alone_ms(client, running) is None
-        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)  # now it waits again
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number)  # now it waits again
         await check(client, running, alone_s=DISCONNECT_S)
         assert (await running.status()).finish_reason is FinishReason.CANCELLED
         delayed = await client.submit("hi", cancel_on_disconnect=True, delay_s=1000)

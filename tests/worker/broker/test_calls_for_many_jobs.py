@@ -43,7 +43,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         ClaimScripts, "read", lambda _, reply: sum(one.outcome is not None for _, entries in reply for one in entries)
     )
     count(ClaimScripts, "claim_jobs", lambda args, _: len(args[1]))
-    count(WorkerScripts, "finish_jobs", lambda args, _: len(args[2]))
+    count(WorkerScripts, "finish_jobs", lambda args, _: len(args[1]))
     return sizes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 from tests.support.event_loop_gaps import check_gaps
-from tests.support.job_claims import claims_of
+from tests.support.job_claims import claims_of, worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol import codec
@@ -60,7 +60,7 @@ async def interrupted_job(url: str, queue: str) -> AsyncIterator[tuple[AsyncClie
         attempt = await worker.start_next()
         for number, letter in enumerate("abc"):
             await attempt.emit([number], letter)
-        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
+        assert await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         yield client, worker, job, attempt
 
 
@@ -145,7 +145,7 @@ async def test_a_worker_that_lost_the_job_cannot_fail_it(redis_url: str, queue: 
         assert claimed.published.tokens == (0, 1, 2)
         error = Failed(code=ErrorCode.DAMAGED, message="late")
         for name, number in (("heir", 1), ("other", claimed.attempt.number)):
-            assert not await worker_scripts(worker).bury(attempt.claim, name, number, error)
+            assert not await worker_scripts(worker, name).bury(attempt.claim, number, error)
         assert (await job.status()).finished_ms is None
         assert await client.dead_letters() == ()
 
@@ -182,7 +182,5 @@ async def test_other_streams_continue_while_a_large_event_is_read_back(redis_url
     async with AsyncClient(redis_url, queue) as client:
         job = await client.submit("hello")
         await client.redis.xadd(client.keys.of_job(job.id).events, {"e": event})
-        assert len((await read_published(client.redis, client.keys, job.id)).logprobs) == n_tokens
-        await check_gaps(
-            lambda: codec.decode_streamed(event), lambda: read_published(client.redis, client.keys, job.id)
-        )
+        assert len((await read_published(worker_queue(client), job.id)).logprobs) == n_tokens
+        await check_gaps(lambda: codec.decode_streamed(event), lambda: read_published(worker_queue(client), job.id))

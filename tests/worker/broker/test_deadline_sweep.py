@@ -85,7 +85,7 @@ async def test_queue_timeout_s_does_not_end_a_job_that_had_a_slot(redis_url: str
         job = await client.submit("in time", queue_timeout_s=1000)
         attempt = await worker.start_next()
         assert await deadlines(client) == {}
-        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         await be_due_in(client, job, "queue_timeout_s", -0.01)
         assert await JobScripts(worker.redis, worker.keys).expire(job.id) == "none"
         assert (await job.status()).state is JobState.QUEUED
@@ -148,8 +148,8 @@ async def test_the_time_in_slots_is_stored_and_a_job_that_used_it_up_ends_at_its
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("long", timeout_s=2)
         attempt = await worker.start_next()
-        await worker.scripts.flush("fake", [replace(attempt.increment([1], "a"), slot_ms=1500)], LEASE_MS, renew=False)
-        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
+        await worker.scripts.flush([replace(attempt.increment([1], "a"), slot_ms=1500)], LEASE_MS, renew=False)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         again = await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS)
         assert not isinstance(again, str)
         assert (again.slot_ms, again.generated) == (1500, 1)

@@ -32,7 +32,7 @@ async def test_a_waiting_and_a_running_job_keep_a_queue_from_being_empty(redis_u
         attempt = await worker.start_next()
         assert (await client.queue_depth()).running == 1
         assert not await watch(client).is_empty()
-        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         assert (await client.queue_depth()).waiting == 1
         assert not await watch(client).is_empty()
         await job.cancel()

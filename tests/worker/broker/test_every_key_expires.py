@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.job_claims import claims_of
+from tests.support.job_claims import claims_of, worker_queue
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.errors import LlamaqError
@@ -47,7 +47,7 @@ class History:
         self.jobs: list[AsyncJob] = []
         self.attempts: list[FakeAttempt] = []
         self.scripts = JobScripts(client.redis, client.keys)
-        self.upkeep = UpkeepScripts(client.redis, client.keys, client.queue)
+        self.upkeep = UpkeepScripts(worker_queue(client))
         self.streams = [client.keys.jobs(client.queue, 0, priority) for priority in Priority]
         self.claims = {worker.name: claims_of(worker, max_crashes=2) for worker in workers}
 
@@ -152,7 +152,7 @@ class History:
     async def preempt(self) -> None:
         attempt = self._attempt()
         flush = replace(attempt.increment([3], "c"), has_slot=False)
-        await attempt.worker.scripts.flush(attempt.worker.name, [flush], LEASE_MS, renew=True)
+        await attempt.worker.scripts.flush([flush], LEASE_MS, renew=True)
 
     async def finish(self) -> None:
         await self._attempt().finish(tokens=[4], text="d")
@@ -161,21 +161,19 @@ class History:
         attempt = self._attempt()
         reason = self.random.choice(["", "a dead letter"])
         end = TerminalWrite(BROKEN, {"error": codec.encode_event(BROKEN)}, reason)
-        await attempt.worker.scripts.finish(attempt.worker.name, attempt.increment([5], "e"), end)
+        await attempt.worker.scripts.finish(attempt.increment([5], "e"), end)
 
     async def retry(self) -> None:
         attempt = self._attempt()
         delay_s = self.random.choice([0.001, 100])
         await worker_scripts(attempt.worker).retry(
-            attempt.worker.name, attempt.increment(), BROKEN, first_delay_s=delay_s, max_delay_s=delay_s, share=1
+            attempt.increment(), BROKEN, first_delay_s=delay_s, max_delay_s=delay_s, share=1
         )
 
     async def requeue(self) -> None:
         attempt = self._attempt()
         crashed = self.random.random() < 0.5
-        await worker_scripts(attempt.worker).requeue(
-            attempt.claim, attempt.number, attempt.worker.name, crashed=crashed
-        )
+        await worker_scripts(attempt.worker).requeue(attempt.claim, attempt.number, crashed=crashed)
 
     async def end_due(self) -> None:
         redis, keys, queue = self.client.redis, self.client.keys, self.client.queue

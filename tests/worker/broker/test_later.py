@@ -98,7 +98,7 @@ async def test_a_job_for_later_whose_time_was_damaged_is_due_now(redis_url: str,
         await client.redis.zadd(later, {found.id: 1})
         assert await sweep(worker) == 1
         await client.redis.zrem(later, lost.id)
-        upkeep = UpkeepScripts(worker.redis, worker.keys, queue)
+        upkeep = UpkeepScripts(worker_queue(worker))
         assert await upkeep.sweep(0, [], pause_s=0, n_keys=10**6) == [lost.id]
         assert await sweep(worker) == 1
         assert await counts(client) == (2, 0, 0)
@@ -173,7 +173,7 @@ async def test_the_search_for_lost_jobs_leaves_jobs_for_later_and_puts_them_back
 ) -> None:
     async with AsyncClient(redis_url, queue) as client:
         job = await client.submit("x", delay_s=1000)
-        upkeep = UpkeepScripts(client.redis, client.keys, queue)
+        upkeep = UpkeepScripts(worker_queue(client))
         assert await upkeep.sweep(0, [], pause_s=0, n_keys=10**6) == []
         assert await counts(client) == (0, 0, 1)
         await client.redis.delete(client.keys.later(queue, 0))

@@ -68,7 +68,7 @@ async def may_move(worker: FakeWorker, claim: JobEntry, waited_s: float, *, to: 
         asked_ms = await server_time_ms(worker.redis)
         claimed_ms = int(asked_ms - waited_s * 1000)
         await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "claimed_ms", claimed_ms)
-        found = bool(await worker_scripts(worker).movable_jobs(queue, 0, to, 10, max_crashes=3))
+        found = bool(await worker_scripts(worker, to).movable_jobs(queue, 0, 10, max_crashes=3))
         if await server_time_ms(worker.redis) - asked_ms < MAX_QUESTION_MS:
             return found
 
@@ -111,7 +111,7 @@ async def test_a_damaged_job_does_not_keep_others_from_moving(redis_url: str, qu
             await worker.claim_scripts.claim_job(claim, "w0", LEASE_MS, at_risk=False)
             await client.redis.hset(client.keys.of_job(job.id).job, "claimed_ms", 1)
         await client.redis.hset(client.keys.of_job(damaged.id).job, field, "x")
-        found = await worker_scripts(worker).movable_jobs(queue, 0, "another", 10, max_crashes=3)
+        found = await worker_scripts(worker, "another").movable_jobs(queue, 0, 10, max_crashes=3)
         assert other.id in {one.job_id for one in found}
 
 
@@ -128,7 +128,7 @@ async def test_an_entry_that_names_no_job_does_not_move_and_other_jobs_do(redis_
         await redis.xadd(claim.stream, {"id": b"\xff"})
         await redis.xreadgroup(GROUP, "waiting", {claim.stream: ">"})
         assert await may_move(worker, claim, 10)
-        (found,) = await worker_scripts(worker).movable_jobs(queue, 0, "another", 10, max_crashes=3)
+        (found,) = await worker_scripts(worker, "another").movable_jobs(queue, 0, 10, max_crashes=3)
         assert (found.job_id, found.from_attempt) == (claim.job_id, 1)
 
 
@@ -165,7 +165,7 @@ async def test_a_move_counts_as_a_crash_until_the_first_worker_shows_that_it_is_
         assert await worker.claim_scripts.claim_job(replace(claim, from_attempt=1), "second", LEASE_MS) == "stale", (
             "it has a slot"
         )
-        await worker_scripts(worker).requeue(claim, first.number, worker.name)
+        await worker_scripts(worker).requeue(claim, first.number)
         again = await worker.begin(claim)
         assert again is not None
         await client.redis.hset(client.keys.of_job(job.id).job, "status", "queued")  # as before its slot
@@ -188,7 +188,7 @@ async def test_an_interrupted_interactive_job_is_taken_although_bulk_jobs_fill_t
             for _ in range(4):
                 await client.submit("bulk", priority="bulk")
             await until(lambda: len(worker.admitted) == 2)
-            await worker_scripts(other).requeue(attempt.claim, attempt.number, other.name)
+            await worker_scripts(other).requeue(attempt.claim, attempt.number)
             await until(lambda: interrupted.id in worker.admitted)
             assert worker.admitted[interrupted.id].generated_before == [7]
 

@@ -145,6 +145,6 @@ async def test_a_new_entry_that_ends_a_wait_starts_the_searches_again(
         job = await searches.client.submit("moves")
         attempt = await other.start_next()
         assert await searches.claims.wait_and_read(5, 1) == [], "another worker was faster"
-        await worker_scripts(other).requeue(attempt.claim, attempt.number, other.name)
+        await worker_scripts(other).requeue(attempt.claim, attempt.number)
         (entry,) = await searches.claims.reclaim(1)
         assert entry.job_id == job.id

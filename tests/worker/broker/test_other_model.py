@@ -39,7 +39,7 @@ async def begin(client: AsyncClient, worker: FakeWorker, n_tokens: int, **option
         assert claimed is not None
         if n_tokens:
             await _store(worker, claimed, n_tokens)
-        await worker_scripts(worker).requeue(claim, claimed.attempt.number, worker.name)
+        await worker_scripts(worker).requeue(claim, claimed.attempt.number)
     return job, claim
 
 

@@ -19,7 +19,7 @@ from llamaq.common.protocol.script_types import Attempt, JobEntry, JobFlush
 from llamaq.producer.queries.job_records import read_output
 from llamaq.producer.testing import LEASE_MS
 from llamaq.worker.broker import outbox as outbox_module
-from llamaq.worker.broker.job_progress import Checkpoints
+from llamaq.worker.broker.outbox_settings import Checkpoints
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Job, PreparedJob
 from llamaq.worker.core.outputs import NewToken
@@ -158,11 +158,9 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
     flushed: list[str] = []
     flush = WorkerScripts.flush
 
-    async def recorded(
-        scripts: WorkerScripts, worker: str, flushes: Sequence[JobFlush], *args: Any, **options: Any
-    ) -> Any:
+    async def recorded(scripts: WorkerScripts, flushes: Sequence[JobFlush], *args: Any, **options: Any) -> Any:
         flushed.extend(one.job_id for one in flushes)
-        return await flush(scripts, worker, flushes, *args, **options)
+        return await flush(scripts, flushes, *args, **options)
 
     async with working(redis_url, queue) as at:
         silent, _ = await at.begin()

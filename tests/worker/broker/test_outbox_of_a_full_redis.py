@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ResponseError
+from tests.support.job_claims import worker_queue
 from tests.support.outbox_rig import AT_ONCE, OutboxRig, until, working
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -129,7 +130,7 @@ async def test_jobs_are_requeued_while_redis_is_full(own_url: str, queue: str) -
             assert is_full(caught.value)
             assert at.outbox.n_jobs == 1, "all tokens of the withdrawn job are stored"
             await at.outbox.close()
-            upkeep = UpkeepScripts(at.claimer.redis, at.client.keys, queue)
+            upkeep = UpkeepScripts(worker_queue(at.claimer))
             assert await upkeep.release_worker(0, at.claimer.name) == 1
             stream = at.client.keys.of_job(stopped.id).interactive
             assert len(await at.claimer.claim_scripts.reclaim(stream, 9, LEASE_MS, trusted_until_ms=0)) == 3

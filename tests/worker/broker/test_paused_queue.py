@@ -76,12 +76,12 @@ async def test_an_interrupted_job_continues_in_a_paused_queue_and_others_are_not
         claimed = await client.submit("claimed, without a slot")
         claim = await worker.claim()
         assert claim is not None
-        await worker_scripts(worker).requeue(claim, None, worker.name)
+        await worker_scripts(worker).requeue(claim, None)
         interrupted = await client.submit("interrupted")
         attempt = await worker.start_next()
         await attempt.emit([1], "a")
         await client.pause()
-        await worker_scripts(worker).requeue(attempt.claim, attempt.number, worker.name)
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         taken = await worker.claim_scripts.reclaim(claim.stream, 1, LEASE_MS, trusted_until_ms=NOW_MS)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [interrupted.id]
         again = await worker.begin(attempt.claim)

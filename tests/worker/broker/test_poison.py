@@ -20,7 +20,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_types import Claimant, CrashVerdict, JobEntry, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
-from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeAttemptScripts, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -31,6 +31,7 @@ LEASE_S = LEASE_MS / 1000
 async def begin(worker: FakeWorker, claim: JobEntry, name: str) -> FakeAttempt:
     named = copy.copy(worker)  # the copy shares the connections of the original
     named.name = name
+    named.scripts = FakeAttemptScripts(worker.redis, worker.keys, name)
     attempt = await named.begin(claim)
     assert attempt is not None
     return attempt
@@ -40,8 +41,8 @@ async def check_crash(
     worker: FakeWorker, claim: JobEntry, last_worker: str, *, claimer: str = "successor", max_crashes: int = 3
 ) -> CrashVerdict:
     """Check for a crash, as the worker that reclaims the job does. `last_worker` no longer has a heartbeat."""
-    return await worker_scripts(worker).check_crash(
-        claim, claimer, last_worker=last_worker, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
+    return await worker_scripts(worker, claimer).check_crash(
+        claim, last_worker=last_worker, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
     )
 
 
@@ -105,7 +106,7 @@ async def test_a_requeue_does_not_count_as_a_crash(redis_url: str, queue: str) -
         job, claim = await submit(client, worker)
         for name in ("first", "second", "third", "fourth"):
             attempt = await begin(worker, claim, name)
-            assert await worker_scripts(worker).requeue(claim, attempt.number, name)
+            assert await worker_scripts(worker, name).requeue(claim, attempt.number)
             assert await check_crash(worker, claim, "") == "ok"
         assert await crashes(job) == 0
 
@@ -117,13 +118,13 @@ async def test_a_requeue_by_a_crashing_worker_counts_as_a_crash_unless_the_job_s
         job, claim = await submit(client, worker)
         first = await begin(worker, claim, "first")
         await first.emit([1], "a")
-        assert await worker_scripts(worker).requeue(claim, first.number, "first", crashed=True)
+        assert await worker_scripts(worker, "first").requeue(claim, first.number, crashed=True)
         assert await crashes(job) == 0
         codes = []
         for name in ("a", "b", "c"):
             attempt = await begin(worker, claim, name)
-            assert await worker_scripts(worker).requeue(claim, attempt.number, name, crashed=True)
-            assert not await worker_scripts(worker).requeue(claim, attempt.number, name, crashed=True)
+            assert await worker_scripts(worker, name).requeue(claim, attempt.number, crashed=True)
+            assert not await worker_scripts(worker, name).requeue(claim, attempt.number, crashed=True)
             codes.append(await check_crash(worker, claim, ""))
         assert codes == ["ok", "suspect", "dead"]
 
@@ -139,7 +140,7 @@ async def test_the_metric_counts_each_crash_also_after_the_first_token(redis_url
         attempt = await begin(worker, claim, "third")
         await attempt.emit([2], "b")
         for _ in range(2):
-            await worker_scripts(worker).requeue(claim, attempt.number, "third", crashed=True)
+            await worker_scripts(worker, "third").requeue(claim, attempt.number, crashed=True)
         await begin(worker, claim, "fourth")
         await check_crash(worker, claim, "fourth", claimer="fourth")  # it lives, and its lease has expired
         assert await worker.redis.hget(worker.keys.metrics(queue, 0), "crashes") == b"3"
@@ -151,7 +152,7 @@ async def test_a_requeued_suspect_stays_a_suspect(redis_url: str, queue: str) ->
         for name in ("first", "second"):
             await crash_worker(worker, claim, name)
         attempt = await begin(worker, claim, "third")
-        await worker_scripts(worker).requeue(claim, attempt.number, "third")
+        await worker_scripts(worker, "third").requeue(claim, attempt.number)
         assert await check_crash(worker, claim, "") == "suspect"
         assert await crashes(job) == 2
 
@@ -253,7 +254,7 @@ async def test_a_worker_that_was_only_paused_uncounts_its_crash_once(redis_url: 
             elif call == "finish":
                 assert not await paused.finish()
             else:
-                assert not await worker_scripts(worker).requeue(claim, paused.number, "paused")
+                assert not await worker_scripts(worker, "paused").requeue(claim, paused.number)
             assert await crashes(job) == 1, "the first worker did crash"
         assert await check_crash(worker, claim, "successor", claimer="another") == "suspect"
         assert await crashes(job) == 2
@@ -352,7 +353,7 @@ async def test_a_suspect_that_finishes_is_not_a_dead_letter(redis_url: str, queu
         attempt = await begin(worker, claim, "c")
         event = Finished(finish_reason=FinishReason.STOP, stats=JobStats())
         ending = TerminalWrite(event, {"finish_reason": "stop", "output": codec.encode_output("", [])})
-        assert (await worker.scripts.finish(attempt.worker.name, attempt.increment(), ending)).code == "ok"
+        assert (await attempt.worker.scripts.finish(attempt.increment(), ending)).code == "ok"
         assert (await job.result(timeout=5)).finish_reason is FinishReason.STOP
         assert await client.dead_letters() == ()
 

@@ -180,14 +180,14 @@ async def test_a_preempted_job_is_requeued_with_another_priority_or_by_the_super
         attempt = await worker.start_next()
         await attempt.emit([1], "a")
         preempted = replace(attempt.increment(), has_slot=False)
-        await worker.scripts.flush(worker.name, [preempted], LEASE_MS, renew=True)
+        await worker.scripts.flush([preempted], LEASE_MS, renew=True)
         assert (await client.queue_depth()).waiting == 1, "the renewed entry is that of a waiting job"
         assert await job.set_priority(Priority.INTERACTIVE)
         assert (await attempt.emit([2], "b")).code == "lost"
         again = await worker.start_next()
         assert (again.claim.stream.rpartition(":")[2], again.tokens) == ("interactive", [1])
         preempted = replace(again.increment(), has_slot=False)
-        await worker.scripts.flush(worker.name, [preempted], LEASE_MS, renew=False)
+        await worker.scripts.flush([preempted], LEASE_MS, renew=False)
         claim = JobEntry(job.id, again.claim.stream, again.claim.entry_id)
         moved = await worker.claim_scripts.claim_job(replace(claim, from_attempt=again.number), "w2", LEASE_MS)
         assert isinstance(moved, Attempt)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from tests.support.job_claims import worker_queue
 from tests.worker.broker.test_suspects import FOREVER
 
 from llamaq.common.errors import InvalidSettings
@@ -24,6 +25,7 @@ from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import queue_membership
 from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 CONFIG = QueueConfig(partitions=2, max_queue=7, lease_ms=10_000, model="aa", model_name="one.gguf")
 
@@ -45,6 +47,10 @@ async def register(redis: Redis, queue: str, worker: str) -> None:
     await redis.expire(Keys().worker(worker), 60)
 
 
+def membership_of(redis: Redis, queue: str, worker: str, config: QueueConfig) -> QueueMembership:
+    return QueueMembership(WorkerQueue(redis, Keys(), queue, config.partitions), worker, config)
+
+
 async def consumers(redis: Redis, stream: str) -> dict[str, int]:
     found: Any = await redis.xinfo_consumers(stream, GROUP)
     return {one["name"].decode(): one["pending"] for one in found}
@@ -52,9 +58,9 @@ async def consumers(redis: Redis, stream: str) -> dict[str, int]:
 
 async def test_a_worker_with_other_partitions_than_the_live_workers_is_refused(redis_url: str, queue: str) -> None:
     async with at(redis_url) as redis:
-        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await membership_of(redis, queue, "one", CONFIG).join()
         await register(redis, queue, "one")
-        other = QueueMembership(redis, Keys(), queue, "two", replace(CONFIG, partitions=3))
+        other = membership_of(redis, queue, "two", replace(CONFIG, partitions=3))
         with pytest.raises(InvalidSettings, match=r"LLAMAQ_PARTITIONS.*has 3.*have 2"):
             await other.join()
         assert await QueueConfig.read(redis, Keys(), queue, 0) == CONFIG
@@ -65,12 +71,12 @@ async def test_a_worker_that_computes_embeddings_does_not_join_a_queue_that_gene
 ) -> None:
     embedding = replace(CONFIG, kind=JobKind.EMBEDDING)
     async with at(redis_url) as redis:
-        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await membership_of(redis, queue, "one", CONFIG).join()
         await register(redis, queue, "one")
         with pytest.raises(InvalidSettings, match=r"LLAMAQ_QUEUE.* run generation jobs.* runs embedding jobs"):
-            await QueueMembership(redis, Keys(), queue, "two", embedding).join()
+            await membership_of(redis, queue, "two", embedding).join()
         await redis.zrem(Keys().workers(queue), "one")
-        await QueueMembership(redis, Keys(), queue, "two", embedding).join()
+        await membership_of(redis, queue, "two", embedding).join()
         assert await QueueConfig.read(redis, Keys(), queue, 0) == embedding
 
 
@@ -78,9 +84,9 @@ async def test_a_worker_takes_over_the_settings_of_a_queue_without_live_workers(
     redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with at(redis_url) as redis:
-        await QueueMembership(redis, Keys(), queue, "one", replace(CONFIG, partitions=3)).join()
+        await membership_of(redis, queue, "one", replace(CONFIG, partitions=3)).join()
         await redis.xadd(Keys().jobs(queue, 2, Priority.BULK), {"id": "left"})
-        await QueueMembership(redis, Keys(), queue, "two", CONFIG).join()
+        await membership_of(redis, queue, "two", CONFIG).join()
         for partition in range(2):
             assert await QueueConfig.read(redis, Keys(), queue, partition) == CONFIG
         closed = await QueueConfig.read(redis, Keys(), queue, 2)
@@ -93,12 +99,12 @@ async def test_a_worker_with_another_model_or_lease_starts_with_a_warning(
     redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with at(redis_url) as redis:
-        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await membership_of(redis, queue, "one", CONFIG).join()
         await register(redis, queue, "one")
-        await QueueMembership(redis, Keys(), queue, "same", CONFIG).join()
+        await membership_of(redis, queue, "same", CONFIG).join()
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         other = replace(CONFIG, model="bb", model_name="two.gguf", lease_ms=3000)
-        await QueueMembership(redis, Keys(), queue, "two", other).join()
+        await membership_of(redis, queue, "two", other).join()
         assert "queue.other_model" in caplog.text
         assert "one.gguf" in caplog.text
         assert "queue.other_lease" in caplog.text
@@ -107,7 +113,7 @@ async def test_a_worker_with_another_model_or_lease_starts_with_a_warning(
 async def test_deleted_settings_are_stored_again(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_membership, "UPKEEP_EVERY_S", 0.01)
     async with at(redis_url) as redis:
-        membership = QueueMembership(redis, Keys(), queue, "one", CONFIG)
+        membership = membership_of(redis, queue, "one", CONFIG)
         await membership.join()
         await redis.delete(*(Keys().config(queue, partition) for partition in range(2)))
         running = asyncio.create_task(membership.run())
@@ -123,8 +129,8 @@ async def test_workers_without_a_heartbeat_are_removed_from_the_list(redis_url: 
         dead: dict[Any, float] = {f"dead-{number}": 1000 for number in range(8)}
         await redis.zadd(Keys().workers(queue), dead | {b"\xff\xfe": 1000})  # another client wrote the last one
         await register(redis, queue, "alive")
-        await QueueMembership(redis, Keys(), queue, "new", CONFIG).join()
-        await QueueMembership(redis, Keys(), queue, "new", CONFIG).join()
+        await membership_of(redis, queue, "new", CONFIG).join()
+        await membership_of(redis, queue, "new", CONFIG).join()
         assert await redis.zrange(Keys().workers(queue), 0, -1) == [b"alive"]
 
 
@@ -156,7 +162,7 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
             key = client.keys.of_job(job.id).job
             await (worker.redis.hset(key, "entry", "x") if loss == "damaged field" else worker.redis.hdel(key, "entry"))
             assert await worker.begin(claim) is None, "the entry is dropped, because it is not that of the job"
-        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        scripts = UpkeepScripts(worker_queue(worker))
         assert await sweep_all(scripts, []) == [job.id]
         if loss == "stream":
             await worker.redis.xgroup_create(stream, GROUP, id="0")
@@ -174,7 +180,7 @@ async def test_the_other_keys_of_a_deleted_job_are_deleted(redis_url: str, queue
         for _ in range(2):
             await (await worker.start_next()).emit([1], "a")
         await client.redis.delete(client.keys.of_job(deleted.id).job)
-        scripts = UpkeepScripts(client.redis, client.keys, queue)
+        scripts = UpkeepScripts(worker_queue(client))
         n_keys = 10 * int(await client.redis.dbsize())
         assert await scripts.sweep(0, [], pause_s=0, n_keys=n_keys) == []
         assert await client.redis.get(client.keys.idempotency(queue, 0, "kept")) == kept.id.encode()
@@ -193,7 +199,7 @@ async def test_events_that_outlive_the_hash_of_their_job_are_kept(redis_url: str
         keys = client.keys.of_job(job.id)
         while await client.redis.exists(keys.job):  # noqa: ASYNC110  # the clock of Redis decides
             await asyncio.sleep(0.01)
-        scripts = UpkeepScripts(client.redis, client.keys, queue)
+        scripts = UpkeepScripts(worker_queue(client))
         await scripts.sweep(0, [], pause_s=0, n_keys=10 * int(await client.redis.dbsize()))
         assert await client.redis.xlen(keys.events)
 
@@ -210,7 +216,7 @@ async def test_a_hash_that_is_no_job_gets_one_entry_at_most_and_does_not_end_the
             await redis.copy(key, key.removesuffix(job.id).encode() + name)
         await redis.delete(stream)
         await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
-        scripts = UpkeepScripts(redis, Keys(), queue)
+        scripts = UpkeepScripts(WorkerQueue(redis, Keys(), queue, 1))
         n_keys = 10 * int(await redis.dbsize())
         assert await scripts.sweep(0, [], pause_s=0, n_keys=n_keys) == [job.id]
         assert await redis.xlen(stream) == 4
@@ -233,7 +239,7 @@ async def test_jobs_that_wait_run_or_have_ended_are_left_alone_by_the_sweep(redi
             if job is ended:
                 await attempt.finish()
         await worker.claim()
-        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        scripts = UpkeepScripts(worker_queue(worker))
         n_keys = await worker.redis.dbsize()
         for _ in range(2):
             assert await scripts.sweep(0, [], pause_s=0, n_keys=10 * n_keys) == []
@@ -243,7 +249,7 @@ async def test_workers_share_the_steps_of_a_sweep(redis_url: str, queue: str) ->
     async with at(redis_url) as redis:
         state = Keys().sweep(queue, 0)
         await redis.delete(state)
-        scripts = UpkeepScripts(redis, Keys(), queue)
+        scripts = UpkeepScripts(WorkerQueue(redis, Keys(), queue, 1))
         await scripts.sweep(0, [], n_keys=1)
         first = await redis.hgetall(state)
         await scripts.sweep(0, [], n_keys=1)
@@ -257,7 +263,7 @@ async def test_a_sweep_does_not_wait_until_a_clock_that_was_set_back_shows_the_o
         job = await client.submit("hello")
         await client.redis.delete(Keys().jobs(queue, 0, Priority.INTERACTIVE))
         await client.redis.hset(Keys().sweep(queue, 0), "next_ms", FOREVER)
-        scripts = UpkeepScripts(client.redis, Keys(), queue)
+        scripts = UpkeepScripts(worker_queue(client))
         assert await scripts.sweep(0, [], n_keys=100_000) == [job.id]
 
 
@@ -272,13 +278,13 @@ async def test_consumers_of_dead_workers_without_entries_are_removed(
             await redis.xgroup_createconsumer(stream, GROUP, name)
         await redis.xadd(stream, {"id": "x"})
         await redis.xreadgroup(GROUP, "busy", {stream: ">"})
-        await UpkeepScripts(redis, Keys(), queue).sweep(0, ["alive"], pause_s=0)
+        await UpkeepScripts(WorkerQueue(redis, Keys(), queue, 1)).sweep(0, ["alive"], pause_s=0)
         assert await consumers(redis, stream) == {"waiting": 0, "alive": 0, "busy": 1}
 
 
 async def test_leaving_requeues_all_entries_of_the_worker_in_one_step(redis_url: str, queue: str) -> None:
     async with at(redis_url) as redis:
-        membership = QueueMembership(redis, Keys(), queue, "leaving", replace(CONFIG, partitions=1))
+        membership = membership_of(redis, queue, "leaving", replace(CONFIG, partitions=1))
         stream = Keys().jobs(queue, 0, Priority.INTERACTIVE)
         await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
         for number in range(1500):
@@ -315,7 +321,7 @@ async def test_a_damaged_job_does_not_keep_the_others_in_a_paused_queue_or_with_
         assert (await other.status()).attempt == 2
         await client.resume()
         await worker.claim_scripts.claim_job(claims[1], worker.name, LEASE_MS)
-        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        scripts = UpkeepScripts(worker_queue(worker))
         assert await scripts.release_worker(0, worker.name) == 1
         assert (await other.status()).attempt == 4
 
@@ -330,7 +336,7 @@ async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url:
             assert attempt is not None
             if job is not waiting:
                 await attempt.emit([1] if job is proven else [], "a" if job is proven else "")
-        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        scripts = UpkeepScripts(worker_queue(worker))
         stream = Keys().jobs(queue, 0, Priority.INTERACTIVE)
         assert await scripts.release_worker(0, "another") == 0
         assert await scripts.release_worker(0, worker.name) == 3
@@ -345,14 +351,14 @@ async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url:
 async def test_new_partitions_have_the_mode_of_the_queue(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, partitions=2) as client:
         redis = client.redis
-        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await membership_of(redis, queue, "one", CONFIG).join()
         await client.pause()
-        await QueueMembership(redis, Keys(), queue, "two", replace(CONFIG, partitions=4)).join()
+        await membership_of(redis, queue, "two", replace(CONFIG, partitions=4)).join()
         modes = [await redis.hget(Keys().config(queue, partition), "mode") for partition in range(4)]
         assert modes == [b"paused"] * 4
-        await QueueMembership(redis, Keys(), queue, "three", CONFIG).join()
+        await membership_of(redis, queue, "three", CONFIG).join()
         await client.resume()
-        await QueueMembership(redis, Keys(), queue, "four", replace(CONFIG, partitions=4)).join()
+        await membership_of(redis, queue, "four", replace(CONFIG, partitions=4)).join()
         assert not any([await redis.hexists(Keys().config(queue, partition), "mode") for partition in range(4)])
 
 
@@ -364,7 +370,7 @@ async def test_a_client_with_other_partitions_than_the_workers_gets_an_error_at_
         AsyncClient(redis_url, queue, partitions=1) as other,
     ):
         await other.submit("hello")  # no worker has stored the settings of the queue
-        await QueueMembership(client.redis, Keys(), queue, "one", CONFIG).join()
+        await membership_of(client.redis, queue, "one", CONFIG).join()
         await client.submit("hello")
         with pytest.raises(InvalidSettings, match=r"LLAMAQ_PARTITIONS.*has 1.*have 2"):
             await other.submit("hello")

@@ -33,7 +33,7 @@ async def test_the_next_free_slot_is_for_a_requeued_job_although_new_jobs_wait(r
             requeued = await client.submit("requeued")
             claim = await leaving.claim()
             assert claim is not None
-            assert await worker_scripts(leaving).requeue(claim, None, leaving.name)
+            assert await worker_scripts(leaving).requeue(claim, None)
             new = await client.submit("new")
             await asyncio.sleep(1.5 * SEARCH_EVERY_S)  # the worker has looked for such jobs, and had no room
             worker.end(job)
@@ -72,7 +72,7 @@ async def test_a_slot_that_becomes_free_during_a_search_is_for_a_requeued_job(
         requeued = await client.submit("requeued")
         claim = await leaving.claim()
         assert claim is not None
-        assert await worker_scripts(leaving).requeue(claim, None, leaving.name)
+        assert await worker_scripts(leaving).requeue(claim, None)
         await client.submit("new")
         await asyncio.sleep(0.1)  # the next search for interactive jobs is due
         may_reply.clear()

@@ -135,9 +135,7 @@ async def test_an_attempt_that_fails_is_retried_later_and_a_stale_worker_cannot_
         delay: dict[str, Any] = {"first_delay_s": 1, "max_delay_s": 1.8, "share": 0.5}
         for delay_ms in (500, 900):
             attempt = await worker.start_next()
-            found = [
-                await worker_scripts(worker).retry(worker.name, attempt.increment(), error, **delay) for _ in range(2)
-            ]
+            found = [await worker_scripts(worker).retry(attempt.increment(), error, **delay) for _ in range(2)]
             assert found == [delay_ms, None]
             assert (await attempt.emit([1], "a")).code == "lost"
             assert await counts(client) == (0, 0, 1)
@@ -146,7 +144,7 @@ async def test_an_attempt_that_fails_is_retried_later_and_a_stale_worker_cannot_
             await make_due(client, job)
             await sweep_until_due(worker)
         attempt = await worker.start_next()
-        assert await worker_scripts(worker).retry(worker.name, attempt.increment(), error, **delay) is None
+        assert await worker_scripts(worker).retry(attempt.increment(), error, **delay) is None
         assert (await job.status()).retries_left == 0
 
 
@@ -162,7 +160,7 @@ async def test_a_client_that_waits_gives_a_retried_job_its_entry_without_a_worke
         await until(lambda: client.connection.subscriber.n_confirmed == 1)
         error = Failed(code=ErrorCode.INTERNAL, message="broken")
         delay: dict[str, Any] = {"first_delay_s": 0.1, "max_delay_s": 0.1, "share": 1}
-        await worker_scripts(worker).retry(worker.name, attempt.increment(), error, **delay)
+        await worker_scripts(worker).retry(attempt.increment(), error, **delay)
         again = await worker.start_next()  # no worker runs `due.lua`
         await again.answer(["a"])
         assert await waiting == "a"
@@ -184,10 +182,7 @@ async def test_a_cancelled_job_is_not_retried(redis_url: str, queue: str) -> Non
         await job.cancel()
         error = Failed(code=ErrorCode.INTERNAL, message="broken")
         last = attempt.increment()
-        assert (
-            await worker_scripts(worker).retry(worker.name, last, error, first_delay_s=1, max_delay_s=1, share=1)
-            is None
-        )
+        assert await worker_scripts(worker).retry(last, error, first_delay_s=1, max_delay_s=1, share=1) is None
         result = await job.result(timeout=5)
         assert (result.finish_reason, result.tokens) == (FinishReason.CANCELLED, (1,))
 

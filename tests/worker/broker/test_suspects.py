@@ -27,9 +27,9 @@ from llamaq.worker.broker import intake as intake_module
 from llamaq.worker.broker import suspects as suspects_module
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import ClaimReply, JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.outbox_settings import Checkpoints, OutboxSettings, RetryDelay
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -104,11 +104,13 @@ async def working(
         worker = FakeEngineWorker(name, outbox=None, outputs=OutputMailbox(), n_slots=n_slots or capacity)  # type: ignore[arg-type]  # set below, because intake and outbox refer to each other
         job_claims = claims_of(connection, Claimant(name, int(LEASE_S * 1000)), max_crashes=2)
         worker.outbox = outbox = Outbox(
-            WorkerScripts(connection.redis, connection.keys),
-            name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,
-            checkpoints=Checkpoints(1, 1.0), retry_delay=RetryDelay(0.01, 0.02), is_alive=lambda: True,
+            WorkerScripts(connection.redis, connection.keys, name),
+            worker,
+            worker.outputs,
+            OutboxSettings(LEASE_S, 60.0, Checkpoints(1, 1.0), RetryDelay(0.01, 0.02)),
+            is_alive=lambda: True,
             on_finished=_ignore,
-        )  # fmt: skip
+        )
         await job_claims.open()
         with ThreadPoolExecutor(n_threads) as executor:
             starts = JobStarts(
@@ -147,11 +149,11 @@ async def submit_suspect(client: AsyncClient, other: FakeWorker, **options: Any)
     claim = await other.claim()
     assert claim is not None
     assert isinstance(await other.claim_scripts.claim_job(claim, "dead", LEASE_MS), Attempt)
-    code = await worker_scripts(other).check_crash(
-        claim, "heir", last_worker="dead", heartbeat_ms=0, dead_after_s=1, max_crashes=2
+    code = await worker_scripts(other, "heir").check_crash(
+        claim, last_worker="dead", heartbeat_ms=0, dead_after_s=1, max_crashes=2
     )
     assert code == "suspect"
-    assert await worker_scripts(other).requeue(claim, None, other.name)
+    assert await worker_scripts(other).requeue(claim, None)
     return job
 
 

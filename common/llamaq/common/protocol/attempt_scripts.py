@@ -10,12 +10,7 @@ from redis.exceptions import ResponseError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_source import source
-from llamaq.common.protocol.script_types import (
-    FinishReply,
-    FlushReply,
-    JobFlush,
-    TerminalWrite,
-)
+from llamaq.common.protocol.script_types import FinishReply, FlushReply, JobFlush, TerminalWrite
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -37,21 +32,21 @@ def _finish_outcome(reply: Any) -> FinishReply | ResponseError:
 
 
 class AttemptScripts:
-    """Calls the scripts for the output and the end of claimed jobs.
+    """Calls the scripts for the output and the end of one worker's jobs.
 
     Each method raises `RedisError` if Redis cannot execute its script.
     """
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: Redis, keys: Keys, worker: str) -> None:
         self._redis = redis
         self._keys = keys
+        self.worker = worker
         self._flush, self._finish = (redis.register_script(source(name)) for name in ("flush", "finish"))
 
-    async def flush(self, worker: str, flushes: Sequence[JobFlush], lease_ms: int, *, renew: bool) -> list[FlushReply]:
+    async def flush(self, flushes: Sequence[JobFlush], lease_ms: int, *, renew: bool) -> list[FlushReply]:
         """Store and publish the new tokens of jobs of one partition, and record which jobs have a slot.
 
         Args:
-            worker: Id of the worker that has claimed the jobs.
             flushes: What to write of each job.
             lease_ms: How long the worker keeps a job without a renewal, in milliseconds.
             renew: Whether to renew the leases of all jobs.
@@ -67,20 +62,17 @@ class AttemptScripts:
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
             values += [item.publish, item.has_started, item.has_slot, item.slot_ms, item.token_times, item.progress]
             values.append(item.withheld)
-        args: list[str | int | bytes] = [GROUP, worker, lease_ms, int(renew), codec.encode_values(values)]
+        args: list[str | int | bytes] = [GROUP, self.worker, lease_ms, int(renew), codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
             FlushReply(code.decode(), int(stored), int(listeners), refusal.decode())
             for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
-    async def finish_jobs(
-        self, worker: str, ends: Sequence[tuple[JobFlush, TerminalWrite]]
-    ) -> list[FinishReply | ResponseError]:
+    async def finish_jobs(self, ends: Sequence[tuple[JobFlush, TerminalWrite]]) -> list[FinishReply | ResponseError]:
         """End jobs of one partition, at most `MAX_JOBS_IN_CALL`. This works also when Redis is full.
 
         Args:
-            worker: Id of the worker that runs the jobs.
             ends: For each job, the tokens since its last flush, which are published, and its terminal write.
 
         Returns:
@@ -97,5 +89,5 @@ class AttemptScripts:
             values += [codec.encode_event(terminal_write.event), terminal_write.status, last.has_started]
             values += [terminal_write.dead_reason, [part for pair in terminal_write.fields.items() for part in pair]]
             values.append(last.progress)
-        args: list[Any] = [worker, GROUP, DEAD_TTL_S * 1000, MAX_DEAD, codec.encode_values(values)]
+        args: list[Any] = [self.worker, GROUP, DEAD_TTL_S * 1000, MAX_DEAD, codec.encode_values(values)]
         return [_finish_outcome(reply) for reply in await self._finish(keys=keys, args=args)]

@@ -104,12 +104,11 @@ class LiveQueues:
 
     async def _read_queue(self, name: str, *, with_waiting: bool, with_dead: bool) -> QueueReading:
         client, queue = self._client, self._queues[name]
-        redis, keys = client.redis, client.keys
         depth = await read_depth(client.connection, name, queue.partitions)
         workers, n_dead, oldest_s, _ = await asyncio.gather(
-            read_workers(redis, keys, name),
-            dead_letters.count_all(redis, keys, name, queue.partitions),
-            oldest_waiting_s(redis, keys, name, queue.partitions),
+            read_workers(client.connection, name),
+            dead_letters.count_all(client.connection, name, queue.partitions),
+            oldest_waiting_s(client.connection, name, queue.partitions),
             self._read_recent(name, queue),
         )
         wanted = JobFilter(state=JobState.QUEUED)
@@ -123,13 +122,15 @@ class LiveQueues:
             waiting=await read_jobs_of(client.connection, name, queue.partitions, wanted, MAX_LISTED)
             if with_waiting
             else (),
-            dead=await dead_letters.read_all(redis, keys, name, queue.partitions, MAX_LISTED) if with_dead else (),
+            dead=await dead_letters.read_all(client.connection, name, queue.partitions, MAX_LISTED)
+            if with_dead
+            else (),
         )
 
     async def _read_recent(self, name: str, queue: _Queue) -> None:
         """Read the jobs that have ended since the last reading."""
         since_ms = queue.recent[0].ended_ms if queue.recent else 0
-        new = await read_recent(self._client.redis, self._client.keys, name, since_ms)
+        new = await read_recent(self._client.connection, name, since_ms)
         known = {job.job_id for job in queue.recent if job.ended_ms == since_ms}
         queue.recent = [*(job for job in new if job.job_id not in known), *queue.recent][:RECENT_JOBS]
 

@@ -20,7 +20,7 @@ class DeadLetterCalls(ClientCalls):
         also be a stream entry that is not a job.
         """
         n_partitions = await self.connection.n_partitions()
-        return await dead_letters.read_all(self.redis, self.keys, self.queue, n_partitions)
+        return await dead_letters.read_all(self.connection, self.queue, n_partitions)
 
     async def dead_letter(self, letter_id: str) -> DeadLetterDetails:
         """Return one dead letter, with its request and its generated tokens unless they have expired.
@@ -32,7 +32,7 @@ class DeadLetterCalls(ClientCalls):
             DeadLetterNotFound: The letter was retried or purged, or never existed.
             InvalidRequest: `letter_id` does not have the form of a dead letter's id.
         """
-        return await dead_letters.read_details(self.redis, self.keys, letter_id)
+        return await dead_letters.read_details(self.connection, letter_id)
 
     async def retry_dead_letter(self, letter_id: str) -> AsyncJob:
         """Submit the job of a dead letter again as a new job, and remove the letter.
@@ -65,6 +65,6 @@ class DeadLetterCalls(ClientCalls):
             DeadLetterNotFound: The letter was retried or purged, or never existed.
             InvalidRequest: `letter_id` does not have the form of a dead letter's id.
         """
-        queue, letter = await dead_letters.find(self.redis, self.keys, letter_id)
+        queue, letter = await dead_letters.find(self.connection, letter_id)
         if not await self.connection.scripts.purge(queue, letter.partition, letter.entry, letter.job_id):
             raise DeadLetterNotFound(letter_id)

@@ -111,11 +111,11 @@ class QueueCalls(ClientCalls):
 
     async def workers(self) -> tuple[Worker, ...]:
         """Return the card and the last heartbeat of each live worker of the queue, sorted by worker id."""
-        return await queue_snapshots.read_workers(self.redis, self.keys, self.queue)
+        return await queue_snapshots.read_workers(self.connection, self.queue)
 
     async def stats(self) -> QueueStats:
         """Return the queue's depth, its live workers, and up to 100 jobs that ended last, newest first."""
         depth, workers, recent = await asyncio.gather(
-            self.queue_depth(), self.workers(), queue_snapshots.read_recent(self.redis, self.keys, self.queue)
+            self.queue_depth(), self.workers(), queue_snapshots.read_recent(self.connection, self.queue)
         )
         return QueueStats(queue=self.queue, depth=depth, workers=workers, recent=recent)

@@ -86,7 +86,7 @@ class RequestMap:
         if settings.require_worker:
             await self._connection.workers.require(settings.queue)
         if self._size is None:
-            workers = await read_workers(self._connection.redis, self._connection.keys, settings.queue)
+            workers = await read_workers(self._connection, settings.queue)
             self._size = default_size(sum(worker.card.n_parallel for worker in workers))
         self._window = await JobWindow[int](self._connection, size=self._size).__aenter__()
         return self

@@ -15,7 +15,6 @@ from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.job_counters import add_job_counters, sum_partitions
 from llamaq.common.metrics.metric_definitions import Samples
 from llamaq.common.metrics.worker_samples import add_worker
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_state import read_server_memory, server_time_ms
@@ -102,31 +101,31 @@ async def _read_memory(samples: Samples, redis: Redis) -> None:
 
 
 async def _read_queue(connection: QueueConnection, queue: str, partitions: int, now_ms: int) -> Samples:
-    samples, redis, keys = Samples(), connection.redis, connection.keys
-    add_job_counters(samples, queue, await read_job_counters(redis, keys, queue, partitions))
+    samples = Samples()
+    add_job_counters(samples, queue, await read_job_counters(connection, queue, partitions))
     summary = await summarize(connection, queue, partitions)
     samples.set(f.WAITING_JOBS, (queue,), summary.waiting)
     samples.set(f.RUNNING_JOBS, (queue,), summary.running)
     samples.set(f.DELAYED_JOBS, (queue,), summary.delayed)
     samples.set(f.OLDEST_WAITING, (queue,), summary.oldest_waiting_s or 0)
-    samples.set(f.DEAD_LETTERS, (queue,), await count_all(redis, keys, queue, partitions))
+    samples.set(f.DEAD_LETTERS, (queue,), await count_all(connection, queue, partitions))
     samples.set(f.WORKERS, (queue,), summary.workers)
     for mode in QueueMode:
         samples.set(f.QUEUE_MODE, (queue, mode.value), summary.mode is mode)
-    for worker in await read_workers(redis, keys, queue):
+    for worker in await read_workers(connection, queue):
         add_worker(samples, worker, now_ms)
     return samples
 
 
-async def read_job_counters(redis: Redis, keys: Keys, queue: str, partitions: int) -> dict[str, int]:
+async def read_job_counters(connection: QueueConnection, queue: str, partitions: int) -> dict[str, int]:
     """Return the counters of the jobs of a queue, with the names of `_metrics.lua`."""
-    hashes = [await _read_counters(redis, keys, queue, partition) for partition in range(partitions)]
+    hashes = [await _read_counters(connection, queue, partition) for partition in range(partitions)]
     return sum_partitions(hashes)
 
 
-async def _read_counters(redis: Redis, keys: Keys, queue: str, partition: int) -> dict[bytes, bytes]:
+async def _read_counters(connection: QueueConnection, queue: str, partition: int) -> dict[bytes, bytes]:
     try:
-        counters: Any = await redis.hgetall(keys.metrics(queue, partition))
+        counters: Any = await connection.redis.hgetall(connection.keys.metrics(queue, partition))
         return dict(counters)
     except ResponseError as exc:
         if not is_job_key_error(exc):

@@ -41,7 +41,7 @@ async def find_queues(connection: QueueConnection) -> dict[str, int]:
 async def summarize(connection: QueueConnection, queue: str, partitions: int) -> QueueSummary:
     """Return a summary of one queue."""
     depth = await read_depth(connection, queue, partitions)
-    workers = await read_workers(connection.redis, connection.keys, queue)
+    workers = await read_workers(connection, queue)
     return QueueSummary(
         queue=queue,
         waiting=depth.waiting,
@@ -50,7 +50,7 @@ async def summarize(connection: QueueConnection, queue: str, partitions: int) ->
         mode=depth.mode,
         workers=len(workers),
         models=tuple(sorted({worker.card.model for worker in workers})),
-        oldest_waiting_s=await oldest_waiting_s(connection.redis, connection.keys, queue, partitions),
+        oldest_waiting_s=await oldest_waiting_s(connection, queue, partitions),
         partitions=partitions,
         tenants=len(depth.tenants),
     )

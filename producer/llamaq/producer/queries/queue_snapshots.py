@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, RecentJob, Worker
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.script_source import source
@@ -37,7 +36,7 @@ async def read_depth(connection: QueueConnection, queue: str, partitions: int) -
     return await queue_depth(connection.redis, connection.keys, queue, partitions, max_tenants=MAX_TENANTS)
 
 
-async def oldest_waiting_s(redis: Redis, keys: Keys, queue: str, partitions: int) -> float | None:
+async def oldest_waiting_s(connection: QueueConnection, queue: str, partitions: int) -> float | None:
     """Return for how many seconds the oldest waiting job has waited since its submit, or since it was due.
 
     Returns:
@@ -46,7 +45,7 @@ async def oldest_waiting_s(redis: Redis, keys: Keys, queue: str, partitions: int
     Raises:
         RedisError: A partition did not answer.
     """
-    oldest = redis.register_script(source("oldest"))
+    oldest, keys = connection.redis.register_script(source("oldest")), connection.keys
 
     async def search(partition: int) -> int:
         streams = [keys.jobs(queue, partition, priority) for priority in Priority]
@@ -57,11 +56,12 @@ async def oldest_waiting_s(redis: Redis, keys: Keys, queue: str, partitions: int
     return None if longest_ms < 0 else longest_ms / 1000
 
 
-async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:
+async def read_workers(connection: QueueConnection, queue: str) -> tuple[Worker, ...]:
     """Return the workers whose heartbeat has not expired, sorted by id. Expired workers are removed from Redis.
 
     A worker whose heartbeat another client has overwritten is left out.
     """
+    redis, keys = connection.redis, connection.keys
     members: Any = await redis.zrange(keys.workers(queue), 0, -1)
     if not members:
         return ()
@@ -86,12 +86,12 @@ def _decode_worker(data: bytes) -> Worker | None:
         return None  # a worker of an incompatible version
 
 
-async def read_recent(redis: Redis, keys: Keys, queue: str, since_ms: int = 0) -> tuple[RecentJob, ...]:
+async def read_recent(connection: QueueConnection, queue: str, since_ms: int = 0) -> tuple[RecentJob, ...]:
     """Return the last `RECENT_JOBS` jobs that ended in a worker, newest first, but none that ended before `since_ms`.
 
     The ids of the stats stream are the times of the ends, by the clock of Redis.
     """
-    entries: Any = await redis.xrevrange(keys.stats(queue), min=since_ms, count=RECENT_JOBS)
+    entries: Any = await connection.redis.xrevrange(connection.keys.stats(queue), min=since_ms, count=RECENT_JOBS)
     found = [_recent_job(entry, fields) for entry, fields in entries]
     return tuple(job for job in found if job is not None)
 
@@ -104,7 +104,7 @@ def _recent_job(entry: bytes, fields: dict[bytes, bytes]) -> RecentJob | None:
     return job.model_copy(update={"ended_ms": int(entry.partition(b"-")[0])})
 
 
-async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> float | None:
+async def estimate_wait_s(connection: QueueConnection, queue: str, n_ahead: int) -> float | None:
     """Estimate how many seconds a job waits behind `n_ahead` others: `n_ahead` divided by the recent finish rate.
 
     The window contains the last `RECENT_JOBS` jobs that finished at most `RATE_WINDOW_S` ago. The rate is the number of
@@ -116,9 +116,9 @@ async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) ->
     Returns:
         Seconds, or None if fewer than two jobs finished within the window.
     """
-    now_ms = await server_time_ms(redis)
+    now_ms = await server_time_ms(connection.redis)
     first_ms = now_ms - int(RATE_WINDOW_S * 1000)
-    entries: Any = await redis.xrevrange(keys.stats(queue), min=first_ms, count=RECENT_JOBS)
+    entries: Any = await connection.redis.xrevrange(connection.keys.stats(queue), min=first_ms, count=RECENT_JOBS)
     if len(entries) < 2:
         return None
     oldest_ms = int(entries[-1][0].partition(b"-")[0])

@@ -41,13 +41,13 @@ def new_command_id() -> str:
 
 async def worker_ids(connection: QueueConnection) -> list[str]:
     """Return the ids of the live workers of the client's queue."""
-    workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
+    workers = await read_workers(connection, connection.settings.queue)
     return [worker.card.worker for worker in workers]
 
 
 async def responsive_worker_ids(connection: QueueConnection) -> list[str]:
     """Return the ids of the live workers of the client's queue, without those that may have been killed lately."""
-    workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
+    workers = await read_workers(connection, connection.settings.queue)
     newest_ms = max((worker.heartbeat_ms for worker in workers), default=0)
     return [worker.card.worker for worker in workers if newest_ms - worker.heartbeat_ms <= LATE_HEARTBEAT_MS]
 

@@ -12,6 +12,7 @@ from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, Failed, Finished, PromptProgress, Retried, TokenSpan
 from llamaq.common.protocol.keys import JobKeys
+from llamaq.producer.call_timeout import timeout_error
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_output, has_ended
 from llamaq.producer.streaming.job_listener import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
@@ -117,7 +118,7 @@ class EventReader(JobListener):
         """Wait for the next event and return it. The last event is the terminal event.
 
         Raises:
-            TimeoutError: No event came within `timeout_s` seconds.
+            ResultTimeout: No event came within `timeout_s` seconds.
             JobNotFound: The id is wrong, or the job has expired.
             ProtocolError: Output of the job is missing in Redis.
             RedisError: Redis refuses to read the job.
@@ -127,7 +128,10 @@ class EventReader(JobListener):
             while not self._ready:
                 if self._is_behind:
                     self._start_reading()
-                await self._wait_until(deadline_s)
+                try:
+                    await self._wait_until(deadline_s)
+                except TimeoutError as exc:
+                    raise timeout_error(self.job_id, "has sent no chunk", timeout_s, self.redis_error) from exc
         return self._ready.popleft()
 
     def _fall_behind(self) -> None:

@@ -35,7 +35,7 @@ class AbandonedJobs:
             may_have_jobs: Returns whether a partition may have jobs. Others are not searched.
         """
         self._queue = queue
-        self._scripts = UpkeepScripts(queue.redis, queue.keys, queue.name)
+        self._scripts = UpkeepScripts(queue)
         self._disconnect_s = disconnect_s
         self._may_have_jobs = may_have_jobs
 

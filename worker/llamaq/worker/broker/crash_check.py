@@ -55,7 +55,6 @@ class CrashCheck:
             last_worker = state[1].decode() if state[1] and state[0] else ""
             return await self._scripts.check_crash(
                 entry,
-                self._claimant.worker,
                 last_worker=last_worker,
                 heartbeat_ms=await self._heartbeat_ms(last_worker) if last_worker else 0,
                 dead_after_s=self._claimant.lease_ms / 2000,

@@ -34,16 +34,12 @@ class DeadLetters:
     Args:
         queue: The queue.
         scripts: The scripts that end jobs.
-        worker_id: The id of this worker.
         on_finished: Called for each job that ended here.
     """
 
-    def __init__(
-        self, queue: WorkerQueue, scripts: WorkerScripts, worker_id: str, on_finished: Callable[[EndedJob], None]
-    ) -> None:
+    def __init__(self, queue: WorkerQueue, scripts: WorkerScripts, on_finished: Callable[[EndedJob], None]) -> None:
         self._queue = queue
         self._scripts = scripts
-        self._worker_id = worker_id
         self._on_finished = on_finished
 
     async def bury_entry(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
@@ -63,12 +59,12 @@ class DeadLetters:
         """Fail a job that cannot continue, and make a dead letter of it."""
         log.warning("job.dead_lettered id=%s reason=%s", entry.job_id, reason)
         error = Failed(code=ErrorCode.DAMAGED, message=reason)
-        if await self._scripts.bury(entry, self._worker_id, attempt, error):
+        if await self._scripts.bury(entry, attempt, error):
             await self.report_end(entry.job_id, ErrorCode.DAMAGED)
 
     async def report_end(self, job_id: str, code: ErrorCode) -> None:
         """Report a job that became a dead letter here. Parts of the job that cannot be read are left out."""
-        stats = JobStats(worker=self._worker_id)
+        stats = JobStats(worker=self._scripts.worker)
         metadata: dict[str, JsonValue] = {}
         with suppress(ResponseError, ProtocolError, ValueError, TypeError):
             fields: Any = ["generated", "returned"]

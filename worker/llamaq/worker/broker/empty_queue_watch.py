@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.worker.broker.worker_queue import WorkerQueue
 
@@ -66,7 +65,7 @@ class EmptyQueueWatch:
             RedisError: A partition did not answer.
         """
         queue = self._queue
-        depth = await queue_depth(queue.redis, queue.keys, queue.name, queue.n_partitions)
+        depth = await queue.depth()
         if depth.waiting or depth.running:
             return False
         if not depth.delayed:

@@ -14,7 +14,6 @@ from redis.exceptions import RedisError
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
-from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.script_source import source
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_state import server_time_ms
@@ -108,10 +107,9 @@ class Heartbeat:
 
     async def _read_depth(self) -> None:
         """Read the depth of the queue for the engine thread. If a partition does not answer, the last depth is kept."""
-        queue = self._queue
         with suppress(RedisError, TimeoutError):
             async with asyncio.timeout(DEPTH_TIMEOUT_S):
-                depth = await queue_depth(queue.redis, queue.keys, queue.name, queue.n_partitions)
+                depth = await self._queue.depth()
                 self._shared.queue_depth.n_waiting = depth.waiting
 
     async def unregister(self) -> None:

@@ -92,10 +92,10 @@ class JobClaims:
         self._claimant = claimant
         self._max_crashes = max_crashes
         self._claim_scripts = ClaimScripts(queue.redis, queue.keys)
-        self._scripts = WorkerScripts(queue.redis, queue.keys)
+        self._scripts = WorkerScripts(queue.redis, queue.keys, claimant.worker)
         self._streams = JobStreams(queue, claimant)
         self._crash_check = CrashCheck(queue, self._scripts, claimant, max_crashes)
-        self._dead_letters = DeadLetters(queue, self._scripts, claimant.worker, on_finished)
+        self._dead_letters = DeadLetters(queue, self._scripts, on_finished)
 
     async def open(self) -> None:
         """Create the consumer groups."""
@@ -160,7 +160,7 @@ class JobClaims:
         async def find(partition: int) -> list[JobEntry]:
             try:
                 return await self._scripts.movable_jobs(
-                    self._queue.name, partition, self._claimant.worker, count, max_crashes=self._max_crashes
+                    self._queue.name, partition, count, max_crashes=self._max_crashes
                 )
             except RedisError as exc:  # on a cluster, the other partitions may answer
                 log.debug("jobs.not_searched partition=%d error=%s", partition, exc)
@@ -218,7 +218,7 @@ class JobClaims:
 
     async def requeue(self, entry: JobEntry) -> None:
         """Requeue a job that has not been claimed, so that another worker takes it at once."""
-        await self._scripts.requeue(entry, None, self._claimant.worker)
+        await self._scripts.requeue(entry, None)
 
     async def claim_jobs(self, entries: Sequence[JobEntry], *, at_risk: bool = True) -> list[ClaimReply]:
         """Claim the jobs of entries of one partition, in one call.
@@ -253,7 +253,7 @@ class JobClaims:
         if isinstance(outcome, Attempt):
             published = NO_OUTPUT
             if outcome.generated:
-                published = await read_published(self._queue.redis, self._queue.keys, entry.job_id)
+                published = await read_published(self._queue, entry.job_id)
             if len(published.tokens) == outcome.generated:
                 return ClaimedJob(entry, outcome, published, _times(outcome, reply.claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published.tokens)}"

@@ -17,7 +17,8 @@ from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import run_all
 from llamaq.worker.broker.engine_controls import EngineControls
-from llamaq.worker.broker.job_progress import JobProgress, RetryDelay
+from llamaq.worker.broker.job_progress import JobProgress
+from llamaq.worker.broker.outbox_settings import RetryDelay
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
@@ -33,7 +34,6 @@ class JobDepartures:
     def __init__(
         self,
         scripts: WorkerScripts,
-        worker_id: str,
         jobs: ClaimedJobs,
         engine: EngineControls,
         room_freed: asyncio.Event,
@@ -44,7 +44,6 @@ class JobDepartures:
 
         Args:
             scripts: The scripts that write to Redis.
-            worker_id: The id of this worker.
             jobs: The claimed jobs.
             engine: The engine thread's controls.
             room_freed: Set when a job has left, so that the intake may claim another job.
@@ -52,7 +51,6 @@ class JobDepartures:
             on_finished: Called for each job whose end is stored.
         """
         self._scripts = scripts
-        self._worker_id = worker_id
         self._jobs = jobs
         self._engine = engine
         self._room_freed = room_freed
@@ -68,7 +66,6 @@ class JobDepartures:
         error: ResponseError | None = None
         while jobs:
             outcomes = await self._scripts.finish_jobs(
-                self._worker_id,
                 [(job.next_flush(now_s), job.terminal_write) for job in jobs if job.terminal_write is not None],
             )
             again = []
@@ -100,7 +97,7 @@ class JobDepartures:
             log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
             self._jobs.remove(job)
             self._room_freed.set()
-            self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
+            self._on_finished(job.describe_end(self._scripts.worker, terminal_write.end))
 
     async def requeue(self, job: JobProgress) -> None:
         """Requeue a claimed job, so that another worker takes it at once, or later if it has failed."""
@@ -109,7 +106,7 @@ class JobDepartures:
             await self._retry(job, job.retried_error)
             return
         entry = JobEntry(lease.job_id, lease.stream, lease.entry_id)
-        accepted = await self._scripts.requeue(entry, lease.attempt, self._worker_id, crashed=self.has_crashed)
+        accepted = await self._scripts.requeue(entry, lease.attempt, crashed=self.has_crashed)
         if not accepted:
             await self.drop_lost(job)
             return
@@ -119,7 +116,6 @@ class JobDepartures:
     async def _retry(self, job: JobProgress, error: Failed) -> None:
         """Let a job that has failed be retried later."""
         delay_ms = await self._scripts.retry(
-            self._worker_id,
             job.next_flush(time.monotonic()),
             error,
             first_delay_s=self._retry_delay.first_s,
@@ -140,14 +136,14 @@ class JobDepartures:
         """
         lease = job.lease
         self._engine.release(lease)
-        end = await self._scripts.read_end(lease.job_id, lease.attempt, self._worker_id)
+        end = await self._scripts.read_end(lease.job_id, lease.attempt)
         if job not in self._jobs:
             return  # a newer attempt was registered meanwhile
         log.info("job.%s id=%s attempt=%d", "lost" if end is None else "ended_in_redis", lease.job_id, lease.attempt)
         self._jobs.remove(job)
         self._room_freed.set()
         if end is not None and end.error_code not in REPORTED_BY_OTHERS:
-            self._on_finished(job.describe_end(self._worker_id, end))
+            self._on_finished(job.describe_end(self._scripts.worker, end))
 
     def __repr__(self) -> str:
         return f"<JobDepartures of {self._jobs!r}>"

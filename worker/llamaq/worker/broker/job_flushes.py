@@ -12,6 +12,7 @@ from llamaq.worker.broker.concurrent_calls import run_all
 from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_departures import JobDepartures
 from llamaq.worker.broker.job_progress import JobProgress
+from llamaq.worker.broker.outbox_settings import OutboxSettings
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 
 log = logging.getLogger(__name__)
@@ -23,31 +24,24 @@ class JobFlushes:
     def __init__(
         self,
         scripts: WorkerScripts,
-        worker_id: str,
         engine: EngineControls,
         departures: JobDepartures,
-        *,
-        lease_s: float,
-        disconnect_s: float,
+        settings: OutboxSettings,
         on_missing_tokens: Callable[[], None],
     ) -> None:
         """Create the object.
 
         Args:
             scripts: The scripts that write to Redis.
-            worker_id: The id of this worker.
             engine: The engine thread's controls.
             departures: Drops the jobs whose lease is lost.
-            lease_s: Time after which a lease expires if it is not renewed, in seconds.
-            disconnect_s: A job with `cancel_on_disconnect` is cancelled after this many seconds without a subscriber.
+            settings: How long a lease lasts, and how long a job may be without a subscriber.
             on_missing_tokens: Called when Redis has lost tokens, which the next flush writes again.
         """
         self._scripts = scripts
-        self._worker_id = worker_id
         self._engine = engine
         self._departures = departures
-        self._lease_ms = int(lease_s * 1000)
-        self._disconnect_s = disconnect_s
+        self._settings = settings
         self._on_missing_tokens = on_missing_tokens
 
     async def write(
@@ -66,7 +60,7 @@ class JobFlushes:
             RedisError: Redis is unreachable, or refused a write. The replies for the other jobs were handled.
         """
         flushes = [flush for _, flush in jobs]
-        replies = await self._scripts.flush(self._worker_id, flushes, self._lease_ms, renew=renew)
+        replies = await self._scripts.flush(flushes, self._settings.lease_ms, renew=renew)
         lost = []
         for (job, sent), reply in zip(jobs, replies, strict=True):
             if reply.code == "lost":
@@ -87,7 +81,7 @@ class JobFlushes:
         is_abandoned = (
             job.cancel_on_disconnect
             and outage_ended_s is not None
-            and now_s - max(job.subscriber_seen_s, outage_ended_s) > self._disconnect_s
+            and now_s - max(job.subscriber_seen_s, outage_ended_s) > self._settings.disconnect_s
         )
         if (reply.code == "cancel" or is_abandoned) and job.ask_cancel():
             self._engine.cancel(job.lease.job_id)
@@ -99,4 +93,4 @@ class JobFlushes:
             self._on_missing_tokens()
 
     def __repr__(self) -> str:
-        return f"<JobFlushes of worker {self._worker_id}>"
+        return f"<JobFlushes of worker {self._scripts.worker}>"

@@ -17,6 +17,7 @@ from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.script_types import Attempt, JobFlush, StoredEnd, TerminalWrite
 from llamaq.worker.broker.job_output import JobOutput
+from llamaq.worker.broker.outbox_settings import Checkpoints
 from llamaq.worker.broker.token_times import TokenTimes
 from llamaq.worker.broker.wall_clock_timeline import timeline_of
 from llamaq.worker.core.job import Lease, PreparedJob
@@ -30,26 +31,6 @@ MAX_UNSENT_PROGRESS = 64
 RETRYABLE = frozenset({ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED})
 """Codes of failures that may not happen again, so a job with retries is tried again. `decode_failed` can mean that
 cells were missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetryDelay:
-    """How long a job that failed waits before it is retried. Each further retry waits twice as long."""
-
-    first_s: float
-    """Delay of the first retry in seconds."""
-    longest_s: float
-    """Upper bound on the delay in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """How often the tokens of a job with `stream=False` are stored: after `tokens` tokens or `every_s` seconds."""
-
-    tokens: int
-    """Generated tokens between two checkpoints."""
-    every_s: float
-    """Seconds between two checkpoints."""
 
 
 class SlotUse(NamedTuple):

@@ -6,11 +6,10 @@ import asyncio
 import logging
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.server_state import server_time_ms
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +25,7 @@ class LiveWorkers:
     On a cluster, the node with the list may not answer, while the partitions are on other nodes.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, queue: str, worker_id: str) -> None:
-        self._redis = redis
-        self._keys = keys
+    def __init__(self, queue: WorkerQueue, worker_id: str) -> None:
         self._queue = queue
         self._worker_id = worker_id
 
@@ -47,22 +44,23 @@ class LiveWorkers:
             return None
 
     async def _read(self) -> list[str]:
-        key = self._keys.workers(self._queue)
-        members: Any = await self._redis.zrange(key, 0, -1, withscores=True)
+        redis, keys = self._queue.redis, self._queue.keys
+        key = keys.workers(self._queue.name)
+        members: Any = await redis.zrange(key, 0, -1, withscores=True)
         if not members:
             return []
-        async with self._redis.pipeline(transaction=False) as pipe:
+        async with redis.pipeline(transaction=False) as pipe:
             for worker, _ in members:
-                pipe.exists(self._keys.worker(worker.decode(errors="replace")))
+                pipe.exists(keys.worker(worker.decode(errors="replace")))
             exists = await pipe.execute()
-        now_ms = await server_time_ms(self._redis)
+        now_ms = await server_time_ms(redis)
         ended = [
             worker
             for (worker, beat_ms), is_alive in zip(members, exists, strict=True)
             if not is_alive and now_ms - beat_ms > SILENT_WORKER_S * 1000
         ]
         if ended:
-            await self._redis.zrem(key, *ended)
+            await redis.zrem(key, *ended)
         alive = [
             worker.decode(errors="replace") for (worker, _), is_alive in zip(members, exists, strict=True) if is_alive
         ]

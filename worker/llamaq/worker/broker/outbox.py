@@ -27,7 +27,8 @@ from llamaq.worker.broker.concurrent_calls import first_error, run_all
 from llamaq.worker.broker.engine_controls import EngineControls
 from llamaq.worker.broker.job_departures import JobDepartures
 from llamaq.worker.broker.job_flushes import JobFlushes
-from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
+from llamaq.worker.broker.job_progress import JobProgress
+from llamaq.worker.broker.outbox_settings import OutboxSettings
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.core.job import Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
@@ -81,14 +82,10 @@ class Outbox:
     def __init__(
         self,
         scripts: WorkerScripts,
-        worker_id: str,
         engine: EngineControls,
         outputs: OutputMailbox,
+        settings: OutboxSettings,
         *,
-        lease_s: float,
-        disconnect_s: float,
-        checkpoints: Checkpoints,
-        retry_delay: RetryDelay,
         is_alive: Callable[[], bool],
         on_finished: Callable[[EndedJob], None],
     ) -> None:
@@ -96,20 +93,14 @@ class Outbox:
 
         Args:
             scripts: The scripts that write to Redis.
-            worker_id: The id of this worker.
             engine: The engine thread's controls.
             outputs: The mailbox that the engine thread writes to.
-            lease_s: Time after which a lease expires if it is not renewed, in seconds. Leases are renewed every
-                `lease_s` / 3 seconds.
-            disconnect_s: A job with `cancel_on_disconnect` is cancelled after this many seconds without a subscriber.
-            checkpoints: How often the tokens of jobs without per-token events are stored.
-            retry_delay: How long a job that failed waits before it is retried.
+            settings: How long leases last, when tokens are stored, and when jobs are cancelled or retried.
             is_alive: Returns whether the engine runs ticks. No lease is renewed while the engine hangs.
             on_finished: Called for each job whose end is stored.
         """
         self._engine = engine
-        self._renew_every_s = lease_s / 3
-        self._checkpoints = checkpoints
+        self._settings = settings
         self._outage_log = OutageLog(log, "outbox")
         self._is_alive = is_alive
         self._jobs = ClaimedJobs()
@@ -118,17 +109,9 @@ class Outbox:
         self.room_freed = asyncio.Event()
         """Set when a job has left the engine or will not reach it, so that the intake may claim another job."""
         self._departures = JobDepartures(
-            scripts, worker_id, self._jobs, engine, self.room_freed, retry_delay, on_finished
+            scripts, self._jobs, engine, self.room_freed, settings.retry_delay, on_finished
         )
-        self._flushes = JobFlushes(
-            scripts,
-            worker_id,
-            engine,
-            self._departures,
-            lease_s=lease_s,
-            disconnect_s=disconnect_s,
-            on_missing_tokens=self._request_flush,
-        )
+        self._flushes = JobFlushes(scripts, engine, self._departures, settings, self._request_flush)
         outputs.attach(self._receive)
 
     @property
@@ -196,7 +179,7 @@ class Outbox:
         registered = self._jobs.of(prepared.job.lease)
         if registered is None or registered.must_requeue:
             return False  # the engine was told to drop a requeued job before it had the job
-        registered.prepare(prepared, self._checkpoints)
+        registered.prepare(prepared, self._settings.checkpoints)
         return True
 
     def reject(self, lease: Lease, error: JobRejected) -> None:
@@ -259,7 +242,7 @@ class Outbox:
 
     @property
     def _longest_backoff_s(self) -> float:
-        return min(MAX_BACKOFF_S, self._renew_every_s)
+        return min(MAX_BACKOFF_S, self._settings.renew_every_s)
 
     def _request_flush(self) -> None:
         for partition in self._partitions.values():
@@ -321,7 +304,7 @@ class Outbox:
 
     async def _flush_partition(self, number: int, *, only_news: bool = False) -> None:
         partition, jobs, now_s = self._partitions[number], self._jobs.of_partition(number), time.monotonic()
-        renew = now_s - partition.renewed_s >= self._renew_every_s and self._is_alive()
+        renew = now_s - partition.renewed_s >= self._settings.renew_every_s and self._is_alive()
         is_whole = renew or not only_news
         running = [job for job in jobs if job.terminal_write is None and (is_whole or job.has_news(now_s))]
         flushes = [(job, job.next_flush(now_s)) for job in running]  # now, because a job may end during the calls

@@ -6,16 +6,15 @@ import asyncio
 import logging
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, TokenSpan
 from llamaq.common.protocol.job_outcome import TokenLogprobs
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.redis.write_refusals import is_job_key_error
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ and takes seconds to decode."""
 NO_OUTPUT = TokenSpan(0, (), 0, "")
 
 
-async def read_published(redis: Redis, keys: Keys, job_id: str) -> TokenSpan:
+async def read_published(queue: WorkerQueue, job_id: str) -> TokenSpan:
     """Return the output in the stored events, up to the first gap in the offsets. The text is left out.
 
     A job may have many events. They are read in pages, so that flushes and renewals of other jobs can run between.
@@ -37,7 +36,7 @@ async def read_published(redis: Redis, keys: Keys, job_id: str) -> TokenSpan:
     draws: list[float] = []
     prompt_logprobs: PromptLogprobs | None = None
     cursor = "-"
-    while entries := await _read_events(redis, keys, job_id, cursor):
+    while entries := await _read_events(queue, job_id, cursor):
         cursor = f"({entries[-1][0].decode()}"
         for _, fields in entries:
             try:
@@ -59,9 +58,9 @@ async def _decode(data: bytes) -> Event | TokenSpan:
     return await asyncio.to_thread(codec.decode_streamed, data)
 
 
-async def _read_events(redis: Redis, keys: Keys, job_id: str, cursor: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+async def _read_events(queue: WorkerQueue, job_id: str, cursor: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
     try:
-        page: Any = await redis.xrange(keys.of_job(job_id).events, min=cursor, count=PAGE_EVENTS)
+        page: Any = await queue.redis.xrange(queue.keys.of_job(job_id).events, min=cursor, count=PAGE_EVENTS)
     except ResponseError as exc:
         if not is_job_key_error(exc):
             raise

@@ -13,17 +13,16 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.worker.broker.live_workers import LiveWorkers
 from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
 
@@ -38,23 +37,19 @@ class QueueMembership:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, queue: str, worker_id: str, config: QueueConfig) -> None:
+    def __init__(self, queue: WorkerQueue, worker_id: str, config: QueueConfig) -> None:
         """Create the object; `join` compares the settings.
 
         Args:
-            redis: The Redis client.
-            keys: The names of the keys.
             queue: The queue of the worker.
             worker_id: The id of the worker.
             config: The settings of this worker.
         """
-        self._redis = redis
-        self._keys = keys
         self._queue = queue
         self._worker_id = worker_id
         self._config = config
-        self._live_workers = LiveWorkers(redis, keys, queue, worker_id)
-        self._scripts = UpkeepScripts(redis, keys, queue)
+        self._live_workers = LiveWorkers(queue, worker_id)
+        self._scripts = UpkeepScripts(queue)
 
     async def join(self) -> None:
         """Compare this worker's settings with those of the queue, and store them.
@@ -65,20 +60,23 @@ class QueueMembership:
             InvalidSettings: A live worker of the queue has another number of partitions, or runs other jobs.
             RedisError: No partition answered.
         """
-        stored = await self._in_each(range(self._config.partitions), self._read)
+        stored = await self._in_each(self._queue.partitions, self._read)
         found = [config for config in stored if config is not None]
         if found and await self._live_workers.may_exist():
             self._compare(found[0])
         elif found and found[0].partitions != self._config.partitions:
             await self._change_partitions(found[0].partitions)
-        await self._in_each(range(self._config.partitions), self._store)
+        await self._in_each(self._queue.partitions, self._store)
 
     async def _read(self, partition: int) -> QueueConfig | None:
-        return await QueueConfig.read(self._redis, self._keys, self._queue, partition)
+        return await QueueConfig.read(self._queue.redis, self._queue.keys, self._queue.name, partition)
 
     async def _store(self, partition: int) -> None:
         fields: dict[Any, Any] = {**self._config.fields()}
-        await self._redis.hset(self._keys.config(self._queue, partition), mapping=fields)
+        await self._queue.redis.hset(self._config_key(partition), mapping=fields)
+
+    def _config_key(self, partition: int) -> str:
+        return self._queue.keys.config(self._queue.name, partition)
 
     def _compare(self, queue: QueueConfig) -> None:
         own = self._config
@@ -89,45 +87,46 @@ class QueueMembership:
             )
         if queue.kind != own.kind:
             raise InvalidSettings(
-                f"--queue (LLAMAQ_QUEUE): the live workers of queue {self._queue!r} run {queue.kind} jobs, and this "
-                f"worker runs {own.kind} jobs (--embeddings, --pooling). Use a queue of its own, or stop them first"
+                f"--queue (LLAMAQ_QUEUE): the live workers of queue {self._queue.name!r} run {queue.kind} jobs, and "
+                f"this worker runs {own.kind} jobs (--embeddings, --pooling). Use a queue of its own, or stop them "
+                f"first"
             )
         if queue.lease_ms != own.lease_ms:
             log.warning(
                 "queue.other_lease queue=%s: --lease-s of this worker is %g, another worker of the queue has %g",
-                *(self._queue, own.lease_ms / 1000, queue.lease_ms / 1000),
+                *(self._queue.name, own.lease_ms / 1000, queue.lease_ms / 1000),
             )
         if queue.model != own.model:
             log.warning(
                 "queue.other_model queue=%s: this worker has the model %s, another worker of the queue has %s. A job "
                 "that one model has begun is not continued by the other (--other-model)",
-                *(self._queue, own.model_name, queue.model_name),
+                *(self._queue.name, own.model_name, queue.model_name),
             )
 
     async def _change_partitions(self, before: int) -> None:
         """Replace the number of partitions, and name the jobs that no worker reads any more."""
         now = self._config.partitions
-        log.warning("queue.partitions_changed queue=%s before=%d now=%d", self._queue, before, now)
+        log.warning("queue.partitions_changed queue=%s before=%d now=%d", self._queue.name, before, now)
 
         async def close_partition(partition: int) -> int:
-            await self._redis.hset(self._keys.config(self._queue, partition), "partitions", str(now))
-            streams = [self._keys.jobs(self._queue, partition, priority) for priority in Priority]
-            return sum([await self._redis.xlen(stream) for stream in streams])
+            await self._queue.redis.hset(self._config_key(partition), "partitions", str(now))
+            streams = [self._queue.job_stream(partition, priority) for priority in Priority]
+            return sum([await self._queue.redis.xlen(stream) for stream in streams])
 
-        mode: Any = await self._redis.hget(self._keys.config(self._queue, 0), "mode")
+        mode: Any = await self._queue.redis.hget(self._config_key(0), "mode")
         await self._in_each(range(before, now), partial(self._set_mode, mode))
         n_left = sum(n or 0 for n in await self._in_each(range(now, before), close_partition))
         if n_left:
             log.warning(
                 "queue.jobs_left queue=%s jobs=%d: they wait in partitions that no worker reads. Run a worker with "
                 "--partitions %d until they have ended",
-                *(self._queue, n_left, before),
+                *(self._queue.name, n_left, before),
             )
 
     async def _set_mode(self, mode: bytes | None, partition: int) -> None:
         """Store the mode of a partition. None: the default."""
-        key = self._keys.config(self._queue, partition)
-        await (self._redis.hdel(key, "mode") if mode is None else self._redis.hset(key, "mode", mode))
+        key = self._config_key(partition)
+        await (self._queue.redis.hdel(key, "mode") if mode is None else self._queue.redis.hset(key, "mode", mode))
 
     async def run(self) -> None:
         """Keep the queue in order until cancelled."""
@@ -136,7 +135,7 @@ class QueueMembership:
             await asyncio.sleep(UPKEEP_EVERY_S)
             live = [*(await self._live_workers.find() or ()), self._worker_id]
             try:
-                await self._in_each(range(self._config.partitions), partial(self._keep, live))
+                await self._in_each(self._queue.partitions, partial(self._keep, live))
             except RedisError as exc:
                 outage.record_failure(exc)
             else:
@@ -144,8 +143,8 @@ class QueueMembership:
 
     async def _keep(self, live_workers: list[str], partition: int) -> None:
         """Restore the settings of a partition if they were deleted, and repair its job streams."""
-        key = self._keys.config(self._queue, partition)
-        async with self._redis.pipeline(transaction=False) as pipe:
+        key = self._config_key(partition)
+        async with self._queue.redis.pipeline(transaction=False) as pipe:
             for name, value in self._config.fields().items():
                 pipe.hsetnx(key, name, value)
             await pipe.execute()
@@ -159,7 +158,7 @@ class QueueMembership:
             RedisError: No partition answered. The entries are then reclaimed when their leases have expired.
         """
         await self._in_each(
-            range(self._config.partitions), lambda partition: self._scripts.leave_group(partition, self._worker_id)
+            self._queue.partitions, lambda partition: self._scripts.leave_group(partition, self._worker_id)
         )
 
     async def _in_each(self, partitions: range, work: Callable[[int], Awaitable[Any]]) -> list[Any]:
@@ -183,4 +182,4 @@ class QueueMembership:
         return [None if isinstance(result, BaseException) else result for result in results]
 
     def __repr__(self) -> str:
-        return f"<QueueMembership {self._worker_id} queue={self._queue!r}>"
+        return f"<QueueMembership {self._worker_id} queue={self._queue.name!r}>"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import GROUP, JobId, Keys
+from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_source import source
-
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
+from llamaq.worker.broker.worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
 
@@ -26,19 +24,20 @@ IDLE_CONSUMER_S = 10.0
 
 
 class UpkeepScripts:
-    """Calls the scripts that repair a partition. Each method raises `RedisError` if Redis cannot execute its script."""
+    """Calls the scripts that repair one partition of a queue.
 
-    def __init__(self, redis: Redis, keys: Keys, queue: str) -> None:
-        self._redis = redis
-        self._keys = keys
+    Each method raises `RedisError` if Redis cannot execute its script.
+    """
+
+    def __init__(self, queue: WorkerQueue) -> None:
         self._queue = queue
         self._leave_group, self._release_worker, self._abandoned, self._sweep = (
-            redis.register_script(source(name, __package__))
+            queue.redis.register_script(source(name, __package__))
             for name in ("leave_group", "release_worker", "abandoned", "sweep")
         )
 
     def _streams(self, partition: int) -> list[str]:
-        return [self._keys.jobs(self._queue, partition, priority) for priority in Priority]
+        return [self._queue.job_stream(partition, priority) for priority in Priority]
 
     async def leave_group(self, partition: int, worker: str) -> int:
         """Remove a worker from the consumer groups. Its pending entries are requeued; return their number."""
@@ -65,7 +64,7 @@ class UpkeepScripts:
             The number of jobs that were due for a check, at most `count`.
         """
         reply = await self._abandoned(
-            keys=[self._keys.watched(self._queue, partition), *self._streams(partition)],
+            keys=[self._queue.keys.watched(self._queue.name, partition), *self._streams(partition)],
             args=[GROUP, int(disconnect_s * 1000), int(max_late_s * 1000), count],
         )
         return int(reply)
@@ -83,17 +82,18 @@ class UpkeepScripts:
         Returns:
             The ids of the jobs that can be claimed again.
         """
+        queue = self._queue
         reply: Any = await self._sweep(
-            keys=[self._keys.sweep(self._queue, partition), *self._streams(partition)],
+            keys=[queue.keys.sweep(queue.name, partition), *self._streams(partition)],
             args=[GROUP, int(pause_s * 1000), n_keys, int(IDLE_CONSUMER_S * 1000), *live_workers],
         )
         repaired = []
         for stored in reply:
-            job_id = JobId.find(stored, self._queue, partition)
+            job_id = JobId.find(stored, queue.name, partition)
             if job_id is not None:
                 repaired.append(str(job_id))
                 continue
             # Its entry becomes a dead letter. Without this field, the hash gets no further entries.
             log.warning("job.cannot_repair id=%.200r: another client of Redis has written this hash", stored)
-            await self._redis.hdel(self._keys.unusable_job(self._queue, partition, stored), "status")
+            await queue.redis.hdel(queue.keys.unusable_job(queue.name, partition, stored), "status")
         return repaired

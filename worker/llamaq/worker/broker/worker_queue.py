@@ -8,6 +8,8 @@ from redis.asyncio import Redis
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_and_worker_state import QueueDepth
+from llamaq.common.protocol.queue_depth import queue_depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,14 @@ class WorkerQueue:
         if found is None or found[0] != self.name:
             raise LookupError(f"{stream} is no job stream of {self!r}")
         return found[1]
+
+    async def depth(self) -> QueueDepth:
+        """Return the numbers of waiting, running and delayed jobs of the queue.
+
+        Raises:
+            RedisError: A partition did not answer.
+        """
+        return await queue_depth(self.redis, self.keys, self.name, self.n_partitions)
 
     def __repr__(self) -> str:
         return f"<WorkerQueue {self.name!r} partitions={self.n_partitions}>"

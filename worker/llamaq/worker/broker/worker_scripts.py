@@ -33,18 +33,19 @@ MAX_STATS = 10_000
 
 
 class WorkerScripts(AttemptScripts):
-    """Calls all scripts about claimed jobs. Each method raises `RedisError` if Redis cannot execute its script."""
+    """Calls all scripts that a worker needs for its jobs.
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        super().__init__(redis, keys)
+    Each method raises `RedisError` if Redis cannot execute its script.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, worker: str) -> None:
+        super().__init__(redis, keys, worker)
         self._movable, self._check_crash, self._bury, self._requeue, self._retry, self._add_stats = (
             redis.register_script(source(name, __package__))
             for name in ("movable", "check_crash", "bury", "requeue", "retry", "add_stats")
         )
 
-    async def movable_jobs(
-        self, queue: str, partition: int, worker: str, count: int, *, max_crashes: int
-    ) -> list[JobEntry]:
+    async def movable_jobs(self, queue: str, partition: int, count: int, *, max_crashes: int) -> list[JobEntry]:
         """Return the entries of jobs that wait for a slot in other workers, with the numbers of their attempts.
 
         An entry that another client of Redis wrote may name no job of the partition. It is left out: when its lease has
@@ -53,7 +54,6 @@ class WorkerScripts(AttemptScripts):
         Args:
             queue: Name of the queue.
             partition: The partition.
-            worker: Id of the worker that has a free slot.
             count: Number of jobs to return at most.
             max_crashes: A job fails after this many crashes. Jobs that are one crash away from this limit are not
                 returned.
@@ -61,7 +61,7 @@ class WorkerScripts(AttemptScripts):
         times_ms = [int(MOVE_AFTER_S * 1000), int(MAX_MOVE_AFTER_S * 1000)]
         reply = await self._movable(
             keys=[self._keys.jobs(queue, partition, priority) for priority in Priority],
-            args=[GROUP, worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
+            args=[GROUP, self.worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
         )
         return [
             JobEntry(str(job_id), stream.decode(), entry.decode(), int(attempt))
@@ -72,7 +72,6 @@ class WorkerScripts(AttemptScripts):
     async def check_crash(
         self,
         entry: JobEntry,
-        worker: str,
         *,
         last_worker: str,
         heartbeat_ms: int,
@@ -82,8 +81,7 @@ class WorkerScripts(AttemptScripts):
         """Check whether the last worker of a job died with the job, and count the death.
 
         Args:
-            entry: The entry, which `worker` has taken from another worker.
-            worker: Id of the worker that will claim the job.
+            entry: The entry, which this worker has taken from another worker.
             last_worker: Id of the worker that claimed the job last; empty: the job is not at risk.
             heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
             dead_after_s: Age of a heartbeat, in seconds, from which its worker counts as dead.
@@ -100,7 +98,7 @@ class WorkerScripts(AttemptScripts):
                 GROUP,
                 keys.channel,
                 entry.job_id,
-                worker,
+                self.worker,
                 last_worker,
                 heartbeat_ms,
                 int(dead_after_s * 1000),
@@ -112,13 +110,12 @@ class WorkerScripts(AttemptScripts):
         verdict: CrashVerdict = reply.decode()
         return verdict
 
-    async def bury(self, entry: JobEntry, worker: str, attempt: int | None, error: Failed) -> bool:
+    async def bury(self, entry: JobEntry, attempt: int | None, error: Failed) -> bool:
         """Fail a job whose data in Redis were damaged, and make a dead letter of it.
 
         Args:
-            entry: The entry of the job, which `worker` has taken.
-            worker: Id of the worker.
-            attempt: Number of the worker's attempt. None: the job could not be claimed.
+            entry: The entry of the job, which this worker has taken.
+            attempt: Number of this worker's attempt. None: the job could not be claimed.
             error: The error of the job.
 
         Returns:
@@ -130,7 +127,7 @@ class WorkerScripts(AttemptScripts):
             keys=[keys.job, keys.events, entry.stream, self._keys.dead(job_id.queue, job_id.partition)],
             args=[
                 "" if attempt is None else attempt,
-                worker,
+                self.worker,
                 GROUP,
                 entry.entry_id,
                 keys.channel,
@@ -143,14 +140,13 @@ class WorkerScripts(AttemptScripts):
         )
         return bool(reply == b"ok")
 
-    async def requeue(self, entry: JobEntry, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
+    async def requeue(self, entry: JobEntry, attempt: int | None, *, crashed: bool = False) -> bool:
         """Requeue a job, so that another worker can take it at once. A job whose cancel was accepted ends instead.
 
         Args:
             entry: The entry of the job.
-            attempt: Number of the worker's attempt. None: the worker has read the entry and not claimed the job.
-            worker: Id of the worker.
-            crashed: Whether the worker crashed, which counts as a death.
+            attempt: Number of this worker's attempt. None: the worker has read the entry and not claimed the job.
+            crashed: Whether this worker crashed, which counts as a death.
 
         Returns:
             Whether the job was requeued. False: a newer attempt exists, or the job has ended, perhaps here.
@@ -161,20 +157,19 @@ class WorkerScripts(AttemptScripts):
                 "" if attempt is None else attempt,
                 GROUP,
                 entry.entry_id,
-                worker,
+                self.worker,
                 int(crashed),
             ],
         )
         return bool(reply == b"ok")
 
     async def retry(
-        self, worker: str, last: JobFlush, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
+        self, last: JobFlush, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
     ) -> int | None:
         """Schedule a retry of a job whose attempt failed. All tokens of the job are stored already.
 
         Args:
-            worker: Id of the worker that ran the attempt.
-            last: The attempt.
+            last: The attempt of this worker.
             error: The failure.
             first_delay_s: Delay of the first retry of the job, in seconds. Each further retry doubles it.
             max_delay_s: Upper bound on the delay, in seconds.
@@ -189,7 +184,7 @@ class WorkerScripts(AttemptScripts):
             keys=[keys.job, keys.events, last.stream],
             args=[
                 last.attempt,
-                worker,
+                self.worker,
                 GROUP,
                 last.entry_id,
                 keys.channel,
@@ -201,13 +196,12 @@ class WorkerScripts(AttemptScripts):
         )
         return int(reply) if reply >= 0 else None
 
-    async def read_end(self, job_id: str, attempt: int, worker: str) -> StoredEnd | None:
-        """Return how a claimed job has ended. For example, a client may have ended it while its worker had it.
+    async def read_end(self, job_id: str, attempt: int) -> StoredEnd | None:
+        """Return how a claimed job has ended. For example, a client may have ended it while this worker had it.
 
         Args:
             job_id: Id of the job.
-            attempt: Number of the worker's attempt.
-            worker: Id of the worker.
+            attempt: Number of this worker's attempt.
 
         Returns:
             None when the job has not ended in this attempt, or is no longer stored.
@@ -220,7 +214,7 @@ class WorkerScripts(AttemptScripts):
                 raise
             return None  # another client has overwritten the job
         status, number, holder, reason, error = stored
-        if number != str(attempt).encode() or holder != worker.encode():
+        if number != str(attempt).encode() or holder != self.worker.encode():
             return None
         if status == b"finished" and reason:
             return StoredEnd(FinishReason(reason.decode()), None)

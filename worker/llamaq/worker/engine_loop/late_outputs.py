@@ -26,10 +26,10 @@ class ComputedTick(NamedTuple):
 
 
 class LateOutputs:
-    """Makes and publishes the outputs of the ticks after which `TickRepeater` has made the next batch.
+    """Makes and publishes the outputs of the ticks for which `TickRepeater` returned a next batch.
 
-    To wake the publishing thread takes longer than to make the outputs of one token. So one call of `begin` makes the
-    outputs of all ticks that have been added since the last call.
+    It takes longer to wake the publishing thread than to make the outputs of one token. Therefore one call of `begin`
+    makes the outputs of all ticks that were added since the last call.
 
     Threads: the engine thread calls all methods. From `begin` to `wait`, the publisher belongs to the publishing
     thread, and the engine thread must not use it.

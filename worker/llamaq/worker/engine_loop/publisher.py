@@ -74,9 +74,9 @@ class Publisher:
 
     The thread runs within a `with` block. At the end of the block, everything is published.
 
-    Threads: the engine thread calls all methods. The publishing thread gets reports, which no thread changes any more.
-    It also runs the work of `post`, and that of `start`, which may call `add_tick`, `add` and `publish_here`. From
-    `start` to `join`, the engine thread calls no other method.
+    Threads: the engine thread calls all methods. No thread changes a report after it was passed to the publishing
+    thread. The publishing thread also runs the work that `post` and `start` pass to it. The work of `start` may call
+    `add_tick`, `add` and `publish_here`, so the engine thread calls no other method from `start` to `join`.
     """
 
     def __init__(self, shared: SharedState) -> None:

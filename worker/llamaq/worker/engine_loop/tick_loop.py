@@ -243,12 +243,7 @@ class TickLoop:
         repeater = late.repeater
         try:
             while self._has_nothing_else_to_do() and (batch := repeater.next_batch(tick.results)) is not None:
-                late.add(tick)
-                is_due = not self._pace.next_tick_is_in_time
-                if is_due:
-                    self._pace.record(tick.ended_s)
-                if is_due or repeater.texts_may_end or repeater.can_prepare:
-                    late.begin(batch, is_due=is_due)
+                self._add_late(late, tick, batch)
                 self.liveness.end_tick()
                 tick = self._compute(batch)
                 if repeater.texts_may_end:
@@ -258,6 +253,15 @@ class TickLoop:
         finally:
             late.finish()
         return tick
+
+    def _add_late(self, late: LateOutputs, tick: ComputedTick, next_batch: TickBatch) -> None:
+        """Add a tick to the late outputs. Begin to make them if they are due, or if the next ticks depend on them."""
+        late.add(tick)
+        is_due = not self._pace.next_tick_is_in_time
+        if is_due:
+            self._pace.record(tick.ended_s)
+        if is_due or late.repeater.texts_may_end or late.repeater.can_prepare:
+            late.begin(next_batch, is_due=is_due)
 
     def _has_nothing_else_to_do(self) -> bool:
         """Whether no command has arrived, no snapshot is due, and the loop need not end now."""

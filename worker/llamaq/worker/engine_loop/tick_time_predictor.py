@@ -1,7 +1,7 @@
 """Predicts how long the engine computes in the next tick.
 
 The scheduler may move KV cells for this time between two ticks. The tick loop publishes the tokens of several short
-ticks together. `tick_times` says how this model differs from the others.
+ticks together. The module `tick_times` of the strategies compares this model with the other models of times.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Eviction:
         while not self._can_admit(candidate):
             if not self._could_admit_without_entries(candidate):
                 return Room.UNAVAILABLE
-            if self._must_wait_for_transfers(self._missing_cells(candidate)):
+            if self._must_not_evict(self._missing_cells(candidate)):
                 return Room.PENDING
             if (entry := self.evict_coldest()) is not None:
                 self._evicted_for_jobs.append(Evicted(entry.seq_id, entry.n_tokens))
@@ -93,7 +93,7 @@ class Eviction:
             n_missing = self._pool.missing_cells(n_cells)
             if self._pool.n_free_sequences and not n_missing:
                 return Room.AVAILABLE
-            if self._must_wait_for_transfers(n_missing):
+            if self._must_not_evict(n_missing):
                 return Room.PENDING if self._in_transfer() else Room.UNAVAILABLE
             self.evict_coldest()
 
@@ -127,8 +127,11 @@ class Eviction:
     def _in_transfer(self) -> list[CachedSequence]:
         return [entry for entry in self._cache.entries() if entry.in_transfer]
 
-    def _must_wait_for_transfers(self, n_missing: int) -> bool:
-        """Whether no eviction may start: the transfers will free enough, or no other entry can be evicted."""
+    def _must_not_evict(self, n_missing: int) -> bool:
+        """Whether no further entry is evicted for `n_missing` cells and a sequence.
+
+        This is so if the entries in transfer will free enough of them, or if no other entry can be evicted.
+        """
         in_transfer = {entry.seq_id for entry in self._in_transfer()}
         n_cells = self._pool.ledger.owned_together(in_transfer)
         has_sequence = bool(in_transfer or self._pool.n_free_sequences)
@@ -155,7 +158,7 @@ class Eviction:
         """
         if not self._pool.active:
             return
-        while (n_missing := self._pool.missing_cells(0)) and not self._must_wait_for_transfers(n_missing):
+        while (n_missing := self._pool.missing_cells(0)) and not self._must_not_evict(n_missing):
             self.evict_coldest()
         if not self._needs_trim:
             return

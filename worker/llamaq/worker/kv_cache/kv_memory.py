@@ -135,10 +135,10 @@ class KvMemory:
     def make_room(self, candidate: Candidate) -> Room:
         """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle.
 
-        If there is room but the hit is not new, the lookup is repeated: a sequence may hold more by now.
+        If there is room but the hit is not up to date, the lookup is repeated: a sequence may hold more by now.
         """
         room = self._eviction.make_room(candidate)
-        if room is not Room.AVAILABLE or self._hits_of_waiting.is_new(candidate.job):
+        if room is not Room.AVAILABLE or self._hits_of_waiting.is_up_to_date(candidate.job):
             return room
         candidate.hit = self._lookup.find(candidate.job)
         return self._eviction.make_room(candidate)

@@ -30,9 +30,9 @@ class _RememberedHit(NamedTuple):
 class RememberedHits:
     """The hits of the waiting jobs. A hit is looked up again only when it may have changed.
 
-    A remembered hit names a run or an entry that still exists. A new lookup may find a prefix that is longer by fewer
-    than `MIN_GAIN_TOKENS`, or one of the same length that is computed already. So `is_new` must be true before a job
-    is admitted.
+    A remembered hit names a run or an entry that still exists, but the hit may be out of date. A new lookup may find a
+    prefix that is longer by fewer than `MIN_GAIN_TOKENS` tokens, or a prefix of the same length for which the job need
+    not wait. So the lookup is repeated before the job is admitted, unless `is_up_to_date` is true.
 
     Args:
         lookup: Finds the hits.
@@ -74,7 +74,7 @@ class RememberedHits:
         """Whether the prefix of the hit can be copied from the first `n_tokens` tokens of its source."""
         return hit.n_held <= n_tokens if self._can_cut else hit.n_held == n_tokens
 
-    def is_new(self, job: Job) -> bool:
+    def is_up_to_date(self, job: Job) -> bool:
         """Whether the job's hit was found in this tick, and no sequence was added since."""
         remembered = self._hits.get(job)
         return remembered is not None and (remembered.tick, remembered.n_added) == (self._tick, self._n_added)
@@ -96,12 +96,12 @@ class RememberedHits:
                 del self._hits[job]
 
     def replace(self, holder: CachedSequence | Run, new: CachedSequence | Run | None, n_tokens: int) -> None:
-        """Let the hits that name a holder name another one, which has its first `n_tokens` tokens, if that suffices.
+        """Let the hits that name `holder` name `new` instead. Forget those that `new` cannot serve.
 
         Args:
             holder: A run that has ended, or an entry that was removed.
-            new: The other holder. None: there is none, so the hits are forgotten.
-            n_tokens: The number of tokens whose cells the new holder has.
+            new: The run or entry that has the cells of `holder` now. None: there is none, so the hits are forgotten.
+            n_tokens: How many tokens of `holder` have cells in `new`: the first ones.
         """
         for job, one in list(self._hits.items()):
             if one.hit.leader is not holder and one.hit.source is not holder:

@@ -20,9 +20,9 @@ from llamaq.worker.broker.empty_queue_watch import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.outbox_settings import Checkpoints, OutboxSettings, RetryDelay
 from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.stats_writer import StatsWriter
@@ -107,8 +107,8 @@ class BrokerFactory:
     def make_access(self, redis: Redis) -> QueueAccess:
         """Return the access to the queue. `redis` is the client of all services, except the outbox."""
         queue = WorkerQueue(redis, self._keys, self._settings.queue, self._settings.partitions)
-        stats = StatsWriter(WorkerScripts(redis, self._keys), queue.name, self._shared.telemetry)
-        return QueueAccess(queue, self._make_membership(redis), self._make_job_claims(queue, stats), stats)
+        stats = StatsWriter(WorkerScripts(redis, self._keys, self._card.worker), queue.name, self._shared.telemetry)
+        return QueueAccess(queue, self._make_membership(queue), self._make_job_claims(queue, stats), stats)
 
     def make_services(
         self, access: QueueAccess, flush_connection: Redis, executor: Executor, on_empty: Callable[[], None]
@@ -122,7 +122,7 @@ class BrokerFactory:
             on_empty: Called when the queue is empty, if the worker then exits by itself.
         """
         settings, queue, job_claims = self._settings, access.queue, access.job_claims
-        outbox = self._make_outbox(WorkerScripts(flush_connection, queue.keys), access.stats)
+        outbox = self._make_outbox(flush_connection, access.stats)
         others: list[Service] = [
             DeadlineSweep(queue, on_reply=job_claims.observe),
             AbandonedJobs(queue, disconnect_s=settings.disconnect_s, may_have_jobs=job_claims.may_have_jobs),
@@ -140,7 +140,7 @@ class BrokerFactory:
             others,
         )
 
-    def _make_membership(self, redis: Redis) -> QueueMembership:
+    def _make_membership(self, queue: WorkerQueue) -> QueueMembership:
         settings, card = self._settings, self._card
         config = QueueConfig(
             partitions=settings.partitions,
@@ -150,7 +150,7 @@ class BrokerFactory:
             model_name=card.model,
             kind=card.kind,
         )
-        return QueueMembership(redis, self._keys, settings.queue, card.worker, config)
+        return QueueMembership(queue, card.worker, config)
 
     def _make_job_claims(self, queue: WorkerQueue, stats: StatsWriter) -> JobClaims:
         settings = self._settings
@@ -162,19 +162,23 @@ class BrokerFactory:
         )
         return JobClaims(queue, claimant, max_crashes=settings.max_crashes, on_finished=stats.record_job)
 
-    def _make_outbox(self, scripts: WorkerScripts, stats: StatsWriter) -> Outbox:
-        settings = self._settings
+    def _make_outbox(self, redis: Redis, stats: StatsWriter) -> Outbox:
         return Outbox(
-            scripts,
-            self._card.worker,
+            WorkerScripts(redis, self._keys, self._card.worker),
             self._ticks,
             self._shared.outputs,
+            self._outbox_settings(),
+            is_alive=lambda: self._ticks.liveness.is_alive,
+            on_finished=stats.record_job,
+        )
+
+    def _outbox_settings(self) -> OutboxSettings:
+        settings = self._settings
+        return OutboxSettings(
             lease_s=settings.lease_s,
             disconnect_s=settings.disconnect_s,
             checkpoints=Checkpoints(settings.checkpoint_tokens, settings.checkpoint_s),
             retry_delay=RetryDelay(settings.retry_s, max(settings.retry_s, settings.max_retry_s)),
-            is_alive=lambda: self._ticks.liveness.is_alive,
-            on_finished=stats.record_job,
         )
 
     def _make_intake(self, job_claims: JobClaims, outbox: Outbox, executor: Executor) -> Intake:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import LlamaqError, ProtocolError
@@ -23,6 +22,7 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import Worker
 from llamaq.common.redis.connect import connect
 from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
+from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.process.process_identity import is_dead_here
 from llamaq.worker.settings import WorkerSettings
 
@@ -49,7 +49,7 @@ def release_dead_neighbours(settings: WorkerSettings) -> threading.Thread:
     return _start(settings, _release_neighbours)
 
 
-Release = Callable[[Redis, Keys, WorkerSettings], Awaitable[None]]
+Release = Callable[[WorkerQueue], Awaitable[None]]
 
 
 def _start(settings: WorkerSettings, release: Release) -> threading.Thread:
@@ -70,27 +70,27 @@ async def _connect_and_release(settings: WorkerSettings, release: Release) -> No
     redis = connect(settings.redis_url, name="llamaq-release", failover_s=0)
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_S):
-            await release(redis, Keys(settings.key_prefix), settings)
+            await release(WorkerQueue(redis, Keys(settings.key_prefix), settings.queue, settings.partitions))
     finally:
         await redis.aclose()
 
 
-async def _release_neighbours(redis: Redis, keys: Keys, settings: WorkerSettings) -> None:
+async def _release_neighbours(queue: WorkerQueue) -> None:
     """Release the jobs of all workers in the list of workers whose processes have died on this machine."""
-    members: Any = await redis.zrange(keys.workers(settings.queue), 0, -1)
+    members: Any = await queue.redis.zrange(queue.keys.workers(queue.name), 0, -1)
     for worker_id in [member.decode(errors="replace") for member in members]:
-        card: Any = await redis.hget(keys.worker(worker_id), "worker")
+        card: Any = await queue.redis.hget(queue.keys.worker(worker_id), "worker")
         with suppress(ProtocolError):  # a worker of another version, or a damaged card
             if card is not None and is_dead_here(codec.decode_model(Worker, card).card):
-                await _release(redis, keys, settings, worker_id)
+                await _release(queue, worker_id)
 
 
-async def _release(redis: Redis, keys: Keys, settings: WorkerSettings, worker_id: str) -> None:
+async def _release(queue: WorkerQueue, worker_id: str) -> None:
     """Requeue the jobs of the worker in all partitions that answer, and remove the worker from the list of workers."""
-    scripts = UpkeepScripts(redis, keys, settings.queue)
+    scripts = UpkeepScripts(queue)
     results = await asyncio.gather(
-        *(scripts.release_worker(partition, worker_id) for partition in range(settings.partitions)),
-        _unregister(redis, keys, settings.queue, worker_id),
+        *(scripts.release_worker(partition, worker_id) for partition in queue.partitions),
+        _unregister(queue, worker_id),
         return_exceptions=True,
     )
     for result in results:
@@ -100,6 +100,6 @@ async def _release(redis: Redis, keys: Keys, settings: WorkerSettings, worker_id
     log.info("dead_worker.released worker=%s jobs=%d", worker_id, n_released)
 
 
-async def _unregister(redis: Redis, keys: Keys, queue: str, worker_id: str) -> None:
-    await redis.zrem(keys.workers(queue), worker_id)
-    await redis.delete(keys.worker(worker_id))
+async def _unregister(queue: WorkerQueue, worker_id: str) -> None:
+    await queue.redis.zrem(queue.keys.workers(queue.name), worker_id)
+    await queue.redis.delete(queue.keys.worker(worker_id))

@@ -41,14 +41,17 @@ class AdapterTurns:
         return tuple(slot for slot in slots if slot.state in COMPUTING and slot.active.job.adapter_scales == scales)
 
     def _choose(self, groups: set[Scales]) -> Scales:
-        """Return the group that has its turn: the same as before, or the one that waits longest. New groups wait too,
-        so that many short jobs with other scales cannot keep a group from its turn.
+        """Return the group that has its turn: the same as before, or the group that has waited longest.
+
+        A new group waits behind the groups that wait already. Otherwise, many short jobs with other scales could keep a
+        group from its turn.
         """
         now_s = self._clock()
         if self._order and self._order[-1] in groups and now_s < self._began_s + TURN_S:
             return self._order[-1]
-        waiting, last = ([group for group in part if group in groups] for part in (self._order[:-1], self._order[-1:]))
+        waiting = [group for group in self._order[:-1] if group in groups]
         new = sorted(groups.difference(self._order), key=repr)
+        last = [group for group in self._order[-1:] if group in groups]
         chosen, *others = [*waiting, *new, *last]
         self._order, self._began_s = [*others, chosen], now_s
         return chosen

@@ -30,7 +30,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
     measured: dict[str, Any] = {
         "prompt_tokens": len(job.prompt),
         "generated_tokens": len(job.generated_before),
-        "duration_ms": _ms(now_s - (now_s if job.times.first_slot_s is None else job.times.first_slot_s)),
+        "duration_ms": _ms_since(job.times.first_slot_s, now_s),
         "queue_ms": round(job.times.waited_ms(now_s), 3),
         "preempted_ms": job.times.preempted_ms(now_s),
         "worker": worker,
@@ -81,7 +81,7 @@ def progress_of(run: Run, now_s: float) -> PromptProgress:
         total_tokens=len(run.tokens),
         cached_tokens=run.cached_tokens,
         processed_tokens=run.n_past,
-        time_ms=_ms(now_s - (now_s if run.prompt_planned_s is None else run.prompt_planned_s)),
+        time_ms=_ms_since(run.prompt_planned_s, now_s),
     )
 
 
@@ -90,6 +90,11 @@ def mode_of(request: JobRequest) -> Literal["stream", "generate", "embed"]:
     if request.embed is not None:
         return "embed"
     return "stream" if request.stream else "generate"
+
+
+def _ms_since(began_s: float | None, now_s: float) -> float:
+    """Return the milliseconds since `began_s`; 0 if it is None, because the measured time has not begun."""
+    return 0.0 if began_s is None else _ms(now_s - began_s)
 
 
 def _ms(seconds: float) -> float:

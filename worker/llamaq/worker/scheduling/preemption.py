@@ -83,13 +83,24 @@ class Preemption:
         """Return the slots whose bulk jobs may be preempted for an interactive job."""
         bulk = [slot for slot in self._memory.active_slots if slot.priority is Priority.BULK]
         bulk.sort(key=lambda slot: slot.active.admission_number)
-        n_kept = self._bulk_share.n_slots
-        kept = bulk
-        if not self._bulk_share.is_owed:
-            n_kept = min(max(1, n_kept), len(self._memory.slots) - 1)
-            kept = [slot for slot in bulk if not slot.active.is_preemptible]
-        kept = kept[:n_kept]
+        kept = self._kept(bulk)
         return [slot for slot in bulk if slot not in kept]
+
+    def _kept(self, bulk: list[Slot]) -> list[Slot]:
+        """Return the slots that bulk jobs keep.
+
+        While bulk jobs are owed slot time, the jobs admitted first keep the slots of the bulk share. Otherwise, only
+        protected jobs keep their slots. These are at most as many slots as the bulk share has, at least one slot, and
+        never all slots.
+
+        Args:
+            bulk: The slots with a bulk job, in the order of admission.
+        """
+        n_share = self._bulk_share.n_slots
+        if self._bulk_share.is_owed:
+            return bulk[:n_share]
+        protected = [slot for slot in bulk if not slot.active.is_preemptible]
+        return protected[: min(max(1, n_share), len(self._memory.slots) - 1)]
 
     def keep_room(self) -> None:
         """Free cells at once if the running jobs cannot compute their next `CELLS_AHEAD` tokens."""

@@ -17,8 +17,8 @@ texts are searched. A draft model needs a plan for each search.
 If a job ends by its text, such as a stop string, this is found when the text is made. The next tick has then begun. It
 computes the KV cell of the job's last token. The tokens that it samples for the job are not used.
 
-If a stream whose text may end it gets several tokens in one tick, a plan follows: its text may end before the last of
-them. The same holds for a grammar, which may force tokens after them.
+With an accepted draft, a stream gets several tokens in one tick. In two cases a plan then follows. If the text may end
+the job, it may end before the last of these tokens. If the job has a grammar, the grammar may force tokens after them.
 """
 
 from __future__ import annotations
@@ -159,8 +159,9 @@ class RepeatedTicks:
         )
 
     def _first_deadline_s(self, runs: Iterable[Run], now_s: float) -> float:
-        """Return when the first job must end, or may end at a line break. A job without a slot has no `timeout_s` that
-        could pass.
+        """Return the earliest time at which a job must end, or from which a job may end at a line break.
+
+        `timeout_s` bounds the time in a slot, so it ends no waiting job.
         """
         limits = [run.job.times.ends_s(now_s, run.job.request.timeout_s) for run in runs]
         limits += [run.job.generated_until_s for run in runs]

@@ -273,9 +273,7 @@ class Scheduler:
             if result.slot not in parts:
                 raise LookupError(f"{result.slot!r} was not in the batch")
             if result.slot in stopped:
-                self._memory.record_progress(result.slot, result.n_past)
-                self._memory.remove_after(result.slot, len(result.slot.active.tokens))  # the cells of its draft
-                self._finish(result.slot.active.job, FinishReason.STOP)
+                self._finish_stopped(result)
                 continue
             n_accepted += self._apply_result(result, parts[result.slot], now_s)
             if result.no_room:
@@ -344,6 +342,13 @@ class Scheduler:
 
     # ---- results of a tick
 
+    def _finish_stopped(self, result: SlotResult) -> None:
+        """Finish a job whose text has ended in an earlier tick. The tokens of its last result are not used."""
+        slot = result.slot
+        self._memory.record_progress(slot, result.n_past)
+        self._memory.remove_after(slot, len(slot.active.tokens))  # the cells of its draft
+        self._finish(slot.active.job, FinishReason.STOP)
+
     def _apply_result(self, result: SlotResult, part: DecodeToken | PrefillChunk, now_s: float) -> int:
         """Update a slot with its result. Returns the number of draft tokens that became tokens of the output."""
         slot = result.slot
@@ -358,6 +363,7 @@ class Scheduler:
                 self._report_scores(run, result.sampled[0])
         finish = self._append_tokens(slot, result.sampled, now_s) or result.error
         draft = part.draft if isinstance(part, DecodeToken) else NO_DRAFT
+        # The last sampled token is never one of the draft, and a job that ends may not use all of the others.
         n_accepted = max(0, min(len(run.tokens) - n_before, len(result.sampled) - 1))
         self._tokens_ahead.end_tick(result, draft, n_before, n_accepted)
         if finish is not None:
@@ -371,12 +377,17 @@ class Scheduler:
         self._outputs.append(PromptAdvanced(run.job, progress_of(run, now_s)))
 
     def _report_scores(self, run: Run, sampled: SampledToken) -> None:
-        """Report the probabilities of a prompt that is computed, after which a token was sampled."""
-        end = None
-        ended = is_end(run.job, sampled.token, self._end_tokens) and run.max_length > run.n_prompt
-        if ended and sampled.logprobs is not None:
-            end = ScoredToken(sampled.token, *sampled.logprobs)
-        self._outputs.append(PromptScored(run.job, run.prompt_logprobs(end)))
+        """Report the probabilities of the prompt's tokens. If `sampled` ends the job, report its probability too.
+
+        Args:
+            run: A run whose prompt is computed.
+            sampled: The first token that was sampled after the prompt.
+        """
+        has_ended = is_end(run.job, sampled.token, self._end_tokens) and run.max_length > run.n_prompt
+        end_token = None
+        if has_ended and sampled.logprobs is not None:
+            end_token = ScoredToken(sampled.token, *sampled.logprobs)
+        self._outputs.append(PromptScored(run.job, run.prompt_logprobs(end_token)))
 
     def _append_tokens(self, slot: Slot, sampled: Iterable[SampledToken], now_s: float) -> FinishReason | None:
         """Append sampled tokens to the history, up to the last token of the job.
