@@ -94,7 +94,8 @@ def answers_with(*lines: str, status: int = 200, **options: Any) -> ServerAnswer
     body = "".join(f"{line}\n\n" for line in lines).encode()
 
     def answer(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(status, stream=httpx.ByteStream(body))  # the body is not read yet
+        headers = {"content-type": options.get("content_type", "text/event-stream")}
+        return httpx.Response(status, headers=headers, stream=httpx.ByteStream(body))  # the body is not read yet
 
     answers._http = httpx.Client(base_url="http://test/v1/", transport=httpx.MockTransport(answer))
     return answers
@@ -114,6 +115,12 @@ def test_only_line_feeds_end_the_lines_of_a_stream() -> None:
     text = "a\u2028b\x85c"
     event = json.dumps({"choices": [{"delta": {"content": text}, "finish_reason": "stop"}]}, ensure_ascii=False)
     assert list(answers_with(f"data: {event}\r", "data: [DONE]").stream_chat([CHAT], {})) == [text]
+
+
+def test_the_url_of_a_web_page_is_named_as_the_reason() -> None:
+    stream = answers_with("<html>hello</html>", content_type="text/html").stream_chat([CHAT], {})
+    with pytest.raises(ServerRefused, match="not a stream: --server needs the URL of a server of the OpenAI API"):
+        list(stream)
 
 
 def test_a_cut_stream_an_error_in_it_and_a_long_silence_are_errors() -> None:

@@ -24,6 +24,7 @@ from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.app import build_app
 from llamaq.gateway.keys import key_store as key_store_module
+from llamaq.gateway.keys.key_file import read_keys
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of
 from llamaq.gateway.settings import serve_settings
 from llamaq.producer.testing import FakeWorker, fake_embedding
@@ -180,6 +181,18 @@ async def test_a_server_knows_the_keys_of_a_file_and_reads_it_again(
     file.write_text("damaged")
     with pytest.raises(InvalidSettings, match=r"was not written by `llamaq keys add --file`"):
         build_app(serve_settings(keys_file=file, require_key=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("TOP-SECRET", "Invalid JSON: expected value"), ('{"TOP-SECRET": 5}', "Input should be an obj")],
+)
+def test_the_error_for_another_file_is_one_line_without_its_content(tmp_path: Path, content: str, why: str) -> None:
+    (tmp_path / "keys.json").write_text(content)
+    with pytest.raises(InvalidSettings, match=f"was not written by `llamaq keys add --file`: {why}") as caught:
+        read_keys(tmp_path / "keys.json")
+    assert "SECRET" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_stored_hash_does_not_contain_the_key() -> None:

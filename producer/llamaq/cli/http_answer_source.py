@@ -153,6 +153,8 @@ class ServerStream:
         except httpx.HTTPError as exc:
             raise _unreachable(exc, self._http, self._timeout_s) from exc
         if self._reason is None:
+            if "event-stream" not in self._answer.headers.get("content-type", "event-stream"):
+                raise _no_server_of_the_api("not a stream")
             raise ServerUnreachable(f"the server at {self._http.base_url} closed the connection before the end")
 
     def finish_reason(self) -> FinishReason | None:
@@ -203,14 +205,18 @@ def _too_late(timeout_s: float) -> LlamaqError:
     return ResultTimeout(f"no text within {timeout_s:g} s; the request was cancelled. --wait-s sets a longer time")
 
 
+def _no_server_of_the_api(what: str) -> ServerRefused:
+    message = f"the answer is {what}: --server needs the URL of a server of the OpenAI API"
+    return ServerRefused(HTTPStatus.BAD_GATEWAY, message)
+
+
 def _decode(text: str, *, or_empty: bool = False) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as exc:
         if or_empty:
             return {}
-        message = "the answer is not JSON: --server needs the URL of a server of the OpenAI API"
-        raise ServerRefused(HTTPStatus.BAD_GATEWAY, message) from exc
+        raise _no_server_of_the_api("not JSON") from exc
     return found if isinstance(found, dict) else {}
 
 

@@ -135,3 +135,22 @@ async def test_rows_with_values_that_python_cannot_use_fail_alone(redis_url: str
         progress = await execute(rows.run, client)
     assert (progress.state, progress.rows_failed) == (BulkState.COMPLETED, 5)
     assert texts(rows.answers()) == [(6, "re: good")]
+
+
+async def test_an_id_with_half_a_surrogate_pair_is_the_same_in_both_files(
+    redis_url: str, queue: str, tmp_path: Path
+) -> None:
+    """Else the answers of two such rows could not be told apart."""
+    rows = Rows(
+        tmp_path,
+        '{"id": "\\ud83d", "prompt": "one"}',
+        '{"id": "\\ud83e", "prompt": "two"}',
+        '{"id": "\\ud83f", "prompt": "three", "max_token": 5}',
+    )
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(rows.run, client)
+    assert sorted((line["id"], line["text"]) for line in rows.answers()) == [
+        ("\ud83d", "re: one"),
+        ("\ud83e", "re: two"),
+    ]
+    assert [line["id"] for line in rows.errors()] == ["\ud83f"]

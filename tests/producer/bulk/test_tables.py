@@ -226,6 +226,18 @@ async def test_tables_are_read_and_written(redis_url: str, queue: str, tmp_path:
     ]
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+async def test_a_table_has_a_question_mark_for_half_a_surrogate_pair(
+    redis_url: str, queue: str, tmp_path: Path, suffix: str
+) -> None:
+    """The texts of a table are UTF-8, which has no halves. Only an id can have one."""
+    (tmp_path / "in.jsonl").write_text('{"id": "\\ud83d", "prompt": "one"}\n')
+    run = BulkRun(input=tmp_path / "in.jsonl", output=tmp_path / f"out.{suffix}")
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(run, client)
+    assert [(row["id"], row["text"]) for row in _read_table(run.output)] == [("?", "re: one")]
+
+
 def test_a_parquet_file_with_one_large_row_group_is_read_in_parts(tmp_path: Path) -> None:
     arrow, parquet = pyarrow_module("pyarrow"), pyarrow_module("pyarrow.parquet")
     path, n_rows, n_bytes = tmp_path / "large.parquet", 10_000, 600

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +77,39 @@ def test_a_killed_server_has_all_data_after_a_restart(tmp_path: Path) -> None:
     server.stop()
     with EmbeddedRedis(data_dir=tmp_path) as again, Redis.from_url(again.url) as redis:
         assert redis.get("key") == b"value"
+
+
+def test_a_folder_in_use_is_refused_and_the_first_server_keeps_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_redis, "LOCK_TIMEOUT_S", 0.1)
+    with EmbeddedRedis(data_dir=tmp_path) as first, Redis.from_url(first.url) as redis:
+        with pytest.raises(EmbeddedRedisError, match=r"--data-dir: another Redis of `llamaq up` .*: name another"):
+            EmbeddedRedis(data_dir=tmp_path).start()
+        redis.set("key", "value")
+    with EmbeddedRedis(data_dir=tmp_path) as again, Redis.from_url(again.url) as redis:
+        assert redis.get("key") == b"value"
+
+
+def test_a_server_that_outlives_its_process_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Linux's prctl, the server of a killed `llamaq up` continues."""
+    first = EmbeddedRedis(data_dir=tmp_path)
+    first.start()
+    assert first._lock is not None
+    os.close(first._lock)  # as the kernel does when the process is killed
+    first._lock = None
+    monkeypatch.setattr(embedded_redis, "LOCK_TIMEOUT_S", 0.1)
+    with pytest.raises(EmbeddedRedisError, match="another Redis"):
+        EmbeddedRedis(data_dir=tmp_path).start()
+    monkeypatch.setattr(embedded_redis, "LOCK_TIMEOUT_S", 30.0)
+    second = EmbeddedRedis(data_dir=tmp_path)
+    starting = threading.Thread(target=second.start)
+    starting.start()
+    first.stop()
+    starting.join()
+    with Redis.from_url(second.url) as redis:
+        assert redis.ping()
+    second.stop()
 
 
 def check_until_started(server: EmbeddedRedis, old_pid: int) -> int:

@@ -30,7 +30,8 @@ def read_keys(path: Path) -> dict[str, KeyRecord]:
     except OSError as exc:
         raise InvalidSettings(f"keys_file: {path} cannot be read: {exc.strerror or exc}") from exc
     except ValidationError as exc:
-        raise InvalidSettings(f"keys_file: {path} was not written by `llamaq keys add --file`: {exc}") from exc
+        why = exc.errors()[0]["msg"]  # without the input and its place, which may be private
+        raise InvalidSettings(f"keys_file: {path} was not written by `llamaq keys add --file`: {why}") from exc
 
 
 def add_key(path: Path, **fields: Any) -> str:

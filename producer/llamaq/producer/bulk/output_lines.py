@@ -104,13 +104,13 @@ def _batch_start(run: RunParameters, row: Row) -> dict[str, Any]:
 
 def _encode(line: dict[str, Any]) -> bytes:
     """Return the line as JSON. Raises `ValueError` for a number that JSON does not have, such as NaN."""
-    return json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n"
+    return json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _encode_in_steps(line: dict[str, Any]) -> bytes:
     """Do the same as `_encode`, also for iterators. Other threads run meanwhile, unlike during `json.dumps`."""
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=list)
-    return "".join(encoder.iterencode(line)).encode(errors="replace") + b"\n"
+    return "".join(encoder.iterencode(line)).encode(errors="backslashreplace") + b"\n"
 
 
 def row_number_of(line: bytes, file_name: object, highest: int | None = None) -> int:

@@ -63,7 +63,7 @@ def _record(answer: dict[str, Any]) -> dict[str, Any]:
     usage = answer["usage"]
     return {
         "line": answer["line"],
-        "id": None if answer["id"] is None else str(answer["id"]),
+        "id": None if answer["id"] is None else str(answer["id"]).encode(errors="replace").decode(),
         "text": answer["text"],
         "tokens": answer.get("tokens"),
         "finish_reason": answer["finish_reason"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from llamaq.common.errors import EmbeddedRedisError
+from llamaq.worker.offload.atomic_files import lock_folder
 from llamaq.worker.process.restart_delay import RestartDelay
 from llamaq.worker.process.stop_process import stop_process
 
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 """Longest time in which a started server neither answers nor reports that it loads its data."""
 STOP_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S = 2.0
+"""Longest time in which a start waits for a folder in use: the server of a killed process ends shortly after it."""
 POLL_S = 0.01
 LONGEST_DELAY_S = 5.0
 """Upper bound on the delay of a restart."""
@@ -61,6 +65,25 @@ def find_server() -> Path:
     return Path(found)
 
 
+def _lock_data_dir(folder: Path) -> int:
+    """Create the folder if it does not exist, and return the file descriptor of its lock.
+
+    Raises:
+        EmbeddedRedisError: Another server uses the folder.
+        OSError: The file system returns an error.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while (lock := lock_folder(folder)) is None:
+        if time.monotonic() > deadline:
+            raise EmbeddedRedisError(
+                f"--data-dir: another Redis of `llamaq up` stores its data in {folder}: name another folder, "
+                "or use that Redis with --redis-url"
+            )
+        time.sleep(POLL_S)
+    return lock
+
+
 def _die_with_parent() -> None:
     """Make Linux stop the server when the thread that started the server ends. Called in the child process."""
     if _libc is not None:
@@ -79,15 +102,18 @@ class EmbeddedRedis:
 
         Args:
             port: The TCP port on 127.0.0.1. None: a Unix socket in a private folder.
-            data_dir: Folder of the append-only file, which is synced every second. None: the file is in the private
-                folder, which `stop` removes. Then the file is not synced, because it only needs to survive a crash of
-                the server.
+            data_dir: Folder of the append-only file, which is synced every second. The folder is locked until `stop`,
+                because redis-server itself does not notice that another server writes the same file. None: the file is
+                in the private folder, which `stop` removes. Then the file is not synced, because it only needs to
+                survive a crash of the server.
         """
         self._port = port
         self._data_dir = data_dir
         self._scratch = tempfile.TemporaryDirectory(prefix="llamaq-redis-")
         self._log_file = Path(self._scratch.name) / "redis.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+        """File descriptor of the lock of `data_dir`. The server inherits it, so the lock holds while it runs."""
         self._has_answered = False
         self._started_s = 0.0
         self._start_deadline_s = 0.0
@@ -113,10 +139,11 @@ class EmbeddedRedis:
         """Start the server and wait until it answers.
 
         Raises:
-            EmbeddedRedisError: The server does not answer in time. The message contains the reason from its log.
+            EmbeddedRedisError: The server does not answer in time, or another server uses the folder. The message
+                contains the reason.
         """
-        self._spawn()
         try:
+            self._spawn()
             while not self._poll_start():
                 time.sleep(POLL_S)
         except EmbeddedRedisError:
@@ -160,15 +187,19 @@ class EmbeddedRedis:
         """Start the process of the server. It loads the data that an earlier process has stored.
 
         Raises:
-            EmbeddedRedisError: The machine has no memory, file descriptors or disk space for it.
+            EmbeddedRedisError: The machine has no memory, file descriptors or disk space for it, or another server
+                uses the folder.
         """
         self._has_answered = False
         self._started_s = time.monotonic()
         self._start_deadline_s = self._started_s + START_TIMEOUT_S
         try:
+            if self._data_dir is not None and self._lock is None:
+                self._lock = _lock_data_dir(self._data_dir)
             with self._log_file.open("wb") as out:
                 self._process = subprocess.Popen(
                     self._command(),
+                    pass_fds=() if self._lock is None else (self._lock,),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -210,7 +241,6 @@ class EmbeddedRedis:
 
     def _command(self) -> list[str]:
         folder = self._data_dir or Path(self._scratch.name)
-        folder.mkdir(parents=True, exist_ok=True)
         listen = ["--port", str(self._port), "--bind", "127.0.0.1"] if self._port is not None else ["--port", "0"]
         return [
             str(find_server()),
@@ -242,6 +272,9 @@ class EmbeddedRedis:
         if self._process is not None and self._process.poll() is None:
             stop_process(self._process, STOP_TIMEOUT_S)
         self._process = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         self._scratch.cleanup()
 
     def __enter__(self) -> Self:
