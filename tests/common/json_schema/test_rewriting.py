@@ -369,6 +369,14 @@ def test_the_comparison_of_hostile_schemas_is_bounded() -> None:
     assert overlaps._n_steps < 400_000
 
 
+def nested_names(depth: int) -> dict[str, Any]:
+    """Return a schema of objects in objects, each with one of two names."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": schema}
+    return schema
+
+
 NAMES = [f"p{number}" for number in range(2500)]
 HOSTILE: dict[str, dict[str, Any]] = {
     "equal references to many values": {
@@ -383,6 +391,11 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "many references below another base": {
         "properties": {name: {"$ref": "#/$defs/b/properties/c"} for name in NAMES[:1100]},
         "$defs": {"b": {"$id": "https://a.com/", "properties": {"c": {"enum": ["x" * 25] * 1000}}}},
+    },
+    "copies of copies for each name": nested_names(60),
+    "copies for many names": {
+        "propertyNames": {"enum": NAMES[:800]},
+        "additionalProperties": {"anyOf": [{"type": "string", "maxLength": n} for n in range(190)]},
     },
 }
 MAX_REWRITING_S = 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import resource
@@ -14,6 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from redis import Redis
@@ -89,6 +91,18 @@ def test_a_folder_in_use_is_refused_and_the_first_server_keeps_its_data(
         redis.set("key", "value")
     with EmbeddedRedis(data_dir=tmp_path) as again, Redis.from_url(again.url) as redis:
         assert redis.get("key") == b"value"
+
+
+def test_a_folder_on_a_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(embedded_redis, "lock_folder", Mock(side_effect=OSError(errno.EOPNOTSUPP, "Not supported")))
+    with EmbeddedRedis(data_dir=tmp_path / "data") as server, Redis.from_url(server.url) as redis:
+        assert redis.set("key", "value")
+    assert any(record.getMessage().startswith("redis.not_locked data_dir=") for record in caplog.records)
+    monkeypatch.setattr(embedded_redis, "lock_folder", Mock(side_effect=OSError(errno.EACCES, "Permission denied")))
+    with pytest.raises(EmbeddedRedisError, match="Permission denied"):
+        EmbeddedRedis(data_dir=tmp_path / "data").start()
 
 
 def test_a_server_that_outlives_its_process_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ SCHEMA_OPTIONS: dict[str, Any] = {
 `x-guidance`."""
 MAX_NESTING = 128
 """Upper bound on the levels of objects and arrays in a schema."""
+MAX_SCHEMAS = 10_000
+"""Upper bound on the schemas in a rewritten schema. Each name in `propertyNames` makes a copy of another schema."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -111,6 +113,7 @@ class _Rewriting:
         text = json.dumps(root)
         self._has_parts = any(f'"{name}"' in text for name in (*_IN_PLACE, "patternProperties"))
         """Whether several schemas may describe the same value."""
+        self._n_schemas = 0
         self._targets: dict[str, str] = {}
         """Maps each reference that the rewritten schemas contain to its name in `$defs`."""
         self._demanded: dict[str, set[str]] = {}
@@ -129,6 +132,9 @@ class _Rewriting:
 
     def _rewrite(self, schema: Schema, place: str) -> Schema:
         """Return a schema and all schemas in it rewritten."""
+        self._n_schemas += 1
+        if self._n_schemas > MAX_SCHEMAS:
+            raise ValueError(f"it has more than {MAX_SCHEMAS} schemas in it")
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):

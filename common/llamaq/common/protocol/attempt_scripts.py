@@ -41,6 +41,7 @@ class AttemptScripts:
         self._redis = redis
         self._keys = keys
         self.worker = worker
+        """The id of the worker."""
         self._flush, self._finish = (redis.register_script(source(name)) for name in ("flush", "finish"))
 
     async def flush(self, flushes: Sequence[JobFlush], lease_ms: int, *, renew: bool) -> list[FlushReply]:

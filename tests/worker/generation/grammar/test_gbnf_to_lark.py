@@ -248,6 +248,12 @@ def terminals(words: list[str]) -> str:
     return "\n".join([f'root ::= "(" root ")" | {" | ".join(f"t{n}" for n in range(len(words)))}', *rules])
 
 
+def lines_of(characters: str) -> str:
+    """Return a grammar of lines, each with a name and a value of these characters, and one of 500 numbers."""
+    line = " | ".join(f'c+ ": " c+ "{number}"' for number in range(500))
+    return f'root ::= (line "\\n" root)? "."\nline ::= {line}\nc ::= [{characters}]'
+
+
 WORDS = random_words(Random(1), 4000)
 CALLS = " | ".join(f'"{word}" "(" root ")"' for word in WORDS[:1000])
 MANY_LITERALS = {
@@ -260,6 +266,7 @@ MANY_LITERALS = {
     + " | ".join(f'"{word}" ws' for word in WORDS[:1000])
     + "\nws ::= [ \\n]*",
     "terminals that begin alike": terminals(WORDS[:200]),
+    "ranges that overlap": lines_of("".join(f"一-{chr(0x4E01 + number)}" for number in range(800))),
     "alternatives with the same loop": 'root ::= (line "\\n" root)? "."\nline ::= '
     + " | ".join(f'[a-z]+ ": " [a-z0-9 ]+ "{number}"' for number in range(300)),
 }
@@ -275,6 +282,7 @@ def test_a_recursive_grammar_with_many_literals_is_exact(gbnf: str) -> None:
 LONG_COMPARISONS = {
     "terminals": terminals(WORDS[:600]),
     "copies": 'root ::= "(" root ")" | t\nt ::= (((([a-z0-9] "x"?){8}){8}){8}){8}',
+    "separate ranges": lines_of("".join(chr(0x4E00 + 2 * number) for number in range(800))),
     "optional characters": f'root ::= "(" root ")" | t\nt ::= {"[ab]?" * 2000}',
     "empty copies": 'root ::= "(" root ")" | a0\n'
     + "\n".join(f"a{number} ::= a{number + 1} a{number + 1}" for number in range(40))

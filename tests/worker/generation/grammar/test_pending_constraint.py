@@ -40,11 +40,12 @@ class SlowCompiler:
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self.may_end = threading.Event()
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.n_calls = 0
 
     def compile(self) -> TokenConstraint:
         self.n_calls += 1
+        self.has_begun.set()
         assert self.may_end.wait(timeout=60)
         return constraint_of(self._vocab, DIGITS)
 
@@ -60,6 +61,7 @@ def test_a_constraint_is_compiled_once_and_all_calls_wait_for_it(vocab: Vocab) -
     with ThreadPoolExecutor(4) as threads:
         compilations = [threads.submit(pending.compile) for _ in range(2)]
         allowed = [threads.submit(pending.allowed_tokens) for _ in range(2)]
+        assert compiler.has_begun.wait(timeout=60)
         assert not any(call.done() for call in compilations)
         assert not any(call.done() for call in allowed)
         compiler.may_end.set()
@@ -132,6 +134,13 @@ def test_a_constraint_that_compiles_quickly_is_compiled_after_the_job_is_prepare
             prepared.finish_preparation()
         token = job.sampler.sample(np.zeros(vocab.n_tokens, np.float32), job.prompt, len(job.prompt))
         assert re.fullmatch(rb"-|-?[0-9]+", vocab.piece(token))
+
+
+def test_a_job_that_draws_no_token_has_a_compiled_constraint(preparer: JobPreparer) -> None:
+    prepared = prepare(preparer, JobRequest(prompt="x", seed=1, json_schema={"type": "integer"}, max_tokens=0))
+    assert prepared.finish_preparation is None
+    with pytest.raises(JobRejected, match="regex parse error"):
+        prepare(preparer, JobRequest(prompt="x", seed=1, json_schema={"pattern": "("}, max_tokens=0))
 
 
 def test_a_job_with_output_has_a_compiled_constraint(preparer: JobPreparer, vocab: Vocab) -> None:

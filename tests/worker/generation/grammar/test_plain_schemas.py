@@ -224,6 +224,21 @@ def test_references_do_not_let_a_plain_schema_grow() -> None:
     assert plain_schema_grammar(any_of(*refs) | {"$defs": {"a": target}}) is None
 
 
+@pytest.mark.parametrize("names", [{"enum": ["a", "b"]}, {"const": "a"}, {"$ref": "#/$defs/names"}])
+def test_a_schema_that_grows_when_it_is_rewritten_is_not_plain(names: dict[str, Any]) -> None:
+    schema: dict[str, Any] = TEXT
+    for _ in range(60):
+        schema = {"propertyNames": names, "additionalProperties": schema}
+    assert plain_schema_grammar(schema | {"$defs": {"names": {"enum": ["a", "b"]}}}) is None
+
+
+@pytest.mark.parametrize("pattern", ["{" * 16_000, ")" * 8000 + " " * 8000, "{1" * 8000, "(?" * 8000])
+def test_a_pattern_is_checked_in_a_short_time(pattern: str) -> None:
+    started_s = time.process_time()
+    plain_schema_grammar(texts(pattern=pattern))
+    assert time.process_time() - started_s < MAX_COMPILATION_S
+
+
 @pytest.mark.parametrize("schema", EXPENSIVE.values(), ids=EXPENSIVE)
 def test_the_most_expensive_plain_schemas_compile_in_a_short_time(vocab: Vocab, schema: dict[str, Any]) -> None:
     tokenizer = ConstraintTokenizer(vocab)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import llguidance
 import numpy as np
@@ -111,6 +114,39 @@ def test_the_grammars_that_were_used_last_are_not_compiled_again(vocab: Vocab, m
     for grammar in (first, first, *others[:-1], first, others[-1], first, others[0]):
         tokenizer.compile(grammar)
     assert compiled == [first, *others, others[0]]
+
+
+def test_a_grammar_that_does_not_compile_is_tried_once(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ConstraintTokenizer(vocab)
+    compiled = Mock(side_effect=tokenizer.compile_on_this_stack)
+    monkeypatch.setattr(tokenizer, "compile_on_this_stack", compiled)
+    for _ in range(2):
+        with pytest.raises(JobRejected, match="regex parse error"):
+            tokenizer.compile(llguidance.LLMatcher.grammar_from_regex("("))
+    assert compiled.call_count == 1
+
+
+def test_a_compilation_waits_only_for_that_of_the_same_grammar(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ConstraintTokenizer(vocab)
+    compile_once, has_begun, may_end = tokenizer.compile_on_this_stack, threading.Event(), threading.Event()
+    slow, quick = (llguidance.LLMatcher.grammar_from_regex(text) for text in ("a+", "b+"))
+
+    def compile_slowly(grammar: str) -> TokenConstraint:
+        if grammar == slow:
+            has_begun.set()
+            assert may_end.wait(timeout=60)
+        return compile_once(grammar)
+
+    compiled = Mock(side_effect=compile_slowly)
+    monkeypatch.setattr(tokenizer, "compile_on_this_stack", compiled)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(tokenizer.compile, slow) for _ in range(2)]
+        assert has_begun.wait(timeout=60)
+        assert tokenizer.compile(quick).allowed_tokens()
+        assert not any(each.done() for each in waiting)
+        may_end.set()
+        assert all(each.result().allowed_tokens() for each in waiting)
+    assert [call.args for call in compiled.call_args_list] == [(slow,), (quick,)]
 
 
 def test_an_end_token_is_allowed_only_where_the_grammar_can_end(vocab: Vocab) -> None:

@@ -187,6 +187,7 @@ class Preparations:
                     self._loop.call_soon_threadsafe(self._deliver)
             if isinstance(outcome, PreparedJob) and outcome.finish_preparation is not None:
                 outcome.finish_preparation()
+            del outcome  # the next preparation may take long, and the job may end meanwhile
             if one.may_have_grammar:
                 with self._lock:
                     self._n_grammar_threads -= 1

@@ -215,13 +215,14 @@ class JobPreparer:
     def _grammar(self, request: JobRequest, published: TokenSpan) -> Constraint | None:
         """Return the constraint of a job's output. None: it has none.
 
-        A constraint that compiles quickly is compiled later, while the prompt is computed.
+        A constraint that compiles quickly is compiled later, while the prompt is computed. But a job that draws no
+        token would not notice that its constraint is wrong.
         """
         if not request.constraints:
             return None
         checked = self._grammar_sandbox.check(request)
         compile_it = partial(self._constraint_tokenizer.compile, checked.text)
-        if checked.compiles_quickly and not published.tokens:
+        if checked.compiles_quickly and not published.tokens and request.max_tokens != 0:
             return PendingConstraint(compile_it)
         grammar = compile_it()
         grammar.resume(published.tokens)

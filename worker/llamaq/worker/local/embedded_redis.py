@@ -7,6 +7,7 @@ command to an append-only file, so it has all its data again when `EmbeddedRedis
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.util
 import logging
 import os
@@ -36,6 +37,8 @@ START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 2.0
 """Longest time in which a start waits for a folder in use: the server of a killed process ends shortly after it."""
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""The errors of a file system without locks."""
 POLL_S = 0.01
 LONGEST_DELAY_S = 5.0
 """Upper bound on the delay of a restart."""
@@ -65,8 +68,11 @@ def find_server() -> Path:
     return Path(found)
 
 
-def _lock_data_dir(folder: Path) -> int:
-    """Create the folder if it does not exist, and return the file descriptor of its lock.
+def _lock_data_dir(folder: Path) -> int | None:
+    """Create the folder if it does not exist, and lock it.
+
+    Returns:
+        The file descriptor of the lock. None: the file system has no locks.
 
     Raises:
         EmbeddedRedisError: Another server uses the folder.
@@ -74,13 +80,19 @@ def _lock_data_dir(folder: Path) -> int:
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while (lock := lock_folder(folder)) is None:
-        if time.monotonic() > deadline:
-            raise EmbeddedRedisError(
-                f"--data-dir: another Redis of `llamaq up` stores its data in {folder}: name another folder, "
-                "or use that Redis with --redis-url"
-            )
-        time.sleep(POLL_S)
+    try:
+        while (lock := lock_folder(folder)) is None:
+            if time.monotonic() > deadline:
+                raise EmbeddedRedisError(
+                    f"--data-dir: another Redis of `llamaq up` stores its data in {folder}: name another folder, "
+                    "or use that Redis with --redis-url"
+                )
+            time.sleep(POLL_S)
+    except OSError as exc:
+        if exc.errno not in NO_LOCKS:
+            raise
+        log.warning("redis.not_locked data_dir=%s error=%s: no other process may use this folder", folder, exc)
+        return None
     return lock
 
 
@@ -241,6 +253,7 @@ class EmbeddedRedis:
 
     def _command(self) -> list[str]:
         folder = self._data_dir or Path(self._scratch.name)
+        folder.mkdir(parents=True, exist_ok=True)  # it may have been deleted since the lock
         listen = ["--port", str(self._port), "--bind", "127.0.0.1"] if self._port is not None else ["--port", "0"]
         return [
             str(find_server()),

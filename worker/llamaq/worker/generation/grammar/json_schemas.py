@@ -70,7 +70,7 @@ _INTERSECTED = tuple(
     )
 )
 """Keywords, and others beside which each of them becomes an intersection."""
-_COSTLY_PATTERN = re.compile(r"[)}*+?]\s*\{|\{[^}]*\d{4}|\(\?[^:]")
+_COSTLY_PATTERN = re.compile(r"[)}*+?]\s*\{|\{[^{}]*\d{4}|\(\?[^:]")
 """Finds in a pattern a counted repetition of a group or of a repetition, a count of four digits, and a group that may
 change the syntax, such as `(?x`."""
 _KNOWN_PATTERNS = frozenset(map(narrowed, (*PATTERNS.values(), *NAME_FORMATS.values())))
@@ -142,7 +142,14 @@ def _is_rewritten_soon(schema: dict[str, Any]) -> bool:
         elif isinstance(value, list):
             waiting += value
     refs = [each["$ref"] for each in found if "$ref" in each]
-    return len(found) <= 2 * MAX_PLAIN_SUBSCHEMAS and all(map(_is_plain_reference, refs))
+    if len(found) > 2 * MAX_PLAIN_SUBSCHEMAS or not all(map(_is_plain_reference, refs)):
+        return False
+    return not any(_lists_names(each["propertyNames"]) for each in found if "propertyNames" in each)
+
+
+def _lists_names(schema: Any) -> bool:
+    """Return whether a value of `propertyNames` may list names. Each becomes a copy of `additionalProperties`."""
+    return isinstance(schema, dict) and not schema.keys().isdisjoint({"$ref", "const", "enum"})
 
 
 def part_of_limits(schemas: Sequence[Any]) -> float:

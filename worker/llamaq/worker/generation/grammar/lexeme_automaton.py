@@ -92,6 +92,10 @@ class Automaton:
             return self._ranges[state]
         return {one for state in states for one in self._ranges[state]}
 
+    def n_ranges(self, states: States) -> int:
+        """Return the number of ranges of these states. A range counts once for each state that has it."""
+        return sum([len(self._ranges[state]) for state in states])
+
     def by_range(self, states: States) -> dict[Range, list[int]]:
         """Return the ranges of the characters of these states, and for each range the states that have it."""
         found: dict[Range, list[int]] = {}
@@ -114,7 +118,7 @@ class Automaton:
         raise TypeError(f"{symbol!r} is not part of a regular rule")
 
     def _character(self, ranges: tuple[Range, ...]) -> _Part:
-        state = frozenset({self._add_state(ranges)})
+        state = frozenset({self._add_state(_merged(ranges))})
         return _Part(state, state, has_empty=False)
 
     def _add_state(self, ranges: tuple[Range, ...]) -> int:
@@ -196,3 +200,14 @@ class Automaton:
 
     def __repr__(self) -> str:
         return f"<Automaton {len(self._ranges)} states>"
+
+
+def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return ranges of the same characters that do not overlap."""
+    merged: list[Range] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], high)
+        else:
+            merged.append((low, high))
+    return tuple(merged)

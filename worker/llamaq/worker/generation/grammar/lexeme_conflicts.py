@@ -187,8 +187,9 @@ class LexemeConflicts:
                 continued = continuing.next_states(states[1])
                 if states[0] & ending.last:
                     have_common_text |= bool(states[1] & continuing.last)
+                    self._count_steps(continuing.n_ranges(continued))
                     ranges = continuing.ranges(continued)
-                    self._count_steps(len(continued) + len(ranges) * len(next_ranges))
+                    self._count_steps(len(ranges) * len(next_ranges))
                     if _overlap(ranges, next_ranges):
                         return _Comparison(have_common_text=True, have_conflict=True)
                 waiting.append((ending.next_states(states[0]), continued))
@@ -206,7 +207,7 @@ class LexemeConflicts:
             if _overlap(one.ranges(states), other.ranges(others)):
                 yield states, others
             return
-        self._count_steps(PAIR_STEPS + len(states) + len(others))
+        self._count_steps(PAIR_STEPS + one.n_ranges(states) + other.n_ranges(others))
         ranges = one.by_range(states)
         other_ranges = ranges if one is other and states == others else other.by_range(others)
         borders = {border for low, high in (*ranges, *other_ranges) for border in (low, high + 1)}

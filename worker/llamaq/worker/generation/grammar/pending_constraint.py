@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from typing import TypeAlias
 
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
@@ -46,7 +46,10 @@ class PendingConstraint:
                 except Exception as exc:
                     self._error = exc
                     raise
-                except BaseException as exc:  # the panic of a library in Rust, which is the error of this job alone
+                except BaseException as exc:
+                    if isinstance(exc, KeyboardInterrupt) and current_thread() is main_thread():
+                        raise  # Ctrl-C, which is no fault of the job
+                    # The panic of a library in Rust is no `Exception`. It is the error of this job alone.
                     self._error = RuntimeError(f"the compilation ended with {type(exc).__name__}")
                     raise self._error from exc
                 if self._only is not None:

@@ -61,8 +61,9 @@ class ConstraintTokenizer:
         self.n_tokens = len(vocab.pieces)
         self.end_tokens = vocab.end_tokens
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, TokenConstraint] = OrderedDict()
-        """The first states of the grammars that were used last. Jobs get copies of them."""
+        """Protects the next attribute. It is not held during a compilation."""
+        self._compilations: OrderedDict[str, _Compilation] = OrderedDict()
+        """Those of the grammars that were used last."""
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(tokens),
             n_vocab=self.n_tokens,
@@ -81,13 +82,11 @@ class ConstraintTokenizer:
             JobRejected: The grammar does not compile.
         """
         with self._lock:
-            first = self._compiled.pop(grammar, None)
-            if first is None or first.lexer.has_failed:
-                first = on_large_stack(lambda: self.compile_on_this_stack(grammar))
-            self._compiled[grammar] = first
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-            return first.copy()
+            one = self._compilations.pop(grammar, None) or _Compilation()
+            self._compilations[grammar] = one
+            if len(self._compilations) > MAX_COMPILED:
+                self._compilations.popitem(last=False)
+        return one.copy_of(lambda: on_large_stack(lambda: self.compile_on_this_stack(grammar)))
 
     def compile_on_this_stack(self, grammar: str) -> TokenConstraint:
         """Compile a grammar as `compile` does. The caller must run on a thread with a stack of `STACK_BYTES`."""
@@ -99,6 +98,34 @@ class ConstraintTokenizer:
 
     def __repr__(self) -> str:
         return f"<ConstraintTokenizer {self.n_tokens} tokens>"
+
+
+class _Compilation:
+    """The compilation of one grammar. Jobs with the same grammar wait for it; others do not."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Held during the compilation."""
+        self._first: TokenConstraint | None = None
+        """The first state of the grammar. Jobs get copies of it."""
+        self._error: JobRejected | None = None
+
+    def copy_of(self, compile_now: Callable[[], TokenConstraint]) -> TokenConstraint:
+        """Return a copy of the first state, compiled by `compile_now` if there is none that can be used.
+
+        Raises:
+            JobRejected: The grammar does not compile.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise JobRejected(self._error.code, self._error.message)
+            if self._first is None or self._first.lexer.has_failed:
+                try:
+                    self._first = compile_now()
+                except JobRejected as exc:
+                    self._error = exc
+                    raise
+            return self._first.copy()
 
 
 class SharedLexer:
