@@ -134,7 +134,9 @@ class _Rewriting:
         """Return a schema and all schemas in it rewritten."""
         self._n_schemas += 1
         if self._n_schemas > MAX_SCHEMAS:
-            raise ValueError(f"it has more than {MAX_SCHEMAS} schemas in it")
+            raise ValueError(
+                f"it has more than {MAX_SCHEMAS} schemas, also because each name in propertyNames copies one"
+            )
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
