@@ -134,9 +134,7 @@ class _Rewriting:
         """Return a schema and all schemas in it rewritten."""
         self._n_schemas += 1
         if self._n_schemas > MAX_SCHEMAS:
-            raise ValueError(
-                f"it has more than {MAX_SCHEMAS} schemas, also because each name in propertyNames copies one"
-            )
+            raise ValueError(f"it has more than {MAX_SCHEMAS} schemas; each name in propertyNames makes a copy of one")
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
