@@ -44,7 +44,8 @@ async def poison(seed: int, report: ProgressReport, *, n_jobs: int = 100, lease_
             dead_letters: Any = await client.redis.xrange(client.keys.dead(client.queue, 0))
     guilty = [job_id for job_id, accepted in checker.accepted.items() if accepted.ending == poisonous.demands["ending"]]
     if (dead := [fields[b"job"].decode() for _, fields in dead_letters]) != guilty:
-        checker.add_violation(f"the dead letters are {dead} instead of {guilty}")
+        reasons = [fields[b"reason"].decode() for _, fields in dead_letters]
+        checker.add_violation(f"the dead letters are {dead} instead of {guilty}: {reasons}; {pool.accidents}")
     n_deaths = plan.done[POISON]
     if n_deaths != MAX_CRASHES:
         checker.add_violation(f"{n_deaths} workers died of the poisonous job instead of {MAX_CRASHES}")

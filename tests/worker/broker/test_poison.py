@@ -181,6 +181,24 @@ async def test_a_worker_with_a_recent_heartbeat_has_not_crashed(
         assert await crashes(job) == n_crashes
 
 
+async def test_the_last_death_counts_only_when_the_worker_was_silent_for_one_more_lease(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job_claims = await open_job_claims(worker)
+        job, claim = await submit(client, worker)
+        for name in ("a", "b"):
+            await crash_worker(worker, claim, name)
+        suspect = await begin(worker, claim, worker.name)
+        await worker.announce(now_ms=int((time.time() - LEASE_S * 0.7) * 1000))
+        assert await job_claims.check_crash(claim) == "unsure"
+        assert (await suspect.emit([], "")).code == "ok", "the worker was only stopped, and the job is still its own"
+        assert await crashes(job) == 2
+        await worker.announce(now_ms=int((time.time() - LEASE_S * 1.6) * 1000))
+        assert await job_claims.check_crash(claim) == "dead"
+        assert (await suspect.emit([1], "a")).code == "lost"
+
+
 @pytest.mark.parametrize(("heartbeat_ms", "n_crashes"), [("+inf", 0), ("1e300", 0), ("-inf", 1), ("-7", 1)])
 async def test_an_impossible_heartbeat_of_another_client_does_not_end_the_worker(
     redis_url: str, queue: str, heartbeat_ms: str, n_crashes: int

@@ -27,7 +27,8 @@ class CrashCheck:
     renews its leases every third of `lease_s`. When the lease of a dead worker expires, the worker's last heartbeat is
     therefore at least two thirds of `lease_s` old. A live worker sends a heartbeat every few seconds. A worker whose
     last heartbeat is older than half of `lease_s` counts as crashed. If this worker is alive after all, its next flush
-    removes the crash from the count.
+    removes the crash from the count. A crash that ends the job cannot be removed. It counts only when the heartbeat is
+    older than one and a half `lease_s`, so that a short stop of a worker ends no job.
 
     Args:
         queue: The queue.
@@ -47,7 +48,8 @@ class CrashCheck:
 
         Returns:
             `ok`: the job may be claimed. `suspect`: the job may be run while no other job runs here.
-            `dead`: the job has failed. `stale`: another worker has claimed the job.
+            `dead`: the job has failed. `stale`: another worker has claimed the job. `unsure`: one more crash would end
+            the job, and its last worker may be alive. The worker that finds the job after one more lease decides.
         """
         queue = self._queue
         try:

@@ -4,12 +4,14 @@
 -- The death counts if all of these hold: the job is `at_risk` (requeue.lua deletes this field), another worker took the
 -- entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes` and `deaths` record it. A death
 -- after a stored token is counted in the metrics alone.
--- After too many deaths the job ends here with the error `poison`.
+-- After too many deaths the job ends here with the error `poison`. This cannot be undone, so the last death counts only if
+-- the heartbeat is three times as old. Until then nothing changes. The check is repeated when the lease has expired that
+-- this worker has given to the entry.
 --
 -- The job becomes 'queued' and is no longer at risk, so that a repeated call does not count the death again. The sign of
 -- its `started_attempt` changes, because no worker has the job now. If its last worker is alive, this worker may still
--- write until the claim, but must not publish `started` again. Nothing changes if the result is 'stale', or if the job
--- was cancelled: claim.lua ends a cancelled job.
+-- write until the claim, but must not publish `started` again. Nothing changes if the result is 'stale' or 'unsure', or
+-- if the job was cancelled: claim.lua ends a cancelled job.
 --
 -- A worker that is only paused or disconnected also counts as dead. When the worker continues, its first call for this
 -- attempt returns 'lost' and removes the death (see `remove_death` in _lib.lua).
@@ -34,11 +36,12 @@
 --         'suspect'  the job may be prepared and run while no other job runs on the worker
 --         'dead'     the job has ended here
 --         'stale'    another worker has claimed the job meanwhile
+--         'unsure'   one more death would end the job, and its last worker may be alive: it still has the job
 
 local job, events, stream, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local entry, group, channel, id, worker, last_worker, heartbeat_ms, dead_after_ms, suspect_deaths, dead_ttl, max_dead =
   unpack(ARGV)
-suspect_deaths = tonumber(suspect_deaths)
+dead_after_ms, suspect_deaths = tonumber(dead_after_ms), tonumber(suspect_deaths)
 
 local status, own_entry, priority, cancel, attempt, holder, at_risk, generated, generated_at_start, started_attempt =
   unpack(redis.call('HMGET', job, 'status', 'entry', 'priority', 'cancel', 'attempt', 'worker', 'at_risk', 'generated',
@@ -52,8 +55,14 @@ if at_risk then
   if holder ~= last_worker then
     return 'stale'
   end
+  local silent_ms = now_ms() - tonumber(heartbeat_ms)
+  local has_died = last_worker ~= worker and silent_ms >= dead_after_ms
+  local is_last = has_no_token and #deaths_of(job) >= suspect_deaths
+  if has_died and is_last and silent_ms < 3 * dead_after_ms then
+    return 'unsure'
+  end
   allow_writes_when_full(job)
-  if last_worker ~= worker and now_ms() - tonumber(heartbeat_ms) >= tonumber(dead_after_ms) then
+  if has_died then
     record_crash(job, attempt, last_worker, has_no_token)
   end
   redis.call('HSET', job, 'status', 'queued')
