@@ -71,9 +71,7 @@ end
 
 -- Begins an attempt of a job, and returns its number.
 local function begin_attempt(by, job, last, from)
-  if by.n_attempts == 0 then -- one call is enough for all later writes
-    allow_writes_when_full(job) -- claimed jobs end, and that frees memory
-  end
+  allow_writes_when_full(job) -- claimed jobs end, and that frees memory
   local attempt = redis.call('HINCRBY', job, 'attempt', 1) -- an error if another client has written a wrong number
   by.n_attempts = by.n_attempts + 1
   if last.generated_at_start and last.generated ~= last.generated_at_start then

@@ -94,10 +94,14 @@ local function fields_if_hash(key, ...)
   end
 end
 
--- Returns the time of the server in ms since the epoch.
+-- Returns the time of the server in ms since the epoch. It is read once in a call of a script.
+local time_of_call = false
 local function now_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+  if not time_of_call then
+    local time = redis.call('TIME')
+    time_of_call = time[1] * 1000 + math.floor(time[2] / 1000)
+  end
+  return time_of_call
 end
 
 -- Returns the array that Redis has replied. It is empty if the reply is an error: the job stream has no consumer group until
@@ -168,8 +172,12 @@ end
 -- Lets the later writes of a script succeed although Redis has reached `maxmemory`. Redis checks the limit only at the
 -- first write of a script, and never refuses PERSIST. The key must have no expiry, as a job that has not ended, or get a
 -- new one later in the script.
+local are_writes_allowed = false
 local function allow_writes_when_full(key)
-  redis.call('PERSIST', key)
+  if not are_writes_allowed then
+    redis.call('PERSIST', key)
+    are_writes_allowed = true
+  end
 end
 
 -- Emits one of the last events of a job. An event stream that another client has overwritten is deleted, because it
@@ -275,33 +283,40 @@ end
 local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'finished_ms',
   'cancel', 'finish_reason', 'stats', 'output', 'returned', 'digest'}
 
--- All fields of a job but `status`.
-local ALL_BUT_STATUS = {'request', 'returned', 'priority', 'entry', 'tenant', 'run_at_ms', 'waits_from_ms', 'retries_left',
-  'retried', 'retry_error', 'attempt', 'worker', 'lease_ms', 'claimed_ms', 'move_factor', 'started_attempt', 'at_risk', 'model',
-  'generated', 'generated_at_start', 'token_times', 'withheld', 'cancel', 'alone_ms', 'ttl_ms', 'events_ttl_ms',
-  'deadline_ms', 'timeout_ms', 'slot_ms', 'queue_deadline_ms', 'idempotency', 'digest', 'submitted_ms', 'started_ms',
-  'finished_ms', 'crashes', 'deaths', 'finish_reason', 'stats', 'error', 'output', 'usage'}
+-- All fields of a job but `status`, `finished_ms` and the rare ones. Only another client can have set those of the end.
+local USUAL_FIELDS = {'request', 'returned', 'priority', 'entry', 'attempt', 'worker', 'lease_ms', 'claimed_ms', 'move_factor',
+  'started_attempt', 'at_risk', 'model', 'generated', 'generated_at_start', 'token_times', 'withheld', 'alone_ms', 'ttl_ms',
+  'events_ttl_ms', 'deadline_ms', 'timeout_ms', 'slot_ms', 'queue_deadline_ms', 'submitted_ms', 'started_ms',
+  'finish_reason', 'stats', 'error', 'output', 'usage'}
 
--- The fields that `terminate` reads. It sets the others at the end of a job.
-local FIELDS_BEFORE_END = {'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'cancel', 'returned',
-  'digest', 'priority', 'waits_from_ms', 'token_times', 'usage', 'ttl_ms', 'events_ttl_ms', 'idempotency',
-  'queue_deadline_ms', 'deadline_ms', 'run_at_ms', 'tenant'}
+-- The fields that few jobs have. A job that has any also has one of those that `store_result` looks at.
+local RARE_FIELDS = {'tenant', 'run_at_ms', 'waits_from_ms', 'retries_left', 'retried', 'retry_error', 'cancel', 'idempotency',
+  'digest', 'crashes', 'deaths'}
+
+-- The fields that are read at the end of a job.
+local FIELDS_BEFORE_END = {'status', 'attempt', 'worker', 'started_attempt', 'crashes', 'generated', 'submitted_ms',
+  'started_ms', 'cancel', 'returned', 'digest', 'priority', 'waits_from_ms', 'token_times', 'ttl_ms', 'events_ttl_ms',
+  'idempotency', 'queue_deadline_ms', 'deadline_ms', 'run_at_ms', 'tenant', 'retries_left'}
 
 -- How long the keys of a job live after its end if another client has damaged the field `ttl_ms`.
 local DAMAGED_TTL_MS = 3600000
 
--- Returns the fields of the hash of a job that ends now, by name. `fields` is a flat list of fields that its end sets.
-local function state_at_end(job, status, fields)
+-- Returns the fields of the hash of a job that may end now, by name.
+local function state_before_end(job)
   local values, state = redis.call('HMGET', job, unpack(FIELDS_BEFORE_END)), {}
   for place, name in ipairs(FIELDS_BEFORE_END) do
     state[name] = values[place]
   end
+  return state
+end
+
+-- Adds the fields of a job's end to its state. `fields` is a flat list.
+local function add_fields_of_end(state, status, fields)
   for place = 1, #fields, 2 do
     state[fields[place]] = fields[place + 1]
   end
   state.status, state.finished_ms = status, now_ms()
   state.ttl_ms = whole_number(state.ttl_ms) or DAMAGED_TTL_MS
-  return state
 end
 
 -- Stores the fields of a finished job, and deletes the others, which are not read any more. All but one are deleted before
@@ -314,7 +329,11 @@ local function store_result(job, state)
       fields[#fields + 1], fields[#fields + 2] = name, state[name]
     end
   end
-  redis.call('HDEL', job, unpack(ALL_BUT_STATUS))
+  redis.call('HDEL', job, unpack(USUAL_FIELDS))
+  if state.tenant or state.run_at_ms or state.waits_from_ms or state.retries_left or state.cancel or state.idempotency
+    or state.digest or state.crashes then
+    redis.call('HDEL', job, unpack(RARE_FIELDS))
+  end
   redis.call('HSET', job, unpack(fields))
 end
 
@@ -361,13 +380,16 @@ end
 -- Ends a job: sets its status, emits its terminal event, starts the time to live of its keys, and drops its entry.
 -- Every job ends in this function, exactly once, even when Redis is full. `fields` is a flat list of further fields for
 -- the hash. `unsent` is an array with the msgpack of events before the terminal one; nil: there are none. The metrics of the
--- job are added to `counts`, and the caller stores them; nil: they are stored here.
+-- job are added to `counts`, and the caller stores them; nil: they are stored here. `state` is what `state_before_end` has
+-- returned; nil: it is read here.
 --
 -- An error before the status is set changes nothing. After that, an error of one step must not prevent the other steps:
 -- another client may have overwritten a key, or Redis Cluster may have moved a key to another server.
-local function terminate(job, events, channel, stream, group, entry, status, terminal, fields, unsent, counts)
+local function terminate(job, events, channel, stream, group, entry, status, terminal, fields, unsent, counts, state)
   allow_writes_when_full(job)
-  local state, counted = state_at_end(job, status, fields), counts or {}
+  local counted = counts or {}
+  state = state or state_before_end(job)
+  add_fields_of_end(state, status, fields)
   if status == 'finished' then
     store_result(job, state)
   else

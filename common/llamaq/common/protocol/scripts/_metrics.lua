@@ -36,13 +36,25 @@ local function count_events(job, name, number)
   return redis.pcall('HINCRBY', metrics_key(job), name, number)
 end
 
--- Adds numbers to counters. `counts` maps the name of each counter to a number. Two commands for all counters cost less
--- than one command for each counter. Another client may have overwritten the key: then the counters begin again. The function
--- ignores errors of Redis, because a counter must not stop a job.
+-- Stores what the functions below have added to `counts`: for each priority a table of counters by name, in which a
+-- histogram is a table of counters itself. The names of the fields are built only here, once for all jobs of a call.
+-- Two commands for all counters cost less than one command for each counter. Another client may have overwritten the key:
+-- then the counters begin again. The function ignores errors of Redis, because a counter must not stop a job.
 local function store_counts(job, counts)
-  local key, names, values = metrics_key(job), {'about'}, {}
-  for name in pairs(counts) do
-    names[#names + 1] = name
+  local key, names, numbers, values = metrics_key(job), {'about'}, {}, {}
+  local function add_field(name, number)
+    names[#names + 1], numbers[name] = name, number
+  end
+  for priority, counters in pairs(counts) do
+    for name, counter in pairs(counters) do
+      if type(counter) == 'number' then
+        add_field(priority .. ':' .. name, counter)
+      else
+        for bound, number in pairs(counter) do
+          add_field(priority .. ':' .. name .. ':' .. bound, number)
+        end
+      end
+    end
   end
   if #names == 1 then
     return
@@ -53,7 +65,7 @@ local function store_counts(job, counts)
     stored = {}
   end
   for i = 2, #names do
-    values[2 * i - 3], values[2 * i - 2] = names[i], (tonumber(stored[i] or '') or 0) + counts[names[i]]
+    values[2 * i - 3], values[2 * i - 2] = names[i], (tonumber(stored[i] or '') or 0) + numbers[names[i]]
   end
   if not stored[1] then
     values[#values + 1], values[#values + 2] = 'about', ABOUT
@@ -61,75 +73,84 @@ local function store_counts(job, counts)
   redis.pcall('HSET', key, unpack(values))
 end
 
--- Adds a number to a counter in `counts`.
-local function add_count(counts, name, number)
-  counts[name] = (counts[name] or 0) + number
+-- Adds a number to one of the counters of a priority.
+local function add_count(counters, name, number)
+  counters[name] = (counters[name] or 0) + number
 end
 
--- Adds a value of a histogram to `counts`.
-local function add_value(counts, name, bound, value)
-  add_count(counts, name .. ':' .. bound, 1)
-  add_count(counts, name .. ':sum', value)
+-- Returns a histogram among the counters of a priority, which is a table: the sum, and the count of each bucket.
+local function histogram_of(counters, name)
+  counters[name] = counters[name] or {sum = 0}
+  return counters[name]
 end
 
-local function add_time(counts, name, ms)
+local function add_value(counters, name, bound, value)
+  local histogram = histogram_of(counters, name)
+  add_count(histogram, bound, 1)
+  add_count(histogram, 'sum', value)
+end
+
+local function add_time(counters, name, ms)
   for _, bound in ipairs(JOB_TIMES_MS) do
     if ms <= bound then
-      return add_value(counts, name, bound, ms)
+      return add_value(counters, name, bound, ms)
     end
   end
-  add_value(counts, name, 'inf', ms)
+  add_value(counters, name, 'inf', ms)
 end
 
-local function add_length(counts, name, n_tokens)
+local function add_length(counters, name, n_tokens)
   local bound = 1
   while bound < n_tokens and bound < MAX_LENGTH_BOUND do
     bound = 2 * bound
   end
-  add_value(counts, name, bound < n_tokens and 'inf' or bound, n_tokens)
+  add_value(counters, name, bound < n_tokens and 'inf' or bound, n_tokens)
 end
 
 -- Adds the times of a job's tokens, 'FIRST LAST BOUND=COUNT ...' (see `TokenTimes` in worker/broker/token_times.py).
-local function add_token_times(counts, priority, token_times)
+local function add_token_times(counters, token_times)
   local first, last, between = string.match(token_times, '^(%d+) (%d+)(.*)$')
   if not first then
     return
   end
-  add_time(counts, priority .. 'first_token_ms', tonumber(first))
+  add_time(counters, 'first_token_ms', tonumber(first))
+  local histogram = histogram_of(counters, 'inter_token_ms')
   for bound, count in string.gmatch(between, '(%w+)=(%d+)') do
-    add_count(counts, priority .. 'inter_token_ms:' .. bound, tonumber(count))
+    add_count(histogram, bound, tonumber(count))
   end
-  add_count(counts, priority .. 'inter_token_ms:sum', math.max(0, last - first))
+  add_count(histogram, 'sum', math.max(0, last - first))
 end
 
 -- Adds the prompt of a job that a worker has prepared: 'PROMPT COMPUTED CACHED TIER', in tokens.
-local function add_prompt(counts, priority, usage)
+local function add_prompt(counters, usage)
   local prompt, computed, cached, tier = string.match(usage, '^(%d+) (%d+) (%d+) (%a+)$')
   if not prompt then
     return
   end
-  add_length(counts, priority .. 'prompt_tokens', tonumber(prompt))
+  add_length(counters, 'prompt_tokens', tonumber(prompt))
   if tier == 'unused' then -- the job had no slot
     return
   end
-  add_count(counts, priority .. 'computed', tonumber(computed))
-  add_count(counts, priority .. 'lookups:' .. tier, 1)
+  add_count(counters, 'computed', tonumber(computed))
+  add_count(counters, 'lookups:' .. tier, 1)
   if tier ~= 'none' then
-    add_count(counts, priority .. 'cached:' .. tier, tonumber(cached))
+    add_count(counters, 'cached:' .. tier, tonumber(cached))
   end
 end
 
 -- Adds a job that ends to `counts`. `state` has the fields of its hash, those of its end included. `terminal` is the msgpack
 -- of its terminal event.
 local function add_end(counts, state, terminal)
-  local priority = state.priority == 'bulk' and 'bulk:' or 'interactive:'
+  local priority = state.priority == 'bulk' and 'bulk' or 'interactive'
+  counts[priority] = counts[priority] or {}
+  local counters = counts[priority]
   local reason = state.status == 'finished' and state.finish_reason or cmsgpack.unpack(terminal).code
-  add_count(counts, priority .. state.status .. ':' .. tostring(reason), 1)
+  add_count(counters, state.status .. ':' .. tostring(reason), 1)
   local finished = tonumber(state.finished_ms)
   local since = tonumber(state.waits_from_ms or state.submitted_ms or '') or finished
-  add_time(counts, priority .. 'duration_ms', math.max(0, finished - since))
-  add_time(counts, priority .. 'queue_ms', math.max(0, (tonumber(state.started_ms or '') or finished) - since))
-  add_length(counts, priority .. 'output_tokens', tonumber(state.generated or '') or 0)
-  add_token_times(counts, priority, state.token_times or '')
-  add_prompt(counts, priority, state.usage or '')
+  add_time(counters, 'duration_ms', math.max(0, finished - since))
+  add_time(counters, 'queue_ms', math.max(0, (tonumber(state.started_ms or '') or finished) - since))
+  add_length(counters, 'output_tokens', tonumber(state.generated or '') or 0)
+  add_token_times(counters, state.token_times or '')
+  add_prompt(counters, state.usage or '')
 end

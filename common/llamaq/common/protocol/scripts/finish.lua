@@ -42,20 +42,19 @@ local values, counts, replies = cmsgpack.unpack(ARGV[5]), {}, {}
 -- Ends one job, and returns the value for this job.
 local function finish(job, events, stream, attempt, entry, channel, id, payload, offset, count, terminal, status,
                       has_started, reason, fields, progress)
-  local old_status, newest, last_worker, started_attempt, generated = unpack(redis.call('HMGET', job,
-    'status', 'attempt', 'worker', 'started_attempt', 'generated'))
-  if not old_status or has_ended(old_status)
-    or not is_newest_attempt(tonumber(newest), last_worker, attempt, worker) then
+  local state = state_before_end(job)
+  if not state.status or has_ended(state.status)
+    or not is_newest_attempt(tonumber(state.attempt), state.worker, attempt, worker) then
     remove_death(job, attempt, worker)
     return 'lost'
   end
-  local stored, unsent = whole_number(generated) or 0, {}
+  local stored, unsent = whole_number(state.generated) or 0, {}
   if payload ~= '' and stored ~= offset and stored <= offset + count then
     return stored
   end
   allow_writes_when_full(job)
-  if has_started and not was_started(attempt, started_attempt) then -- no flush has started the job before its end
-    redis.call('HSETNX', job, 'started_ms', now_ms())
+  if has_started and not was_started(attempt, state.started_attempt) then -- no flush has started the job before its end
+    fields[#fields + 1], fields[#fields + 2] = 'started_ms', state.started_ms or now_ms()
     unsent[1] = cmsgpack.pack({type = 'started', attempt = attempt, worker = worker})
   end
   if #progress > 0 then -- they are published, not stored
@@ -70,7 +69,7 @@ local function finish(job, events, stream, attempt, entry, channel, id, payload,
   if payload ~= '' then
     unsent[#unsent + 1] = payload
   end
-  terminate(job, events, channel, stream, group, entry, status, terminal, fields, unsent, counts)
+  terminate(job, events, channel, stream, group, entry, status, terminal, fields, unsent, counts, state)
   if reason ~= '' then
     add_dead_letter(job, events, dead, id, reason, '', dead_ttl, max_dead)
   end
