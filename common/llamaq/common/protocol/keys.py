@@ -120,6 +120,7 @@ class JobKeys:
     bulk: str
 
 
+@lru_cache(maxsize=256)
 def priority_of(stream: str) -> Priority:
     """Return the priority of a job stream, whose key `Keys.jobs` returned."""
     return Priority.INTERACTIVE if stream.endswith(f":{Priority.INTERACTIVE}") else Priority.BULK

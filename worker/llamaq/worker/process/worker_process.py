@@ -53,6 +53,10 @@ SWITCH_INTERVAL_S = 0.0002
 it returns, the engine thread must acquire the GIL again. With Python's default interval of 5 ms, the engine thread
 would wait up to 5 ms while the I/O thread is busy."""
 
+GC_THRESHOLD = 20_000
+"""Number of new objects, less those that were freed, after which Python looks for cycles of objects that nothing uses.
+With Python's default of 700, this happens after every few jobs, and stops all threads each time."""
+
 Watch = Callable[[EngineLiveness], AbstractContextManager[object]]
 """Returns a context manager that is active while the ticks run."""
 
@@ -178,6 +182,7 @@ class WorkerProcess:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return_free_heap()
         gc.freeze()  # so that garbage collections during ticks skip the objects that live as long as the process
+        gc.set_threshold(GC_THRESHOLD)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
