@@ -18,10 +18,11 @@ from llamaq.common.protocol.attempt_scripts import DEAD_TTL_S
 from llamaq.common.protocol.job_events import Finished, Started
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_types import Claimant, CrashVerdict, JobEntry, TerminalWrite
+from llamaq.common.protocol.script_types import Claimant, JobEntry, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeAttemptScripts, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.broker.worker_scripts import CrashVerdict
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 

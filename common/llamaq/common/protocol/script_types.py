@@ -32,8 +32,6 @@ ExpireCode = Literal["none", "ended", "given"]
 """The effect of a call of `expire`; expire.lua explains the values."""
 PriorityCode = Literal["gone", "done", "running", "changed"]
 """The effect of a call of `set_priority`; set_priority.lua explains the values."""
-CrashVerdict = Literal["ok", "suspect", "dead", "stale", "unsure"]
-"""What a worker must do with a reclaimed job; check_crash.lua explains the values."""
 
 
 @dataclass(frozen=True, slots=True)

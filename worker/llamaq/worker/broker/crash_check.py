@@ -9,10 +9,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from llamaq.common.protocol.script_types import Claimant, CrashVerdict, JobEntry
+from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.common.redis.write_refusals import refuses_writes
 from llamaq.worker.broker.worker_queue import WorkerQueue
-from llamaq.worker.broker.worker_scripts import WorkerScripts
+from llamaq.worker.broker.worker_scripts import CrashVerdict, WorkerScripts
 
 HEARTBEAT_TIMEOUT_S = 1.0
 """How long a worker waits for the heartbeat of the last worker of a reclaimed job."""

@@ -19,7 +19,6 @@ from llamaq.common.protocol.script_types import (
     Attempt,
     Claimant,
     ClaimOutcome,
-    CrashVerdict,
     DueJobs,
     Entry,
     JobEntry,
@@ -30,7 +29,7 @@ from llamaq.worker.broker.dead_letters import DeadLetters
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.broker.published_output import NO_OUTPUT, read_published
 from llamaq.worker.broker.worker_queue import WorkerQueue
-from llamaq.worker.broker.worker_scripts import WorkerScripts
+from llamaq.worker.broker.worker_scripts import CrashVerdict, WorkerScripts
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from redis.exceptions import ResponseError
 
@@ -17,7 +17,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.script_source import source
-from llamaq.common.protocol.script_types import CrashVerdict, JobEntry, JobFlush, StoredEnd
+from llamaq.common.protocol.script_types import JobEntry, JobFlush, StoredEnd
 from llamaq.common.redis.write_refusals import is_job_key_error
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ MAX_WAITING_EXAMINED = 100
 """Upper bound on the waiting entries of one stream that are examined for a worker with a free slot."""
 MAX_STATS = 10_000
 """Approximate upper bound on the ended jobs whose stats a queue stores."""
+CrashVerdict = Literal["ok", "suspect", "dead", "stale", "unsure"]
+"""What a worker must do with a reclaimed job; check_crash.lua explains the values."""
 
 
 class WorkerScripts(AttemptScripts):

@@ -1,6 +1,5 @@
--- Functions that the scripts share. When a script is loaded, the functions that it needs are put in front of it
--- (script_source.py): those of `_metrics.lua`, `_turns.lua`, this file, `_claim.lua` and the worker's `_shared.lua`, in
--- this order.
+-- Functions that the scripts share. script_source.py puts those that a script needs in front of it: of `_metrics.lua`,
+-- `_turns.lua`, this file, `_claim.lua` and the worker's `_shared.lua`, in this order.
 --
 -- Fields of a job's hash:
 --   request               msgpack of JobRequest; deleted when the job finishes
@@ -94,7 +93,7 @@ local function fields_if_hash(key, ...)
   end
 end
 
--- Returns the time of the server in ms since the epoch. It is read once in a call of a script.
+-- Returns the time of the server in ms since the epoch, read once in a call.
 local time_of_call = false
 local function now_ms()
   if not time_of_call then
@@ -110,9 +109,8 @@ local function array_or_empty(reply)
   return reply.err and {} or reply
 end
 
--- Gives a pending entry to a consumer, with a lease of `lease_ms`: its idle time is set so that it reaches
--- EXPIRED_IDLE_MS when the lease expires. So the length of the lease depends only on the worker that holds the entry,
--- not on the worker that searches for expired entries.
+-- Gives a pending entry to a consumer, with a lease of `lease_ms`: its idle time reaches EXPIRED_IDLE_MS when the lease
+-- expires. So the worker that holds the entry decides how long the lease is, not the one that searches for expired ones.
 local function renew_lease(stream, group, consumer, entry, lease_ms)
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'JUSTID')
 end
@@ -283,20 +281,17 @@ end
 local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'finished_ms',
   'cancel', 'finish_reason', 'stats', 'output', 'returned', 'digest'}
 
--- All fields of a job but `status`, `finished_ms` and the rare ones. Only another client can have set those of the end.
-local USUAL_FIELDS = {'request', 'returned', 'priority', 'entry', 'attempt', 'worker', 'lease_ms', 'claimed_ms', 'move_factor',
-  'started_attempt', 'at_risk', 'model', 'generated', 'generated_at_start', 'token_times', 'withheld', 'alone_ms', 'ttl_ms',
-  'events_ttl_ms', 'deadline_ms', 'timeout_ms', 'slot_ms', 'queue_deadline_ms', 'submitted_ms', 'started_ms',
-  'finish_reason', 'stats', 'error', 'output', 'usage'}
-
--- The fields that few jobs have. A job that has any also has one of those that `store_result` looks at.
-local RARE_FIELDS = {'tenant', 'run_at_ms', 'waits_from_ms', 'retries_left', 'retried', 'retry_error', 'cancel', 'idempotency',
-  'digest', 'crashes', 'deaths'}
+-- All fields of a job but `status`.
+local ALL_BUT_STATUS = {'request', 'returned', 'priority', 'entry', 'tenant', 'run_at_ms', 'waits_from_ms', 'retries_left',
+  'retried', 'retry_error', 'attempt', 'worker', 'lease_ms', 'claimed_ms', 'move_factor', 'started_attempt', 'at_risk', 'model',
+  'generated', 'generated_at_start', 'token_times', 'withheld', 'cancel', 'alone_ms', 'ttl_ms', 'events_ttl_ms',
+  'deadline_ms', 'timeout_ms', 'slot_ms', 'queue_deadline_ms', 'idempotency', 'digest', 'submitted_ms', 'started_ms',
+  'finished_ms', 'crashes', 'deaths', 'finish_reason', 'stats', 'error', 'output', 'usage'}
 
 -- The fields that are read at the end of a job.
 local FIELDS_BEFORE_END = {'status', 'attempt', 'worker', 'started_attempt', 'crashes', 'generated', 'submitted_ms',
-  'started_ms', 'cancel', 'returned', 'digest', 'priority', 'waits_from_ms', 'token_times', 'ttl_ms', 'events_ttl_ms',
-  'idempotency', 'queue_deadline_ms', 'deadline_ms', 'run_at_ms', 'tenant', 'retries_left'}
+  'started_ms', 'cancel', 'returned', 'digest', 'priority', 'waits_from_ms', 'token_times', 'usage', 'ttl_ms',
+  'events_ttl_ms', 'idempotency', 'queue_deadline_ms', 'deadline_ms', 'run_at_ms', 'tenant'}
 
 -- How long the keys of a job live after its end if another client has damaged the field `ttl_ms`.
 local DAMAGED_TTL_MS = 3600000
@@ -329,11 +324,7 @@ local function store_result(job, state)
       fields[#fields + 1], fields[#fields + 2] = name, state[name]
     end
   end
-  redis.call('HDEL', job, unpack(USUAL_FIELDS))
-  if state.tenant or state.run_at_ms or state.waits_from_ms or state.retries_left or state.cancel or state.idempotency
-    or state.digest or state.crashes then
-    redis.call('HDEL', job, unpack(RARE_FIELDS))
-  end
+  redis.call('HDEL', job, unpack(ALL_BUT_STATUS))
   redis.call('HSET', job, unpack(fields))
 end
 
@@ -380,8 +371,8 @@ end
 -- Ends a job: sets its status, emits its terminal event, starts the time to live of its keys, and drops its entry.
 -- Every job ends in this function, exactly once, even when Redis is full. `fields` is a flat list of further fields for
 -- the hash. `unsent` is an array with the msgpack of events before the terminal one; nil: there are none. The metrics of the
--- job are added to `counts`, and the caller stores them; nil: they are stored here. `state` is what `state_before_end` has
--- returned; nil: it is read here.
+-- job are added to `counts`, and the caller stores them; nil: they are stored here. `state` is that of `state_before_end`;
+-- nil: it is read here.
 --
 -- An error before the status is set changes nothing. After that, an error of one step must not prevent the other steps:
 -- another client may have overwritten a key, or Redis Cluster may have moved a key to another server.

@@ -14,12 +14,12 @@
 --   PRIORITY:output_tokens:BOUND, :sum      length of the output
 --   PRIORITY:computed, PRIORITY:cached:TIER prompt tokens of the last run
 --   PRIORITY:lookups:TIER                   last runs by the tier of their cached tokens; 'none': there were none
---   about                                   a text. Redis stores a hash with a value of more than 64 bytes as a hash
---                                           table, in which it finds a field faster than in the packed form
+--   about                                   a text of more than 64 bytes: with it, Redis uses a hash table, in which it
+--                                           finds a field faster than in the packed form
 --
 -- For a job that was submitted for a later time, times count from this later time.
 
-local ABOUT = 'Counters of the jobs of this partition since it exists. The command `llamaq metrics` adds up all partitions.'
+local ABOUT = 'Counters of the jobs of this partition. The command `llamaq metrics` adds up all partitions.'
 
 -- Bounds of the buckets of times in ms; JOB_TIMES_MS in metrics/buckets.py has the same.
 local JOB_TIMES_MS = {1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000,
@@ -36,9 +36,8 @@ local function count_events(job, name, number)
   return redis.pcall('HINCRBY', metrics_key(job), name, number)
 end
 
--- Stores what the functions below have added to `counts`: for each priority a table of counters by name, in which a
--- histogram is a table of counters itself. The names of the fields are built only here, once for all jobs of a call.
--- Two commands for all counters cost less than one command for each counter. Another client may have overwritten the key:
+-- Adds `counts` to the counters. It has a table of counters by name for each priority, in which a histogram is a table too.
+-- The names of the fields are built here, once for all jobs of a call. Two commands for all counters cost less than one command for each counter. Another client may have overwritten the key:
 -- then the counters begin again. The function ignores errors of Redis, because a counter must not stop a job.
 local function store_counts(job, counts)
   local key, names, numbers, values = metrics_key(job), {'about'}, {}, {}
@@ -78,7 +77,7 @@ local function add_count(counters, name, number)
   counters[name] = (counters[name] or 0) + number
 end
 
--- Returns a histogram among the counters of a priority, which is a table: the sum, and the count of each bucket.
+-- Returns a histogram of a priority: a table with the sum and the counts of the buckets.
 local function histogram_of(counters, name)
   counters[name] = counters[name] or {sum = 0}
   return counters[name]
