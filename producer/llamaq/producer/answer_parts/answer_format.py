@@ -13,8 +13,7 @@ from pydantic import Field
 
 from llamaq.common.protocol import answer_tags
 from llamaq.common.protocol.wire_model import WireModel
-from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter, FirstCall
-from llamaq.producer.answer_parts.content_splitter import ContentSplitter
+from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter, ContentSplitter, FirstCall
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
 from llamaq.producer.answer_parts.xml_call import text_parameters_of

@@ -1,11 +1,11 @@
-"""What every splitter does, and a splitter for requests that allow one call."""
+"""What every splitter does, and the splitters of an answer without parts and of one that may have one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part
 
 
 class AnswerSplitter(Protocol):
@@ -25,6 +25,23 @@ class AnswerSplitter(Protocol):
     @property
     def reasoning_spans(self) -> Sequence[tuple[int, int]]:
         """The places of the reasoning so far: the positions of its first characters, and those after its last ones."""
+
+
+class ContentSplitter:
+    """Returns the whole answer as content."""
+
+    def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:  # noqa: ARG002 - it has no tags
+        """See `AnswerSplitter`."""
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        """See `AnswerSplitter`."""
+        return []
+
+    @property
+    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
+        """See `AnswerSplitter`."""
+        return ()
 
 
 class FirstCall:
