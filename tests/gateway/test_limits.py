@@ -11,7 +11,9 @@ import httpx
 import pytest
 from tests.support.http_server import post_of, sending, serving_http
 
+from llamaq.common.errors import InvalidSettings
 from llamaq.gateway.prepared.completion import PreparedCompletion
+from llamaq.gateway.settings import serve_settings
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 
@@ -234,6 +236,19 @@ async def test_the_offer_of_another_protocol_is_ignored(
         answer = await http.get("/health", headers={"Connection": "Upgrade", "Upgrade": protocol})
     assert answer.status_code == 200
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    "origins", ["https://a.example http://b.example", "https://a.example/", "chat.example.org", "HTTPS://a.example"]
+)
+def test_a_setting_of_cors_that_no_browser_sends_is_refused(origins: str) -> None:
+    with pytest.raises(InvalidSettings, match=r"cors_origins: .* is no origin such as https://chat\.example\.org"):
+        serve_settings(cors_origins=origins)
+
+
+def test_all_kinds_of_origins_may_be_listed() -> None:
+    origins = ("*", "localhost", "null", "http://10.0.0.1:3000", "http://[::1]", "chrome-extension://abcdef")
+    assert serve_settings(cors_origins=",".join(origins)).cors_origins == origins
 
 
 async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(redis_url: str, queue: str) -> None:

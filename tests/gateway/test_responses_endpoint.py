@@ -17,7 +17,9 @@ from llamaq.gateway.http import event_stream
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.responses.item_references import with_referenced_items
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseStore
+from llamaq.gateway.routes import responses
 from llamaq.producer import FinishReason
+from llamaq.producer.testing import FakeAttempt
 
 RESPONSES = "/v1/responses"
 
@@ -83,6 +85,34 @@ async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queu
     assert texts == [turn["content"] for turn in turns]
     assert [item["content"][0]["text"] for item in whole["data"]] == texts[:-21:-1], "the newest 20 first"
     assert [answer.status_code for answer in refused] == [400, 400, 400]
+
+
+async def test_a_cancel_returns_when_the_job_has_ended_or_after_a_second(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "CANCEL_WAIT_S", 30.0)
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def begin() -> tuple[str, FakeAttempt]:
+            created = (await http.post(RESPONSES, json={"input": "hi", "background": True})).json()
+            attempt = await worker.start_next()
+            await attempt.emit([1], "a")
+            return f"{RESPONSES}/{created['id']}", attempt
+
+        path, attempt = await begin()
+        cancelling = asyncio.create_task(http.post(f"{path}/cancel"))
+        while (await attempt.emit([], "")).code != "cancel":
+            await asyncio.sleep(0.01)
+        assert not cancelling.done(), "the worker has not ended the job"
+        await attempt.finish(FinishReason.CANCELLED)
+        answers = [(await cancelling).json(), (await http.get(path)).json()]
+        assert [answer["status"] for answer in answers] == ["cancelled", "cancelled"]
+
+        monkeypatch.setattr(responses, "CANCEL_WAIT_S", 0.1)
+        path, attempt = await begin()
+        answer = (await http.post(f"{path}/cancel")).json()
+        assert answer["status"] == "cancelled", "the worker will end the job"
+        await attempt.finish(FinishReason.CANCELLED)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

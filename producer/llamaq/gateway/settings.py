@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,6 +12,9 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from llamaq.common.logging_setup import LogFormat
 from llamaq.common.protocol.output_params import MAX_GENERATED_TOKENS
 from llamaq.common.settings import ENV_PREFIX, ClientSettings, LogFormatSetting, LogLevelSetting, build_settings
+
+_ORIGIN = re.compile(r"\*|localhost|null|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+"""Matches what `cors_origins` may contain. A browser sends `null` for a page from a file."""
 
 
 class ServeSettings(ClientSettings):
@@ -123,6 +127,14 @@ class ServeSettings(ClientSettings):
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin such as https://chat.example.org or http://10.0.0.1:3000")
+        return origins
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.errors import JobFailed, JobNotFound
+from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation, describe_wait
@@ -35,6 +35,10 @@ from llamaq.producer import AsyncJob, Chunk
 
 MAX_LISTED, LISTED = 100, 20
 """Number of items in a page of the input: the largest, and that of a request without `limit`."""
+
+CANCEL_WAIT_S = 1.0
+"""How long a cancel waits for the end of the job, which comes after the tick that runs. So a request that comes next
+shows the same state."""
 
 Pieces = AsyncGenerator[Chunk | Result, None]
 """The chunks of a job, and at last its result."""
@@ -96,8 +100,10 @@ async def cancel(request: Request) -> Response:
     """Cancel a response."""
     record, job = await _find(request)
     await job.cancel()
+    with suppress(JobFailed, ResultTimeout):  # the response has the failure
+        await job.result(timeout=CANCEL_WAIT_S)
     response = await _current(request, record, job)
-    # A running job ends within a few ticks.
+    # If the tick takes longer, the job will be cancelled after it.
     return json_response(response if response["usage"] or response["error"] else response | {"status": "cancelled"})
 
 
