@@ -101,8 +101,11 @@ async def test_a_cancel_returns_when_the_job_has_ended_or_after_a_second(
 
         path, attempt = await begin()
         cancelling = asyncio.create_task(http.post(f"{path}/cancel"))
-        while (await attempt.emit([], "")).code != "cancel":
-            await asyncio.sleep(0.01)
+
+        async def is_told() -> bool:
+            return (await attempt.emit([], "")).code == "cancel"
+
+        await until(is_told)
         assert not cancelling.done(), "the worker has not ended the job"
         await attempt.finish(FinishReason.CANCELLED)
         answers = [(await cancelling).json(), (await http.get(path)).json()]
