@@ -242,7 +242,7 @@ async def test_the_offer_of_another_protocol_is_ignored(
     "origins", ["https://a.example http://b.example", "https://a.example/", "chat.example.org", "HTTPS://a.example"]
 )
 def test_a_setting_of_cors_that_no_browser_sends_is_refused(origins: str) -> None:
-    with pytest.raises(InvalidSettings, match=r"cors_origins: .* is no origin such as https://chat\.example\.org"):
+    with pytest.raises(InvalidSettings, match=r"--cors-origins .* is no origin such as https://chat\.example\.org"):
         serve_settings(cors_origins=origins)
 
 

@@ -133,7 +133,7 @@ class ServeSettings(ClientSettings):
     def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin such as https://chat.example.org or http://10.0.0.1:3000")
+                raise ValueError(f"{origin!r} is no origin such as https://chat.example.org")
         return origins
 
     @model_validator(mode="after")

@@ -10,8 +10,10 @@ from llamaq.worker.scheduling.strategies.batch_strategies import BuiltInStrategy
 from llamaq.worker.scheduling.strategies.tick_times import TickTime, TickTimeModel
 
 DEFAULT_TARGET_ITL_MS = 50.0
-HEADROOM = 0.9
-"""Part of the target that a tick may take. The rest is the time in which the token reaches its subscriber."""
+DELIVERY_S = 0.003
+"""By how much the time varies in which a token reaches its subscriber. A tick must end that long before the target."""
+DELIVERY_SHARES = (0.1, 0.15)
+"""The smallest and the largest part of the target that is left for this."""
 PREFILL_SHARE = 0.25
 """Prompts get at least this much time for each second of decoding, even if the target is missed then."""
 MAX_TICKS_WITH_PROMPTS = 32
@@ -32,6 +34,8 @@ class LatencyTarget(BuiltInStrategy):
 
     def __init__(self, target_itl_ms: float = DEFAULT_TARGET_ITL_MS) -> None:
         self.target_itl_ms = target_itl_ms
+        smallest_s, largest_s = (share * target_itl_ms / 1000 for share in DELIVERY_SHARES)
+        self._longest_tick_s = target_itl_ms / 1000 - max(smallest_s, min(DELIVERY_S, largest_s))
         self._model = TickTimeModel()
 
     def record_tick(self, tick: TickTime) -> None:
@@ -42,7 +46,7 @@ class LatencyTarget(BuiltInStrategy):
         """Return how long a tick may take. 0 while prompts are computed: they get the time that the streams leave."""
         if any(slot.state is SlotState.PREFILL for slot in slots):
             return 0.0
-        return HEADROOM * self.target_itl_ms / 1000 / self._model.safety_factor
+        return self._longest_tick_s / self._model.safety_factor
 
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
         decode = decode_tokens(slots, budget)
@@ -56,7 +60,7 @@ class LatencyTarget(BuiltInStrategy):
         decode_s = model.decode_s(n_decode)
         if decode_s is None or model.n_since_decode >= MAX_TICKS_WITH_PROMPTS:
             return 0
-        tick_s = HEADROOM * self.target_itl_ms / 1000 / model.safety_factor
+        tick_s = self._longest_tick_s / model.safety_factor
         return max(1, model.n_prefill_within(max(tick_s - decode_s, PREFILL_SHARE * decode_s)))
 
     def __repr__(self) -> str:

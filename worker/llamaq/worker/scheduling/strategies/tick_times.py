@@ -33,9 +33,8 @@ DECAY = 0.7
 """Weight of a tick, compared with the next newer one, for the time of one prompt token."""
 N_ERRORS = 64
 """Number of newest predictions whose errors give the safety factor."""
-ERROR_RANK = 0.98
-"""The safety factor is this quantile of the errors. 95 % of the gaps must meet the target. With the quantile 0.95, half
-of the streams would miss it by chance, and the time until a token reaches its subscriber varies too."""
+ERROR_RANK = 0.95
+"""The safety factor is this quantile of the errors, because 95 % of the ticks must meet the target."""
 FIRST_ERROR, LARGEST_ERROR = 1.25, 2.0
 """The safety factor before any prediction was checked, and its upper bound. An error is measured / predicted time."""
 FIRST_TOKENS = 8
@@ -101,7 +100,7 @@ class TickTimeModel:
     Both times are medians, so a single slow tick changes little. The time of a prompt token depends mainly on the
     newest ticks, because attention covers more cells with each chunk. Ticks with many prompt tokens have more weight,
     because the time of a few prompt tokens is shorter than the noise. The errors of the predictions are measured too,
-    and plans leave room for 98 % of these errors.
+    and plans leave room for 95 % of these errors.
     """
 
     def __init__(self) -> None:
@@ -147,7 +146,7 @@ class TickTimeModel:
 
     @property
     def safety_factor(self) -> float:
-        """Measured time divided by predicted time, in the worst of 98 % of the ticks. At least 1."""
+        """Measured time divided by predicted time, in the worst of 95 % of the ticks. At least 1."""
         ordered = sorted(self._errors)
         return max(1.0, ordered[min(int(ERROR_RANK * len(ordered)), len(ordered) - 1)])
 
