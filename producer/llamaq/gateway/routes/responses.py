@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
+from llamaq.common.errors import JobFailed, JobNotFound, NoWorker, ResultTimeout
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation, describe_wait
@@ -100,7 +100,7 @@ async def cancel(request: Request) -> Response:
     """Cancel a response."""
     record, job = await _find(request)
     await job.cancel()
-    with suppress(JobFailed, ResultTimeout):  # the response has the failure
+    with suppress(JobFailed, NoWorker, ResultTimeout):  # the response shows a failure
         await job.result(timeout=CANCEL_WAIT_S)
     response = await _current(request, record, job)
     # If the tick takes longer, the job will be cancelled after it.

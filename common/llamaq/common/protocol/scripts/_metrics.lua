@@ -37,8 +37,9 @@ local function count_events(job, name, number)
 end
 
 -- Adds `counts` to the counters. It has a table of counters by name for each priority, in which a histogram is a table too.
--- The names of the fields are built here, once for all jobs of a call. Two commands for all counters cost less than one command for each counter. Another client may have overwritten the key:
--- then the counters begin again. The function ignores errors of Redis, because a counter must not stop a job.
+-- The names of the fields are built here, once for all jobs of a call. Two commands for all counters cost less than one
+-- for each counter. Another client may have overwritten the key: then the counters begin again. The function ignores
+-- errors of Redis, because a counter must not stop a job.
 local function store_counts(job, counts)
   local key, names, numbers, values = metrics_key(job), {'about'}, {}, {}
   local function add_field(name, number)
