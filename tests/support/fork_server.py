@@ -47,7 +47,8 @@ def serve(control: socket.socket) -> NewProcess | None:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGHUP):  # `nohup make test` ignores SIGHUP
+                signal.signal(number, signal.SIG_DFL)
             for one in (control, woken, wake, *running.values()):
                 one.close()
             os.close(replies)

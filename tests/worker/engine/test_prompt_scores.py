@@ -36,8 +36,10 @@ OPTIONS = ContextOptions(
     n_threads_batch=1,
     n_logits=N_SLOTS + N_SCORED,
     flash_attn="off",  # with flash attention, the logits differ more with the shape of the batch
+    cache_type_k="f32",  # with f16, they differ by 1e-3 on some processors
+    cache_type_v="f32",
 )
-TOLERANCE = 1e-3
+TOLERANCE = 5e-4
 
 
 @pytest.fixture
