@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Connection, Redis
-from redis.exceptions import AuthenticationError, DataError
+from redis.exceptions import AuthenticationError, DataError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests.support.ports import HOST, reserve_ports
@@ -137,6 +137,14 @@ async def test_a_refused_password_names_the_setting(redis_url: str) -> None:
     redis = connect(f"{redis_url}{'&' if '?' in redis_url else '?'}username=nobody&password=wrong", name="test")
     with pytest.raises(AuthenticationError, match=r"user or password of --redis-url .* refused: "):
         await make_connection(redis, "").connect()  # type: ignore[no-untyped-call]
+    await redis.aclose()
+
+
+async def test_a_database_that_does_not_exist_names_the_setting(redis_url: str) -> None:
+    redis = connect(f"{redis_url}{'&' if '?' in redis_url else '?'}db=999", name="test")
+    for _ in range(2):  # a connection with a refused database must not be used later
+        with pytest.raises(ResponseError, match=r"database of --redis-url .* refused: DB index is out of range; usual"):
+            await redis.ping()
     await redis.aclose()
 
 

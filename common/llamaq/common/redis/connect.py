@@ -122,7 +122,8 @@ def make_connection(redis: Redis, node: str) -> AbstractConnection:
 def explaining_connection(kind: type[C]) -> type[C]:
     """Return a subclass of this connection class whose errors name the probable cause of a failed attempt to connect.
 
-    The next attempt reads the certificate files again, because they may have been replaced.
+    The connection is closed after such an attempt. The next attempt reads the certificate files again, because they may
+    have been replaced.
     """
     uses_tls = issubclass(kind, SSLConnection)
 
@@ -130,7 +131,9 @@ def explaining_connection(kind: type[C]) -> type[C]:
         async def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
             try:
                 await super().connect_check_health(*args, **kwargs)
-            except (RedisConnectionError, RedisTimeoutError) as exc:
+            except RedisError as exc:
+                # redis-py does not close a Unix socket here. The next command would use database 0 as the default user.
+                await self.disconnect(nowait=True)
                 if uses_tls:
                     self.ssl_context.context = None
                 if (explained := _explain(exc, uses_tls)) is None:
@@ -148,6 +151,8 @@ def _explain(error: RedisError, uses_tls: bool) -> RedisError | None:
     text = str(error)
     if isinstance(error.__cause__ or error, AuthenticationError):  # redis-py wraps the error of a Unix socket
         return AuthenticationError(f"user or password of --redis-url (LLAMAQ_REDIS_URL) refused: {text}")
+    if "DB index" in text:
+        return ResponseError(f"database of --redis-url (LLAMAQ_REDIS_URL) refused: {text}; usual are 0 to 15")
     if uses_tls and isinstance(error, RedisTimeoutError):
         return RedisTimeoutError(f"{text}; a server without TLS needs redis:// in place of rediss://")
     if not uses_tls and ("closed by server" in text or "while reading" in text):
