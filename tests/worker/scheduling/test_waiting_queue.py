@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.worker.scheduling.test_scheduler import Rig
+from tests.support.ticked_jobs import TickedJobs
 
 from llamaq.worker.testing import make_job
 
 
 def test_a_job_waits_for_one_job_of_another_tenant_and_not_for_all_that_were_claimed_before() -> None:
-    rig = Rig(n_slots=1)
+    rig = TickedJobs(n_slots=1)
     jobs = [make_job("aaaa", job_id=f"a{number}", tenant="a", max_tokens=3) for number in range(3)]
     rig.submit(*jobs)
     rig.tick()
@@ -21,7 +21,7 @@ def test_a_job_waits_for_one_job_of_another_tenant_and_not_for_all_that_were_cla
 
 
 def test_a_free_slot_goes_to_the_tenant_with_the_fewest_running_jobs() -> None:
-    rig = Rig(n_slots=3)
+    rig = TickedJobs(n_slots=3)
     rig.submit(*(make_job("x", job_id=f"a{number}", tenant="a", max_tokens=50) for number in range(4)))
     rig.submit(*(make_job("x", job_id=f"-{number}", max_tokens=2) for number in range(3)))
     rig.tick()
@@ -34,7 +34,7 @@ def test_a_free_slot_goes_to_the_tenant_with_the_fewest_running_jobs() -> None:
 
 
 def test_a_longer_cached_prefix_does_not_pass_a_job_of_another_tenant() -> None:
-    rig = Rig(n_slots=1)
+    rig = TickedJobs(n_slots=1)
     prefix = "the same first words of all prompts of one tenant, "
     rig.submit(make_job(prefix + "first", job_id="a0", tenant="a", max_tokens=2))
     rig.tick()
