@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 from tests.support.crashes import LEASE_S, begin, check_crash, crash_worker, crashes, open_job_claims, submit
+from tests.support.job_claims import claims_of, worker_queue
 from tests.support.started_jobs import field, start
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.common.protocol.script_types import JobEntry
+from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
+from llamaq.worker.broker.live_workers import LiveWorkers
 
 # ---- which crashes count
 
@@ -145,6 +147,27 @@ async def test_the_last_death_counts_only_when_the_worker_was_silent_for_one_mor
         await worker.announce(now_ms=int((time.time() - LEASE_S * 1.6) * 1000))
         assert await job_claims.check_crash(claim) == "dead"
         assert (await suspect.emit([1], "a")).code == "lost"
+
+
+@pytest.mark.parametrize("lease_s", [1, 10, 30])
+async def test_the_last_heartbeat_of_a_worker_is_known_until_its_death_is_certain(
+    redis_url: str, queue: str, lease_s: int
+) -> None:
+    """Clients and workers that looked for live workers removed it from the list: the last death counted at once."""
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job_claims = claims_of(worker, Claimant("successor", lease_s * 1000))
+        await job_claims.open()
+        _, claim = await submit(client, worker)
+        for name in ("a", "b"):
+            await crash_worker(worker, claim, name)
+        await begin(worker, claim, worker.name)
+        live_workers = LiveWorkers(worker_queue(worker), "successor", lease_s)
+        for silent_leases, verdict in ((0.7, "unsure"), (1.45, "unsure"), (1.6, "dead")):
+            await worker.announce(now_ms=int((time.time() - lease_s * silent_leases) * 1000))
+            await worker.redis.delete(worker.keys.worker(worker.name))  # its card has expired
+            assert await client.workers() == ()
+            assert await live_workers.find() == []
+            assert await job_claims.check_crash(claim) == verdict
 
 
 @pytest.mark.parametrize(("heartbeat_ms", "n_crashes"), [("+inf", 0), ("1e300", 0), ("-inf", 1), ("-7", 1)])

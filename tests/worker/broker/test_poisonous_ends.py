@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from tests.support.crashes import begin, check_crash, crash_worker, crashes, open_job_claims, submit
+from tests.support.crashes import LEASE_S, begin, check_crash, crash_worker, crashes, open_job_claims, submit
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol import codec
@@ -17,6 +19,9 @@ from llamaq.producer import AsyncClient, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
+
+EXPIRED_IDLE_MS = 10**11
+"""The idle time of an entry whose lease has expired; see `_lib.lua`."""
 
 
 async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_url: str, queue: str) -> None:
@@ -87,6 +92,22 @@ async def test_a_cancelled_job_ends_as_cancelled_and_not_as_poison(redis_url: st
         assert await worker.claim_scripts.claim_job(claim, "successor", LEASE_MS) == "ended"
         assert (await job.result(timeout=5)).finish_reason is FinishReason.CANCELLED
         assert await client.dead_letters() == ()
+
+
+async def test_a_suspect_whose_last_worker_may_be_alive_is_cancelled_at_once(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job_claims = await open_job_claims(worker)
+        job, claim = await submit(client, worker)
+        for name in ("a", "b"):
+            await crash_worker(worker, claim, name)
+        attempt = await begin(worker, claim, worker.name)
+        await worker.announce(now_ms=int((time.time() - LEASE_S * 0.7) * 1000))
+        idle_ms = EXPIRED_IDLE_MS - LEASE_MS  # as reclaim.lua leaves an entry whose lease had expired
+        await worker.redis.xclaim(claim.stream, GROUP, "waiting", 0, [claim.entry_id], idle=idle_ms, justid=True)
+        assert await job_claims.check_crash(claim) == "unsure"
+        await job.cancel()
+        assert (await job.result(timeout=5)).finish_reason is FinishReason.CANCELLED
+        assert (await attempt.emit([1], "a")).code == "lost"
 
 
 async def test_a_suspect_that_finishes_is_not_a_dead_letter(redis_url: str, queue: str) -> None:

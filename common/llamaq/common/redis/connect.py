@@ -132,7 +132,7 @@ def explaining_connection(kind: type[C]) -> type[C]:
             try:
                 await super().connect_check_health(*args, **kwargs)
             except RedisError as exc:
-                # redis-py does not close a Unix socket whose database was refused. The next command would use database 0.
+                # redis-py leaves a Unix socket open whose database was refused. The next command would use database 0.
                 await self.disconnect(nowait=True)
                 if uses_tls:
                     self.ssl_context.context = None

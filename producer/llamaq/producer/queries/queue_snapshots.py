@@ -57,7 +57,7 @@ async def oldest_waiting_s(connection: QueueConnection, queue: str, partitions: 
 
 
 async def read_workers(connection: QueueConnection, queue: str) -> tuple[Worker, ...]:
-    """Return the workers whose heartbeat has not expired, sorted by id. Expired workers are removed from Redis.
+    """Return the workers whose heartbeat has not expired, sorted by id.
 
     A worker whose heartbeat another client has overwritten is left out.
     """
@@ -72,9 +72,6 @@ async def read_workers(connection: QueueConnection, queue: str) -> tuple[Worker,
     for reply in replies:
         if isinstance(reply, RedisError) and not is_job_key_error(reply):
             raise reply
-    expired = [member for member, data in zip(members, replies, strict=True) if data is None]
-    if expired:
-        await redis.zrem(keys.workers(queue), *expired)
     found = [_decode_worker(data) for data in replies if isinstance(data, bytes)]
     return tuple(sorted((worker for worker in found if worker is not None), key=lambda worker: worker.card.worker))
 

@@ -68,7 +68,7 @@ class CrashCheck:
             return "ok"  # the job key has another type: the claim moves the entry to the dead letters
 
     async def _heartbeat_ms(self, worker: str) -> int:
-        """Return the time of a worker's last heartbeat; 0: it is not in the list of workers.
+        """Return the time of a worker's last heartbeat; 0: it is not in the list of workers, see `SILENT_LEASES`.
 
         On a cluster, the list may be on a node that does not answer. The jobs of other nodes must still be claimed.
         Then the worker counts as alive, because a death that is counted wrongly could end a job.

@@ -29,6 +29,8 @@ MAX_MISSED_BEATS = 5
 MAX_QUEUE_AGE_MS = 7 * 24 * 3600 * 1000
 """A queue without a heartbeat for this time is removed from the list of served queues."""
 MIN_TTL_MS = 2000
+WORKERS_TTL_S = 24 * 3600
+"""The list of the workers of a queue is deleted this time after the last heartbeat."""
 VOCAB_TTL_S = 24 * 3600
 DEPTH_TIMEOUT_S = 1.0
 """How long the heartbeat waits for the depth of the queue. On a cluster, a partition may not answer."""
@@ -96,6 +98,7 @@ class Heartbeat:
         async with redis.pipeline(transaction=False) as pipe:
             await self._store_card(keys=[keys.worker(card.worker)], args=[state, ttl_ms], client=pipe)
             await self._store_beat(keys=[keys.workers(card.queue)], args=[card.worker, now_ms], client=pipe)
+            pipe.expire(keys.workers(card.queue), WORKERS_TTL_S)
             await self._store_beat(keys=[keys.queues()], args=[card.queue, now_ms], client=pipe)
             pipe.zremrangebyscore(keys.queues(), "-inf", now_ms - MAX_QUEUE_AGE_MS)
             pipe.expire(keys.vocab(card.vocab_hash), VOCAB_TTL_S)

@@ -15,8 +15,11 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 3.0
 """How long Redis may take to return the list of workers."""
+SILENT_LEASES = 2
+"""A worker that has sent no heartbeat for this number of leases, and whose card has expired, is removed from the list.
+Until then `CrashCheck` needs the time of its last heartbeat."""
 SILENT_WORKER_S = 10.0
-"""A worker that has sent no heartbeat for this time is checked: if its card has expired, it is removed."""
+"""The shortest such time."""
 
 
 class LiveWorkers:
@@ -25,9 +28,10 @@ class LiveWorkers:
     On a cluster, the node with the list may not answer, while the partitions are on other nodes.
     """
 
-    def __init__(self, queue: WorkerQueue, worker_id: str) -> None:
+    def __init__(self, queue: WorkerQueue, worker_id: str, lease_s: float) -> None:
         self._queue = queue
         self._worker_id = worker_id
+        self._silent_s = max(SILENT_WORKER_S, SILENT_LEASES * lease_s)
 
     async def may_exist(self) -> bool:
         """Return whether there may be a live worker. If Redis does not answer, there may be one."""
@@ -57,7 +61,7 @@ class LiveWorkers:
         ended = [
             worker
             for (worker, beat_ms), is_alive in zip(members, exists, strict=True)
-            if not is_alive and now_ms - beat_ms > SILENT_WORKER_S * 1000
+            if not is_alive and now_ms - beat_ms > self._silent_s * 1000
         ]
         if ended:
             await redis.zrem(key, *ended)

@@ -48,7 +48,7 @@ class QueueMembership:
         self._queue = queue
         self._worker_id = worker_id
         self._config = config
-        self._live_workers = LiveWorkers(queue, worker_id)
+        self._live_workers = LiveWorkers(queue, worker_id, config.lease_ms / 1000)
         self._scripts = UpkeepScripts(queue)
 
     async def join(self) -> None:

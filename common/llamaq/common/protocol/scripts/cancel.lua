@@ -29,14 +29,14 @@ end
 local stream = priority == 'bulk' and bulk or interactive
 
 -- Returns whether a worker has a lease of the job's entry. A worker without a lease has died, or was paused. The next call
--- of a paused worker for the job returns 'lost'.
+-- of a paused worker for the job returns 'lost'. The entry of a running job is WAITING's if another worker has reclaimed it.
 local function is_leased()
   local pending = entry and redis.pcall('XPENDING', stream, group, entry, entry, 1)
   if not pending or pending.err or not pending[1] then
     return false
   end
-  local _, _, idle_ms = unpack(pending[1])
-  return idle_ms < EXPIRED_IDLE_MS
+  local _, consumer, idle_ms = unpack(pending[1])
+  return idle_ms < EXPIRED_IDLE_MS and (status ~= 'running' or consumer ~= WAITING)
 end
 
 local is_in_worker = has_run_in_worker(status, attempt, started_attempt) and is_leased()
