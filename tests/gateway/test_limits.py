@@ -239,7 +239,11 @@ async def test_the_offer_of_another_protocol_is_ignored(
 
 
 @pytest.mark.parametrize(
-    "origins", ["https://a.example http://b.example", "https://a.example/", "chat.example.org", "HTTPS://a.example"]
+    "origins",
+    [
+        *("https://a.example http://b.example", "https://a.example/", "chat.example.org", "HTTPS://a.example"),
+        *("https://*.example.org", "https://Chat.example.org", "https://a.example:443", "http://a.example:80"),
+    ],
 )
 def test_a_setting_of_cors_that_no_browser_sends_is_refused(origins: str) -> None:
     with pytest.raises(InvalidSettings, match=r"--cors-origins .* is no origin such as https://chat\.example\.org"):
@@ -247,7 +251,15 @@ def test_a_setting_of_cors_that_no_browser_sends_is_refused(origins: str) -> Non
 
 
 def test_all_kinds_of_origins_may_be_listed() -> None:
-    origins = ("*", "localhost", "null", "http://10.0.0.1:3000", "http://[::1]", "chrome-extension://abcdef")
+    origins = (
+        "*",
+        "localhost",
+        "null",
+        "http://10.0.0.1:3000",
+        "http://[::1]",
+        "http://a.example:443",
+        "chrome-extension://abcdef",
+    )
     assert serve_settings(cors_origins=",".join(origins)).cors_origins == origins
 
 

@@ -13,8 +13,9 @@ from llamaq.common.logging_setup import LogFormat
 from llamaq.common.protocol.output_params import MAX_GENERATED_TOKENS
 from llamaq.common.settings import ENV_PREFIX, ClientSettings, LogFormatSetting, LogLevelSetting, build_settings
 
-_ORIGIN = re.compile(r"\*|localhost|null|[a-z][a-z0-9+.-]*://[^\s/?#]+")
-"""Matches what `cors_origins` may contain. A browser sends `null` for a page from a file."""
+_ORIGIN = re.compile(r"\*|localhost|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://[^\s/?#*A-Z]+")
+"""Matches what `cors_origins` may contain. A browser sends `null` for a page from a file. It sends small letters, and
+no port if it is the usual one."""
 
 
 class ServeSettings(ClientSettings):

@@ -24,7 +24,8 @@ class JobOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """For each token, its probabilities. Empty if the job did not ask for them."""
     draws: list[float] = field(default_factory=list)
-    """For each token, its probability in the draw. Empty if the sampler does not depend on it."""
+    """For each token, its probability in the draw. Empty if the sampler does not depend on it. Some are missing if it
+    does in one attempt, and does not in another one, whose worker has other defaults. Then none is published."""
     tag_offsets: list[int] = field(default_factory=list)
     """Positions in the text, in characters, of the tokens that are tags, in ascending order."""
     withheld: str = ""
@@ -81,7 +82,7 @@ class JobOutput:
             text_offset,
             text,
             self.logprobs[offset:],
-            self.draws[offset:],
+            self.draws[offset:] if len(self.draws) == len(self.tokens) else (),
             tag_offsets,
             None if offset else self.prompt_logprobs,
         )
