@@ -22,6 +22,7 @@ from llamaq.producer import AsyncClient
 MAX_CRASHES = 3
 N_WORKERS = 2
 TICK_S = 0.005
+LIST_EVERY_S = 0.2
 
 
 async def poison(seed: int, report: ProgressReport, *, n_jobs: int = 100, lease_s: float = 1.0) -> Outcome:
@@ -39,7 +40,8 @@ async def poison(seed: int, report: ProgressReport, *, n_jobs: int = 100, lease_
         environment.use_random_model()
         async with environment.client() as client, record_published(client, checker):
             pool = WorkerPool(environment, plan, N_WORKERS, pace=lambda: 0.0, tick_s=TICK_S)
-            await run_with_background(pool.run(), _run_all(client, checker, shapes, report))
+            work = run_with_background(_list_workers(client), _run_all(client, checker, shapes, report))
+            await run_with_background(pool.run(), work)
             await collect(client, checker)
             dead_letters: Any = await client.redis.xrange(client.keys.dead(client.queue, 0))
     guilty = [job_id for job_id, accepted in checker.accepted.items() if accepted.ending == poisonous.demands["ending"]]
@@ -51,6 +53,13 @@ async def poison(seed: int, report: ProgressReport, *, n_jobs: int = 100, lease_
         checker.add_violation(f"{n_deaths} workers died of the poisonous job instead of {MAX_CRASHES}")
     figures = {"good jobs": n_jobs, "workers that died": n_deaths, "max_crashes": MAX_CRASHES}
     return Outcome("poison", checker.judge(), figures, time.monotonic() - started_s)
+
+
+async def _list_workers(client: AsyncClient) -> None:
+    """List the workers again and again, as HTTP servers and `llamaq top` do."""
+    while True:
+        await client.workers()
+        await asyncio.sleep(LIST_EVERY_S)
 
 
 async def _run_all(client: AsyncClient, checker: Checker, shapes: list[JobShape], report: ProgressReport) -> None:
