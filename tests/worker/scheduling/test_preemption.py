@@ -181,3 +181,22 @@ def test_jobs_that_are_preempted_repeatedly_generate_the_same_tokens_as_alone() 
     assert rig.preemptions > 3
     for at in range(6):
         assert rig.tokens(f"bulk{at}") == generate_alone([at] * 40, 40)
+
+
+def test_an_interactive_job_does_not_wait_for_a_bulk_job_behind_one_that_waits_for_another_interactive_job() -> None:
+    large = list(range(1, 101)) * 30
+    for first in (
+        make_job([4] * 20, job_id="first", slot=0, max_tokens=3),
+        make_job(large, job_id="first", max_tokens=3),
+    ):
+        rig = Rig(n_ctx=3200)
+        rig.submit("running", [1] * 300, slot=0, max_tokens=300)
+        rig.tick()
+        rig.submit("bulk", [2] * 20, bulk=True, max_tokens=2000)
+        rig.tick(8)
+        assert rig.running == ["bulk", "running"]
+        rig.scheduler.submit(first)
+        rig.submit("urgent", [3] * 20, max_tokens=5)
+        rig.tick()
+        assert rig.running == ["running", "urgent"]
+        assert next(iter(rig.finish())) == "urgent"

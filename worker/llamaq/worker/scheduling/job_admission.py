@@ -54,17 +54,12 @@ class JobAdmission:
                 return True
             if room is Room.PENDING:
                 return False
-            if self._preemption.preempt_for(candidate.job):
+            if self._preemption.preempt_for([candidate.job]):
                 return True
             passed.append(candidate.job)
         if passed:
             return False
-        return self._preempt_for_first_interactive()  # no waiting job has an idle slot
-
-    def _preempt_for_first_interactive(self) -> bool:
-        """Preempt a running job for the first interactive job, which has no idle slot. Returns False if it cannot."""
-        first = next(iter(self._waiting.interactive), None)
-        return first is not None and self._preemption.preempt_for(first)
+        return self._preemption.preempt_for(self._waiting.urgent())  # no waiting job has an idle slot
 
     def _candidates(self) -> Iterable[Candidate]:
         """Return the waiting jobs that have an idle slot, with their reusable prefixes, in the order of trial."""

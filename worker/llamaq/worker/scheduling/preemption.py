@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
@@ -57,20 +57,21 @@ class Preemption:
             slot.priority is Priority.BULK for slot in self._memory.active_slots
         )
 
-    def preempt_for(self, job: Job) -> bool:
-        """Preempt one bulk job for an interactive job: the bulk job that was admitted last.
+    def preempt_for(self, jobs: Iterable[Job]) -> bool:
+        """Preempt one bulk job for the first of these jobs for which this can make room.
 
-        If the interactive job requests a certain slot, and a bulk job runs in this slot, that bulk job is preempted
-        instead.
+        Bulk jobs among `jobs` are skipped. The bulk job that was admitted last is preempted. If the interactive job
+        requests a certain slot, and a bulk job runs in this slot, that bulk job is preempted instead.
 
         Returns:
-            False when `job` is not interactive, or when even the preemption of all bulk jobs would not make enough
-            room. Then no job is preempted.
+            False when even the preemption of all bulk jobs would not make enough room for one of the jobs. Then no job
+            is preempted.
         """
-        if job.request.priority is not Priority.INTERACTIVE:
-            return False
         preemptible = self._preemptible()
-        if not preemptible or not self._memory.could_admit(job, without=preemptible):
+        if not preemptible:
+            return False
+        job = next((job for job in jobs if self._could_admit(job, preemptible)), None)
+        if job is None:
             return False
         has_slot = self._memory.has_slot(job)
         pinned = [slot for slot in preemptible if slot.index == job.request.slot and not has_slot]
@@ -78,6 +79,9 @@ class Preemption:
         slot.active.job.protected_tokens = slot.active.n_generated + PROTECTED_TOKENS
         self._preempt(slot)
         return True
+
+    def _could_admit(self, job: Job, without: list[Slot]) -> bool:
+        return job.request.priority is Priority.INTERACTIVE and self._memory.could_admit(job, without=without)
 
     def _preemptible(self) -> list[Slot]:
         """Return the slots whose bulk jobs may be preempted for an interactive job."""

@@ -125,8 +125,18 @@ class WaitingQueue:
 
     @property
     def interactive(self) -> Collection[Job]:
-        """The interactive jobs in their order. A bulk job may be preempted for the first of them."""
+        """The interactive jobs in their order."""
         return self._jobs[Priority.INTERACTIVE].values()
+
+    def urgent(self) -> Iterator[Job]:
+        """Iterate over the interactive jobs for which a bulk job may be preempted, in the order of trial.
+
+        The iteration ends after a job that has been overtaken `MAX_OVERTAKEN` times.
+        """
+        for job in self.interactive:
+            yield job
+            if self._must_be_next(job):
+                return
 
     @property
     def bulk(self) -> Collection[Job]:
