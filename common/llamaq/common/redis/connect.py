@@ -131,9 +131,12 @@ def explaining_connection(kind: type[C]) -> type[C]:
         async def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
             try:
                 await super().connect_check_health(*args, **kwargs)
-            except RedisError as exc:
-                # redis-py leaves a Unix socket open whose database was refused. The next command would use database 0.
+            except BaseException as exc:
+                # redis-py leaves a connection open whose handshake was cancelled, and a Unix socket whose database was
+                # refused. The next command would use database 0.
                 await self.disconnect(nowait=True)
+                if not isinstance(exc, RedisError):
+                    raise
                 if uses_tls:
                     self.ssl_context.context = None
                 if (explained := _explain(exc, uses_tls)) is None:
