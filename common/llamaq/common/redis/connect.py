@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import hiredis
@@ -164,7 +164,7 @@ def _explain(error: RedisError, uses_tls: bool) -> RedisError | None:
 
 
 def robust_connection(kind: type[C]) -> type[C]:
-    """Return a subclass of this connection class that fixes six defects.
+    """Return a subclass of this connection class that fixes seven defects.
 
     - Lost cancellations, and a task for each command. redis-py sends with `asyncio.wait_for`. On Python 3.11, this
       function creates a task, and loses a cancellation or timeout that arrives when the send completes (cpython issue
@@ -177,6 +177,7 @@ def robust_connection(kind: type[C]) -> type[C]:
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
     - Connections that close during a command. redis-py's cluster client closes the connections of a failed node, also
       while a command is about to be sent over one of them. The command then fails with an `AttributeError`.
+    - Errors when a connection is closed. A TLS connection waits for the server; a silent server caused a timeout error.
     - Slow commands. The asyncio connections of redis-py encode commands in Python, which takes eight times as long as
       the C code of hiredis: 19 us for the 25 arguments of a submit. Its other connections use hiredis.
     """
@@ -200,7 +201,8 @@ def robust_connection(kind: type[C]) -> type[C]:
 
         async def disconnect(self, nowait: bool = False, **kwargs: Any) -> None:
             # After an error, do not wait until a server that does not answer has received the rest of the data.
-            await super().disconnect(nowait=nowait or kwargs.get("error") is not None, **kwargs)
+            with suppress(RedisTimeoutError):  # a silent server does not end a TLS connection, which is closed anyway
+                await super().disconnect(nowait=nowait or kwargs.get("error") is not None, **kwargs)
 
         def note_timeout(self) -> None:
             """Let all older connections reconnect before their next use."""
