@@ -30,7 +30,13 @@ from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_types import JobFlush, Submission
 from llamaq.common.redis.client import retry_until_deadline
-from llamaq.common.redis.connect import MAX_CONNECTIONS, connect, make_connection, robust_connection
+from llamaq.common.redis.connect import (
+    MAX_CONNECTIONS,
+    connect,
+    dedicated_connection,
+    make_connection,
+    robust_connection,
+)
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.testing import ManualClock
 
@@ -280,6 +286,28 @@ async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice
     with pytest.raises(RedisConnectionError):
         await retry_until_deadline(fail_slowly, 0.5)
     assert 2 + 4 <= tries <= 2 + 10
+
+
+async def test_a_dedicated_connection_is_retried_and_used_by_all_commands(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis = connect(redis_url, name="test")
+    connect_once: Any = redis.connection_pool.get_connection
+    n_attempts = 0
+
+    async def connect_at_second_attempt() -> Any:
+        nonlocal n_attempts
+        n_attempts += 1
+        if n_attempts == 1:
+            raise RedisConnectionError("Redis restarts")
+        return await connect_once()
+
+    monkeypatch.setattr(redis.connection_pool, "get_connection", connect_at_second_attempt)
+    async with dedicated_connection(redis) as client:
+        assert len({await client.client_id() for _ in range(3)}) == 1
+        assert n_attempts == 2
+    assert repr(redis.connection_pool) == "<BoundedPool in_use=0 waiting=0>"
+    await redis.aclose()
 
 
 async def ping_alone(redis: Redis) -> None:

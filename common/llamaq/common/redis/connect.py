@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import hiredis
@@ -94,11 +94,14 @@ class NotTheMaster(RedisConnectionError):
 
 @asynccontextmanager
 async def dedicated_connection(redis: Redis) -> AsyncIterator[Redis]:
-    """Yield a client that sends all commands over one connection, which is faster. A cluster client uses its pools."""
+    """Yield a client that sends all commands over one connection, which is faster. A cluster client uses its pools.
+
+    It connects at the first command, which is retried like those of other clients.
+    """
     if isinstance(redis, Cluster):
         yield redis
         return
-    async with redis.client() as client:
+    async with aclosing(redis.client()) as client:  # without `aclosing`, redis-py connects here, and does not retry
         yield client
 
 
