@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import shutil
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import certifi
 import pytest
+import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Connection, Redis
@@ -28,7 +30,13 @@ from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_types import JobFlush, Submission
 from llamaq.common.redis.client import retry_until_deadline
-from llamaq.common.redis.connect import MAX_CONNECTIONS, connect, make_connection, robust_connection
+from llamaq.common.redis.connect import (
+    MAX_CONNECTIONS,
+    connect,
+    dedicated_connection,
+    make_connection,
+    robust_connection,
+)
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.testing import ManualClock
 
@@ -99,6 +107,32 @@ async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connec
             await connection.send_command("SET", "key", b"x" * 50_000_000)
         assert not connection.is_connected
         await redis.aclose()
+
+
+async def test_a_client_with_tls_is_closed_although_the_server_is_silent(tmp_path: Path) -> None:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(HOST).configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def read_one_command(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"test\r\n")  # CLIENT SETNAME test
+        writer.write(b"+OK\r\n")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await accepted.put(writer)
+
+    async with await asyncio.start_server(read_one_command, HOST, 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = f"rediss://{HOST}:{port}?health_check_interval=0&ssl_ca_certs={tmp_path / 'ca.pem'}"
+        redis = connect(url, name="test")
+        pool: Any = redis.connection_pool
+        connection = await pool.get_connection()
+        writer = await accepted.get()
+        connection.socket_connect_timeout = 0.05  # redis-py waits this long for the end of a connection
+        await pool.release(connection)
+        await redis.aclose()
+        assert not connection.is_connected
+        writer.transport.abort()
 
 
 async def test_after_a_failed_attempt_to_connect_the_certificate_files_are_read_again(tmp_path: Path) -> None:
@@ -252,6 +286,28 @@ async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice
     with pytest.raises(RedisConnectionError):
         await retry_until_deadline(fail_slowly, 0.5)
     assert 2 + 4 <= tries <= 2 + 10
+
+
+async def test_a_dedicated_connection_is_retried_and_used_by_all_commands(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis = connect(redis_url, name="test")
+    connect_once: Any = redis.connection_pool.get_connection
+    n_attempts = 0
+
+    async def connect_at_second_attempt() -> Any:
+        nonlocal n_attempts
+        n_attempts += 1
+        if n_attempts == 1:
+            raise RedisConnectionError("Redis restarts")
+        return await connect_once()
+
+    monkeypatch.setattr(redis.connection_pool, "get_connection", connect_at_second_attempt)
+    async with dedicated_connection(redis) as client:
+        assert len({await client.client_id() for _ in range(3)}) == 1
+        assert n_attempts == 2
+    assert repr(redis.connection_pool) == "<BoundedPool in_use=0 waiting=0>"
+    await redis.aclose()
 
 
 async def ping_alone(redis: Redis) -> None:

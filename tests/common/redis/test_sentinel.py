@@ -8,13 +8,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from redis.asyncio.sentinel import Sentinel
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.support.ports import HOST, reserve_ports
 from tests.support.redis_servers import IN_MEMORY, SENTINEL_CONFIG, SERVICE, Server
+from tests.support.tcp_proxy import Proxy
 
+from llamaq.common.redis.connect import connect
 from llamaq.common.redis.sentinel import MasterFinder
 from llamaq.common.redis.url import read_url
 
@@ -63,6 +66,33 @@ async def test_connections_that_wait_for_the_sentinels_share_an_answer(silent_se
     errors = await asyncio.gather(*asking, *late, return_exceptions=True)
     assert all("no Sentinel names a master" in str(error) for error in errors)
     assert n_connections(silent_server) <= 3
+
+
+async def test_a_connection_is_not_used_if_its_handshake_was_cancelled_while_the_sentinels_were_asked(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_asked = asyncio.Event()
+
+    async def find(_: MasterFinder) -> tuple[str, int]:
+        return HOST, urlsplit(proxy.url).port or 0
+
+    async def answer_only_later(*_: object) -> bool:
+        if not was_asked.is_set():
+            was_asked.set()
+            await asyncio.Event().wait()
+        return True
+
+    monkeypatch.setattr(MasterFinder, "find", find)
+    monkeypatch.setattr(MasterFinder, "is_master", answer_only_later)
+    with Proxy(redis_url) as proxy:
+        redis = connect(f"redis+sentinel://{HOST}:1/{SERVICE}/5", name="test-database")
+        cancelled = asyncio.ensure_future(redis.blpop(["none"]))
+        await was_asked.wait()
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        info = await redis.client_info()
+        assert (info["db"], info["name"]) == (5, "test-database")
+        await redis.aclose()
 
 
 @pytest.fixture

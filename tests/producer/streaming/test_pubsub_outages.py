@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import pytest
+from tests.support.ports import HOST
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.redis.connect import connect, make_connection
@@ -37,3 +38,25 @@ async def test_each_outage_is_one_warning(
         opened.task.cancel()
         await asyncio.wait([opened.task])
         await redis.aclose()
+
+
+async def test_a_connection_whose_server_no_longer_reads_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pubsub_connection, "PING_S", 0.01)
+    accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def read_only_the_handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"test\r\n")
+        writer.write(b"+OK\r\n")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await accepted.put(writer)
+
+    async with await asyncio.start_server(read_only_the_handshake, HOST, 0) as server:
+        redis = connect(f"redis://{HOST}:{server.sockets[0].getsockname()[1]}?health_check_interval=0", name="test")
+        opened = PubSubConnection(lambda: make_connection(redis, ""), lambda *_: None, lambda _: None)
+        opened.add(b"x" * 50_000_000)  # more than the buffers of the sockets can hold
+        first, second = await accepted.get(), await accepted.get()
+        opened.task.cancel()
+        await asyncio.wait([opened.task])
+        await redis.aclose()
+        first.transport.abort()
+        second.transport.abort()

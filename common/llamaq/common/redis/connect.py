@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import hiredis
@@ -94,11 +94,14 @@ class NotTheMaster(RedisConnectionError):
 
 @asynccontextmanager
 async def dedicated_connection(redis: Redis) -> AsyncIterator[Redis]:
-    """Yield a client that sends all commands over one connection, which is faster. A cluster client uses its pools."""
+    """Yield a client that sends all commands over one connection, which is faster. A cluster client uses its pools.
+
+    It connects at the first command, which is retried like those of other clients.
+    """
     if isinstance(redis, Cluster):
         yield redis
         return
-    async with redis.client() as client:
+    async with aclosing(redis.client()) as client:  # without `aclosing`, redis-py connects here, and does not retry
         yield client
 
 
@@ -131,9 +134,12 @@ def explaining_connection(kind: type[C]) -> type[C]:
         async def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
             try:
                 await super().connect_check_health(*args, **kwargs)
-            except RedisError as exc:
-                # redis-py leaves a Unix socket open whose database was refused. The next command would use database 0.
+            except BaseException as exc:
+                # redis-py leaves a connection open whose handshake was cancelled, and a Unix socket whose database was
+                # refused. The next command would use database 0.
                 await self.disconnect(nowait=True)
+                if not isinstance(exc, RedisError):
+                    raise
                 if uses_tls:
                     self.ssl_context.context = None
                 if (explained := _explain(exc, uses_tls)) is None:
@@ -161,7 +167,7 @@ def _explain(error: RedisError, uses_tls: bool) -> RedisError | None:
 
 
 def robust_connection(kind: type[C]) -> type[C]:
-    """Return a subclass of this connection class that fixes six defects.
+    """Return a subclass of this connection class that fixes seven defects.
 
     - Lost cancellations, and a task for each command. redis-py sends with `asyncio.wait_for`. On Python 3.11, this
       function creates a task, and loses a cancellation or timeout that arrives when the send completes (cpython issue
@@ -174,6 +180,7 @@ def robust_connection(kind: type[C]) -> type[C]:
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
     - Connections that close during a command. redis-py's cluster client closes the connections of a failed node, also
       while a command is about to be sent over one of them. The command then fails with an `AttributeError`.
+    - Errors when a connection is closed. A TLS connection waits for the server; a silent server caused a timeout error.
     - Slow commands. The asyncio connections of redis-py encode commands in Python, which takes eight times as long as
       the C code of hiredis: 19 us for the 25 arguments of a submit. Its other connections use hiredis.
     """
@@ -197,7 +204,8 @@ def robust_connection(kind: type[C]) -> type[C]:
 
         async def disconnect(self, nowait: bool = False, **kwargs: Any) -> None:
             # After an error, do not wait until a server that does not answer has received the rest of the data.
-            await super().disconnect(nowait=nowait or kwargs.get("error") is not None, **kwargs)
+            with suppress(RedisTimeoutError):  # a silent server does not end a TLS connection, which is closed anyway
+                await super().disconnect(nowait=nowait or kwargs.get("error") is not None, **kwargs)
 
         def note_timeout(self) -> None:
             """Let all older connections reconnect before their next use."""

@@ -99,9 +99,7 @@ class PubSubConnection:
 
     async def _serve(self, connection: AbstractConnection) -> None:
         await connection.connect()  # type: ignore[no-untyped-call]
-        # With a socket timeout, redis-py sends within `asyncio.wait_for`. Before Python 3.12, `wait_for` may lose the
-        # cancellation that `aclose` needs. Therefore there is no timeout: PINGs detect a server that no longer reads.
-        connection.socket_timeout = None
+        connection.socket_timeout = 2 * PING_S  # limits sends only: `_receive` has no timeout
         self._heard_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_subscribed(connection))
