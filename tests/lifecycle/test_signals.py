@@ -23,8 +23,9 @@ LONG_LEASE_S = "600"
 """Only a job that is requeued gets to another worker before this time has passed."""
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_draining_worker_finishes_its_running_jobs_and_leaves_the_others_in_the_queue(
-    environment: Environment, read: Read
+    environment: Environment, read: Read, number: signal.Signals
 ) -> None:
     first = environment.start_worker("--n-parallel", "2", "--inbox-window", "0", LINGER_TOKENS="20")
     with environment.client() as client:
@@ -32,7 +33,7 @@ def test_a_draining_worker_finishes_its_running_jobs_and_leaves_the_others_in_th
         running = [read(job) for job in jobs[:2]]
         for reader in running:
             reader.await_tokens(3)
-        first.signal(signal.SIGTERM)
+        first.signal(number)
         first.await_output("worker.stopping")
         environment.let_jobs_finish()
         results = [reader.finish() for reader in running]

@@ -6,9 +6,11 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -54,3 +56,22 @@ def test_a_server_that_is_killed_starts_again_after_a_delay_that_is_short_after_
         kill(server)
     wait_until_served(server)
     assert re.findall(r"http\.died code=-9 restart_in_s=(\S+)", caplog.text) == ["0.1", "0.2", "0.1"]
+
+
+@pytest.mark.starts_processes
+def test_a_server_that_cannot_be_started_again_now_is_started_later(
+    server: HttpServerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wait_until_served(server)
+    kill(server)
+    refused = iter([BlockingIOError(11, "Resource temporarily unavailable")])
+    start = subprocess.Popen.__init__
+
+    def refuse_once(*args: Any, **kwargs: Any) -> None:
+        for error in refused:
+            raise error
+        start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse_once)
+    wait_until_served(server)
+    assert "http.not_started error=[Errno 11]" in caplog.text

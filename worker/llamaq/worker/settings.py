@@ -154,7 +154,9 @@ class LifeSettings(BaseModel):
         description="A tick hangs if it takes longer than this number of seconds, and longer than four times the "
         "slowest tick so far.",
     )
-    heartbeat_s: float = Field(1.0, ge=0.01, le=60, description="Seconds between two heartbeats.")
+    heartbeat_s: float = Field(
+        1.0, ge=0.01, le=60, description="Seconds between two heartbeats, at most a quarter of `lease_s`."
+    )
     max_crashes: int = Field(
         3,
         ge=1,

@@ -81,7 +81,15 @@ class HttpServerProcess:
             log.warning("http.died code=%s restart_in_s=%.1f", self._process.returncode, delay_s)
         elif self._delay.is_over:
             self._close_lifeline(self._process)
-            self._start(self._socket)
+            self._restart(self._socket)
+
+    def _restart(self, listening: socket) -> None:
+        """Start the server again. Try later if the machine has no memory or file descriptors for it at the moment."""
+        try:
+            self._start(listening)
+        except OSError as exc:
+            self._is_delayed = True
+            log.error("http.not_started error=%s restart_in_s=%.1f", exc, self._delay.begin())
 
     def _start(self, listening: socket) -> None:
         self._started_s, self._is_delayed = time.monotonic(), False

@@ -30,9 +30,12 @@ class EngineLiveness:
         self.alive_s = self._clock()
 
     def end_tick(self) -> None:
-        """Record that a tick has ended. It began at the last call of this method or of `show_alive`."""
+        """Record that a tick has ended. It began at the last call of this method or of `show_alive`.
+
+        If the tick took longer than `hang_after_s`, the whole process was probably paused, for example its container.
+        """
         now_s = self._clock()
-        self._slowest_tick_s = max(self._slowest_tick_s, now_s - self.alive_s)
+        self._slowest_tick_s = max(self._slowest_tick_s, min(now_s - self.alive_s, self.hang_after_s))
         self.alive_s = now_s
 
     @property

@@ -11,11 +11,13 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import IO
 
 from llamaq.common.errors import LlamaqError
 from llamaq.worker.process.exit_codes import EXIT_CRASHED, EXIT_FORCED, EXIT_OK
+from llamaq.worker.process.stop_requests import handle_stop_signals
 from llamaq.worker.process.supervised_child import SupervisedChild
 from llamaq.worker.settings import WorkerSettings
 
@@ -85,15 +87,12 @@ class Supervisor:
         Raises:
             LlamaqError: Something that the children need has ended and cannot be restarted. The children are stopped.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal was closed; nohup ignores this
-            signal.signal(signal.SIGHUP, self._on_signal)
+        handle_stop_signals(self._on_signal)
         self.start()
         while not self._n_signals and not all(child.is_done for child in self.children):
             try:
                 code = self.check()
-            except LlamaqError:
+            except BaseException:
                 self.stop()
                 raise
             if code is not None:
@@ -145,7 +144,8 @@ class Supervisor:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._n_signals += 1
-        log.info("supervisor.stopping signal=%s", signal.Signals(number).name)
+        with suppress(RuntimeError):  # the signal interrupts the write of another line
+            log.info("supervisor.stopping signal=%s", signal.Signals(number).name)
 
     def __repr__(self) -> str:
         return f"<Supervisor {self.children!r}>"

@@ -7,14 +7,12 @@ import hashlib
 import logging
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
@@ -44,6 +42,7 @@ from llamaq.worker.process.model_parts_interface import ModelParts
 from llamaq.worker.process.own_metrics import bind_metrics_server
 from llamaq.worker.process.process_identity import identify_this_process, make_worker_id
 from llamaq.worker.process.requeue_jobs_of_dead_worker import release_dead_neighbours
+from llamaq.worker.process.stop_requests import StopRequests, handle_stop_signals
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -81,9 +80,9 @@ class WorkerProcess:
         log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
         self._settings = settings
         self._watch = watch
-        self._is_supervised = token is not None
-        self._n_signals = 0
-        self._is_forced = False
+        self._stop_requests = StopRequests(
+            self.stop, self._count_running, drain_s=settings.drain_s, is_supervised=token is not None
+        )
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
         chat_template = settings.chat_template_text
         # Before the model is loaded, so that a port in use is reported at once.
@@ -178,13 +177,12 @@ class WorkerProcess:
         return "all" if self._settings.device is None else str(self._settings.device)
 
     def run(self) -> int:
-        """Serve the queue until SIGTERM or SIGINT; returns the process's exit code."""
+        """Serve the queue until SIGTERM, SIGINT or SIGHUP; returns the process's exit code."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return_free_heap()
         gc.freeze()  # so that garbage collections during ticks skip the objects that live as long as the process
         gc.set_threshold(GC_THRESHOLD)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        handle_stop_signals(self._stop_requests.receive)
         try:
             if (error := self._io_thread.start()) is not None:
                 return EXIT_CANNOT_START if isinstance(error, LlamaqError) else EXIT_CRASHED
@@ -201,31 +199,15 @@ class WorkerProcess:
             self._shut_down()
         if self._io_thread.error is not None:
             return EXIT_CRASHED
-        return EXIT_FORCED if self._is_forced else EXIT_OK
+        return EXIT_FORCED if self._stop_requests.is_forced else EXIT_OK
 
     def stop(self, grace_s: float) -> None:
         """Stop claiming jobs. Running jobs may continue for `grace_s` seconds. Then unfinished jobs are requeued."""
         self._io_thread.stop_intake()
         self._ticks.stop(grace_s)
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Drain at the first signal. Stop at once at the second signal, or with a supervisor at its SIGINT.
-
-        systemd sends SIGTERM to all processes of a service. The supervisor then sends its own SIGTERM, so a worker with
-        a supervisor may get SIGTERM twice, although the drain has just begun.
-        """
-        self._n_signals += 1
-        self._is_forced |= number == signal.SIGINT if self._is_supervised else self._n_signals > 1
-        log.info("worker.stopping signal=%s", signal.Signals(number).name)
-        n_running = sum(slot.job_id is not None for slot in self._parts.scheduler.snapshot())
-        if self._n_signals == 1 and n_running:
-            log.info(
-                "worker.draining running=%d: these jobs may finish within %g s (--drain-s); a second signal requeues "
-                "them at once",
-                n_running,
-                self._settings.drain_s,
-            )
-        self.stop(0 if self._is_forced else self._settings.drain_s)
+    def _count_running(self) -> int:
+        return sum(slot.job_id is not None for slot in self._parts.scheduler.snapshot())
 
     def _shut_down(self) -> None:
         """Requeue unfinished jobs, save the prefix cache, and free the model."""
