@@ -119,9 +119,12 @@ async def test_moved_and_ask_replies_are_followed(servers: ClusterServers) -> No
     key = keys[old.port]
     slot = key_slot(key.encode())
     redis = connect(servers.url, name="test")
+    script = redis.register_script("return redis.call('GET', KEYS[1]) .. ' the move'")
     await redis.set(key, "before")
+    assert await script(keys=[key]) == b"before the move"
     with servers.slot_moves(slot, new, key):
         assert await redis.get(key) == b"before"  # ASK
+        assert await script(keys=[key]) == b"before the move"  # the new master does not know the script
     assert await redis.get(key) == b"before"  # MOVED
     async with redis.pipeline(transaction=False) as pipe:
         pipe.get(key)

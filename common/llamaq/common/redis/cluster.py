@@ -119,6 +119,8 @@ class Cluster(RetryingRedis):
         client = node.blocking if args[0] in BLOCKING else node.commands
         try:
             if is_asking:
+                if args[0] == "EVALSHA" and args[1] in self.known_scripts:  # ASKING is only valid for one command
+                    args = self._with_text(args)
                 reply = (await client.send_pipeline([(("ASKING",), {}), (tuple(args), options)], False))[1]
                 if isinstance(reply, RedisError):
                     raise reply
