@@ -164,3 +164,15 @@ async def test_a_blocking_read_and_the_command_behind_it_follow_a_slot_that_move
         assert at_new.execute_command("XLEN", key) == 1
     assert (await redis.send_together(key, commands))[0] == [[key.encode(), [(entry, {b"name": b"value"})]]]
     await redis.aclose()
+
+
+async def test_a_command_fails_if_its_client_is_closed_while_the_map_is_read(servers: ClusterServers) -> None:
+    redis = connect(servers.url, name="test-closed")
+    call = asyncio.create_task(redis.incr("closed"))
+    await asyncio.sleep(0)
+    await redis.aclose()
+    with pytest.raises(RuntimeError, match="this client was closed"):
+        await call
+    for server in servers.servers:
+        with server.client() as client:
+            wait_until(lambda: all(one["name"] != "test-closed" for one in client.client_list()), "it is closed")

@@ -21,7 +21,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks, drop_error
 from llamaq.common.redis.client import BLOCKING, RetryingRedis
 from llamaq.common.redis.pool import BoundedPool
-from llamaq.common.redis.shared_round_trips import Command
+from llamaq.common.redis.shared_round_trips import CLOSED, Command
 
 Address = tuple[str, int]
 
@@ -198,13 +198,18 @@ class Cluster(RetryingRedis):
 
     def _node(self, address: Address) -> Node:
         if address not in self._nodes:
+            if self._is_closed:
+                raise RedisConnectionError(CLOSED)
             self._nodes[address] = Node(lambda limit: self._make_pool(address, limit), self.known_scripts)
         return self._nodes[address]
 
     async def _find(self, key: str | bytes | None) -> Address:
         """Return the address of the master of a key, or of any master if there is no key."""
         if not self._masters:
-            await asyncio.shield(self._reload_soon())
+            await asyncio.wait([loading := self._reload_soon()])
+            if loading.cancelled():
+                raise RedisConnectionError(CLOSED)
+            loading.result()
         if key is None:
             masters = {address for address in self._masters if address is not None}
             return min(masters, key=lambda address: (self._failed.get(address, 0.0), address))
