@@ -166,6 +166,24 @@ async def test_a_blocking_read_and_the_command_behind_it_follow_a_slot_that_move
     await redis.aclose()
 
 
+async def test_commands_to_a_node_that_leaves_the_cluster_fail_as_after_a_lost_connection(
+    servers: ClusterServers,
+) -> None:
+    leaving, other = servers.masters[:2]
+    redis: Any = connect(f"redis+cluster://{HOST}:{other.port}", name="test")
+    node = (await redis.masters())[f"{HOST}:{leaving.port}"]
+    key = next(f"left-{n}" for n in range(10**6) if servers.master_of(key_slot(f"left-{n}".encode())) is leaving)
+    call = asyncio.create_task(node.blpop([key], timeout=60))
+    with leaving.client() as client:
+        async with asyncio.timeout(10):
+            while not client.info("clients")["blocked_clients"]:
+                await asyncio.sleep(0.01)
+    redis._use_map((HOST, other.port), [[0, 16383, [HOST.encode(), other.port]]])
+    with pytest.raises(RedisConnectionError, match="the connections to this server were closed"):
+        await call
+    await redis.aclose()
+
+
 async def test_a_command_fails_if_its_client_is_closed_while_the_map_is_read(servers: ClusterServers) -> None:
     redis = connect(servers.url, name="test-closed")
     call = asyncio.create_task(redis.incr("closed"))

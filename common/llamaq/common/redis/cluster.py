@@ -48,7 +48,11 @@ class Node:
         self.blocking = RetryingRedis(make_pool(MAX_BLOCKED), 0, known_scripts=known_scripts)
 
     async def aclose(self) -> None:
-        await asyncio.gather(self.commands.aclose(), self.blocking.aclose(), return_exceptions=True)
+        """Close the connections. The errors of the commands are those of a lost connection, because the node may only
+        have left the cluster.
+        """
+        clients = (self.commands, self.blocking)
+        await asyncio.gather(*(client.close_connections() for client in clients), return_exceptions=True)
 
 
 class Cluster(RetryingRedis):
@@ -179,7 +183,10 @@ class Cluster(RetryingRedis):
                 yield key
 
     async def masters(self) -> dict[str, RetryingRedis]:
-        """Return a client of each master by the master's name."""
+        """Return a client of each master by the master's name.
+
+        It raises `RedisConnectionError` when the master has left the cluster.
+        """
         await self._find(None)
         addresses = sorted({master for master in self._masters if master is not None})
         return {_name(address): self._node(address).commands for address in addresses}
