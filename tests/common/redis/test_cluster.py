@@ -166,6 +166,24 @@ async def test_a_blocking_read_and_the_command_behind_it_follow_a_slot_that_move
     await redis.aclose()
 
 
+async def test_a_write_and_the_wait_behind_it_are_not_executed_by_two_masters(servers: ClusterServers) -> None:
+    old, new = servers.masters[2], servers.masters[0]
+    key = next(f"both-{n}" for n in range(10**6) if servers.master_of(key_slot(f"both-{n}".encode())) is old)
+    redis: Any = connect(servers.url, name="test")
+    commands: list[Command] = [(("HSET", key, "name", "value"), {}), (("WAIT", 0, 1), {})]
+    assert await redis.send_together(key, commands) == [1, 0]
+    with old.client() as at_old, new.client() as at_new:
+        at_old.execute_command("DEL", key)
+        with servers.slot_moves(key_slot(key.encode()), new):
+            with pytest.raises(RedisConnectionError, match="moves to another node"):
+                await redis.send_together(key, commands)  # ASK
+        at_new.config_resetstat()
+        assert await redis.call_with_retry(lambda: redis.send_together(key, commands)) == [1, 0]  # MOVED
+        calls: Any = at_new.info("commandstats")
+    assert [calls[f"cmdstat_{name}"]["calls"] for name in ("hset", "wait")] == [1, 1]
+    await redis.aclose()
+
+
 async def test_commands_to_a_node_that_leaves_the_cluster_fail_as_after_a_lost_connection(
     servers: ClusterServers,
 ) -> None:

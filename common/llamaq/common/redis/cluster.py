@@ -27,6 +27,8 @@ Address = tuple[str, int]
 
 KEYLESS = ("PING", "TIME", "INFO", "CONFIG GET", "CLIENT LIST", "CLUSTER SLOTS")
 """Commands without a key. Any node executes them."""
+REDIRECTIONS = (AskError, TryAgainError, ClusterDownError)
+"""redis-py's `MovedError` is an `AskError`."""
 N_SLOTS = 16384
 MAX_REDIRECTIONS = 5
 MAX_BLOCKED = 10_000
@@ -103,7 +105,7 @@ class Cluster(RetryingRedis):
                 return await self._send_to(address, args, options, is_asking=is_asking)
             except AskError as exc:
                 address = (exc.host or address[0], exc.port)
-                is_asking = not isinstance(exc, MovedError)  # redis-py's `MovedError` is an `AskError`
+                is_asking = not isinstance(exc, MovedError)
                 if not is_asking:
                     self._masters[exc.slot_id] = address
                     self._reload_soon()
@@ -137,7 +139,10 @@ class Cluster(RetryingRedis):
         """Read the map again, and return an error that is retried."""
         self._failed[address] = asyncio.get_running_loop().time()
         self._reload_soon()
-        return error if isinstance(error, RedisTimeoutError) else RedisConnectionError(f"{_name(address)}: {error}")
+        if isinstance(error, RedisTimeoutError):
+            return error
+        reason = f"hash slot {error.slot_id} moves to another node" if isinstance(error, AskError) else error
+        return RedisConnectionError(f"{_name(address)}: {reason}")
 
     async def send_pipeline(self, commands: Sequence[Command], transaction: bool) -> list[Any]:
         """Send commands to their nodes in one round trip each, without a retry."""
@@ -160,19 +165,29 @@ class Cluster(RetryingRedis):
         return replies
 
     async def send_together(self, key: str, commands: Sequence[Command]) -> list[Any]:
-        """Send commands to the master that has the key, over one connection, without a retry."""
-        return await self._send_part(await self._find(key), commands, False)
+        """Send commands to the master that has the key, over one connection, without a retry.
 
-    async def _send_part(self, address: Address, commands: Sequence[Command], transaction: bool) -> list[Any]:
+        Raises:
+            RedisConnectionError: The key has moved, but the old master has executed a command behind a redirected one.
+                That command may be a WAIT for the redirected one.
+        """
+        return await self._send_part(await self._find(key), commands, False, is_together=True)
+
+    async def _send_part(
+        self, address: Address, commands: Sequence[Command], transaction: bool, *, is_together: bool = False
+    ) -> list[Any]:
         try:
             replies = await self._node(address).commands.send_pipeline(commands, transaction)
-        except MovedError as exc:  # a transaction: all its keys have moved
+            is_redirected = [isinstance(reply, REDIRECTIONS) for reply in replies]
+            if is_together and is_redirected != sorted(is_redirected):
+                raise replies[is_redirected.index(True)]
+        except MovedError as exc:  # all keys of a transaction or of commands sent together have moved
             self._masters[exc.slot_id] = (exc.host or address[0], exc.port)
             raise self._note_failure(address, exc) from exc
         except (RedisConnectionError, RedisTimeoutError, ClusterDownError, TryAgainError, AskError) as exc:
             raise self._note_failure(address, exc) from exc
-        for place, reply in enumerate(replies):
-            if isinstance(reply, MovedError | AskError | TryAgainError | ClusterDownError):
+        for place, must_follow in enumerate(is_redirected):
+            if must_follow:
                 replies[place] = await self.send(*commands[place])
         return replies
 
