@@ -174,9 +174,9 @@ async def test_a_write_and_the_wait_behind_it_are_not_executed_by_two_masters(se
     assert await redis.send_together(key, commands) == [1, 0]
     with old.client() as at_old, new.client() as at_new:
         at_old.execute_command("DEL", key)
-        with servers.slot_moves(key_slot(key.encode()), new):
-            with pytest.raises(RedisConnectionError, match="moves to another node"):
-                await redis.send_together(key, commands)  # ASK
+        moves, fails = servers.slot_moves(key_slot(key.encode()), new), pytest.raises(RedisConnectionError)
+        with moves, fails:
+            await redis.send_together(key, commands)  # ASK
         at_new.config_resetstat()
         assert await redis.call_with_retry(lambda: redis.send_together(key, commands)) == [1, 0]  # MOVED
         calls: Any = at_new.info("commandstats")
@@ -193,22 +193,22 @@ async def test_commands_to_a_node_that_leaves_the_cluster_fail_as_after_a_lost_c
     key = next(f"left-{n}" for n in range(10**6) if servers.master_of(key_slot(f"left-{n}".encode())) is leaving)
     call = asyncio.create_task(node.blpop([key], timeout=60))
     with leaving.client() as client:
-        async with asyncio.timeout(10):
-            while not client.info("clients")["blocked_clients"]:
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: client.info("clients")["blocked_clients"], "BLPOP waits")
     redis._use_map((HOST, other.port), [[0, 16383, [HOST.encode(), other.port]]])
-    with pytest.raises(RedisConnectionError, match="the connections to this server were closed"):
+    with pytest.raises(RedisConnectionError, match="the connections are closed"):
         await call
     await redis.aclose()
 
 
 async def test_a_command_fails_if_its_client_is_closed_while_the_map_is_read(servers: ClusterServers) -> None:
     redis = connect(servers.url, name="test-closed")
-    call = asyncio.create_task(redis.incr("closed"))
+    call = asyncio.ensure_future(redis.incr("closed"))
     await asyncio.sleep(0)
     await redis.aclose()
     with pytest.raises(RuntimeError, match="this client was closed"):
         await call
     for server in servers.servers:
         with server.client() as client:
-            wait_until(lambda: all(one["name"] != "test-closed" for one in client.client_list()), "it is closed")
+            await asyncio.to_thread(
+                wait_until, lambda: all(one["name"] != "test-closed" for one in client.client_list()), "it is closed"
+            )

@@ -6,6 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from redis import Redis
+from tests.support.redis_servers import wait_until
 
 from llamaq.common.redis.connect import connect
 
@@ -43,16 +45,17 @@ async def test_a_cancelled_command_leaves_its_turn_to_the_next_one(redis_url: st
 
 async def await_no_connections(redis_url: str, name: str) -> None:
     """Wait until Redis has closed its end of all connections with this name."""
-    async with asyncio.timeout(10), connect(redis_url, name="test-pool") as redis:
-        while any(one["name"] == name for one in await redis.client_list()):
-            await asyncio.sleep(0.01)
+    with Redis.from_url(redis_url) as redis:
+        await asyncio.to_thread(
+            wait_until, lambda: all(one["name"] != name for one in redis.client_list()), "no connection", 10
+        )
 
 
 async def test_a_command_fails_if_its_client_is_closed_while_the_connection_is_opened(
     redis_url: str, queue: str
 ) -> None:
     redis = connect(redis_url, name=queue)
-    call = asyncio.create_task(redis.incr(queue))
+    call = asyncio.ensure_future(redis.incr(queue))
     await asyncio.sleep(0)
     await redis.aclose()
     with pytest.raises(RuntimeError, match="this client was closed"):

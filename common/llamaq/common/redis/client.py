@@ -160,7 +160,7 @@ class RetryingRedis(Redis):
         return type(self)(self.pool, self._retry_s, known_scripts=self.known_scripts, single_connection_client=True)
 
     async def close_connections(self) -> None:
-        """Close the connections. Commands without a reply raise `RedisConnectionError`, and so do later ones."""
+        """Close the connections. Commands fail as after a lost connection."""
         await self._round_trips.aclose()
         await self.pool.aclose()
 

@@ -27,8 +27,6 @@ Address = tuple[str, int]
 
 KEYLESS = ("PING", "TIME", "INFO", "CONFIG GET", "CLIENT LIST", "CLUSTER SLOTS")
 """Commands without a key. Any node executes them."""
-REDIRECTIONS = (AskError, TryAgainError, ClusterDownError)
-"""redis-py's `MovedError` is an `AskError`."""
 N_SLOTS = 16384
 MAX_REDIRECTIONS = 5
 MAX_BLOCKED = 10_000
@@ -50,11 +48,9 @@ class Node:
         self.blocking = RetryingRedis(make_pool(MAX_BLOCKED), 0, known_scripts=known_scripts)
 
     async def aclose(self) -> None:
-        """Close the connections. The errors of the commands are those of a lost connection, because the node may only
-        have left the cluster.
-        """
-        clients = (self.commands, self.blocking)
-        await asyncio.gather(*(client.close_connections() for client in clients), return_exceptions=True)
+        await asyncio.gather(
+            self.commands.close_connections(), self.blocking.close_connections(), return_exceptions=True
+        )
 
 
 class Cluster(RetryingRedis):
@@ -105,7 +101,7 @@ class Cluster(RetryingRedis):
                 return await self._send_to(address, args, options, is_asking=is_asking)
             except AskError as exc:
                 address = (exc.host or address[0], exc.port)
-                is_asking = not isinstance(exc, MovedError)
+                is_asking = not isinstance(exc, MovedError)  # redis-py's `MovedError` is an `AskError`
                 if not is_asking:
                     self._masters[exc.slot_id] = address
                     self._reload_soon()
@@ -125,7 +121,7 @@ class Cluster(RetryingRedis):
         client = node.blocking if args[0] in BLOCKING else node.commands
         try:
             if is_asking:
-                if args[0] == "EVALSHA" and args[1] in self.known_scripts:  # ASKING is only valid for one command
+                if args[0] == "EVALSHA" and args[1] in self.known_scripts:
                     args = self._with_text(args)
                 reply = (await client.send_pipeline([(("ASKING",), {}), (tuple(args), options)], False))[1]
                 if isinstance(reply, RedisError):
@@ -139,10 +135,7 @@ class Cluster(RetryingRedis):
         """Read the map again, and return an error that is retried."""
         self._failed[address] = asyncio.get_running_loop().time()
         self._reload_soon()
-        if isinstance(error, RedisTimeoutError):
-            return error
-        reason = f"hash slot {error.slot_id} moves to another node" if isinstance(error, AskError) else error
-        return RedisConnectionError(f"{_name(address)}: {reason}")
+        return error if isinstance(error, RedisTimeoutError) else RedisConnectionError(f"{_name(address)}: {error}")
 
     async def send_pipeline(self, commands: Sequence[Command], transaction: bool) -> list[Any]:
         """Send commands to their nodes in one round trip each, without a retry."""
@@ -165,12 +158,7 @@ class Cluster(RetryingRedis):
         return replies
 
     async def send_together(self, key: str, commands: Sequence[Command]) -> list[Any]:
-        """Send commands to the master that has the key, over one connection, without a retry.
-
-        Raises:
-            RedisConnectionError: The key has moved, but the old master has executed a command behind a redirected one.
-                That command may be a WAIT for the redirected one.
-        """
+        """Send commands to the master that has the key, over one connection, without a retry."""
         return await self._send_part(await self._find(key), commands, False, is_together=True)
 
     async def _send_part(
@@ -178,16 +166,16 @@ class Cluster(RetryingRedis):
     ) -> list[Any]:
         try:
             replies = await self._node(address).commands.send_pipeline(commands, transaction)
-            is_redirected = [isinstance(reply, REDIRECTIONS) for reply in replies]
-            if is_together and is_redirected != sorted(is_redirected):
-                raise replies[is_redirected.index(True)]
-        except MovedError as exc:  # all keys of a transaction or of commands sent together have moved
+            redirected = [isinstance(reply, AskError | TryAgainError | ClusterDownError) for reply in replies]
+            if is_together and redirected != sorted(redirected):  # WAIT ran without its write
+                raise replies[redirected.index(True)]
+        except MovedError as exc:  # all keys have moved
             self._masters[exc.slot_id] = (exc.host or address[0], exc.port)
             raise self._note_failure(address, exc) from exc
         except (RedisConnectionError, RedisTimeoutError, ClusterDownError, TryAgainError, AskError) as exc:
             raise self._note_failure(address, exc) from exc
-        for place, must_follow in enumerate(is_redirected):
-            if must_follow:
+        for place, moved in enumerate(redirected):
+            if moved:
                 replies[place] = await self.send(*commands[place])
         return replies
 
@@ -198,10 +186,7 @@ class Cluster(RetryingRedis):
                 yield key
 
     async def masters(self) -> dict[str, RetryingRedis]:
-        """Return a client of each master by the master's name.
-
-        It raises `RedisConnectionError` when the master has left the cluster.
-        """
+        """Return a client of each master by the master's name."""
         await self._find(None)
         addresses = sorted({master for master in self._masters if master is not None})
         return {_name(address): self._node(address).commands for address in addresses}
@@ -229,7 +214,7 @@ class Cluster(RetryingRedis):
         """Return the address of the master of a key, or of any master if there is no key."""
         if not self._masters:
             await asyncio.wait([loading := self._reload_soon()])
-            if loading.cancelled():
+            if self._is_closed:
                 raise RedisConnectionError(CLOSED)
             loading.result()
         if key is None:
@@ -303,7 +288,7 @@ class Cluster(RetryingRedis):
             await self._nodes.pop(address).aclose()
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:  # noqa: ARG002
-        """Close all connections. Commands without a reply fail, and so do later ones."""
+        """See `RetryingRedis.aclose`."""
         self._is_closed = True
         await self._tasks.cancel()
         nodes, self._nodes = list(self._nodes.values()), {}

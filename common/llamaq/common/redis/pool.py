@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-DISCONNECTED = "the connections to this server were closed"
+CLOSED_POOL = "the connections are closed"
 
 
 class BoundedPool(ConnectionPool):
@@ -49,8 +49,8 @@ class BoundedPool(ConnectionPool):
         try:
             if not self.is_closed:
                 await self.ensure_connection(connection)
-            if self.is_closed:  # maybe while the connection was opened
-                raise RedisConnectionError(DISCONNECTED)
+            if self.is_closed:
+                raise RedisConnectionError(CLOSED_POOL)
         except BaseException as exc:
             await self.release(connection)
             if isinstance(exc, RedisConnectionError | RedisTimeoutError):
@@ -103,9 +103,9 @@ class BoundedPool(ConnectionPool):
                 turn.set_exception(type(error)(*error.args))
 
     async def aclose(self) -> None:
-        """Close all connections. Commands that wait for a connection, or for one to be opened, fail."""
+        """Close the connections. Commands that wait fail."""
         self.is_closed = True
-        self.fail_waiting(RedisConnectionError(DISCONNECTED))
+        self.fail_waiting(RedisConnectionError(CLOSED_POOL))
         await super().aclose()
 
     def __repr__(self) -> str:
