@@ -119,9 +119,12 @@ async def test_moved_and_ask_replies_are_followed(servers: ClusterServers) -> No
     key = keys[old.port]
     slot = key_slot(key.encode())
     redis = connect(servers.url, name="test")
+    script = redis.register_script("return redis.call('GET', KEYS[1]) .. ' the move'")
     await redis.set(key, "before")
+    assert await script(keys=[key]) == b"before the move"
     with servers.slot_moves(slot, new, key):
         assert await redis.get(key) == b"before"  # ASK
+        assert await script(keys=[key]) == b"before the move"  # the new master does not know the script
     assert await redis.get(key) == b"before"  # MOVED
     async with redis.pipeline(transaction=False) as pipe:
         pipe.get(key)
@@ -161,3 +164,51 @@ async def test_a_blocking_read_and_the_command_behind_it_follow_a_slot_that_move
         assert at_new.execute_command("XLEN", key) == 1
     assert (await redis.send_together(key, commands))[0] == [[key.encode(), [(entry, {b"name": b"value"})]]]
     await redis.aclose()
+
+
+async def test_a_write_and_the_wait_behind_it_are_not_executed_by_two_masters(servers: ClusterServers) -> None:
+    old, new = servers.masters[2], servers.masters[0]
+    key = next(f"both-{n}" for n in range(10**6) if servers.master_of(key_slot(f"both-{n}".encode())) is old)
+    redis: Any = connect(servers.url, name="test")
+    commands: list[Command] = [(("HSET", key, "name", "value"), {}), (("WAIT", 0, 1), {})]
+    assert await redis.send_together(key, commands) == [1, 0]
+    with old.client() as at_old, new.client() as at_new:
+        at_old.execute_command("DEL", key)
+        moves, fails = servers.slot_moves(key_slot(key.encode()), new), pytest.raises(RedisConnectionError)
+        with moves, fails:
+            await redis.send_together(key, commands)  # ASK
+        at_new.config_resetstat()
+        assert await redis.call_with_retry(lambda: redis.send_together(key, commands)) == [1, 0]  # MOVED
+        calls: Any = at_new.info("commandstats")
+    assert [calls[f"cmdstat_{name}"]["calls"] for name in ("hset", "wait")] == [1, 1]
+    await redis.aclose()
+
+
+async def test_commands_to_a_node_that_leaves_the_cluster_fail_as_after_a_lost_connection(
+    servers: ClusterServers,
+) -> None:
+    leaving, other = servers.masters[:2]
+    redis: Any = connect(f"redis+cluster://{HOST}:{other.port}", name="test")
+    node = (await redis.masters())[f"{HOST}:{leaving.port}"]
+    key = next(f"left-{n}" for n in range(10**6) if servers.master_of(key_slot(f"left-{n}".encode())) is leaving)
+    call = asyncio.create_task(node.blpop([key], timeout=60))
+    with leaving.client() as client:
+        await asyncio.to_thread(wait_until, lambda: client.info("clients")["blocked_clients"], "BLPOP waits")
+    redis._use_map((HOST, other.port), [[0, 16383, [HOST.encode(), other.port]]])
+    with pytest.raises(RedisConnectionError, match="the connections are closed"):
+        await call
+    await redis.aclose()
+
+
+async def test_a_command_fails_if_its_client_is_closed_while_the_map_is_read(servers: ClusterServers) -> None:
+    redis = connect(servers.url, name="test-closed")
+    call = asyncio.ensure_future(redis.incr("closed"))
+    await asyncio.sleep(0)
+    await redis.aclose()
+    with pytest.raises(RuntimeError, match="this client was closed"):
+        await call
+    for server in servers.servers:
+        with server.client() as client:
+            await asyncio.to_thread(
+                wait_until, lambda: all(one["name"] != "test-closed" for one in client.client_list()), "it is closed"
+            )

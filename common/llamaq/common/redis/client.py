@@ -159,6 +159,11 @@ class RetryingRedis(Redis):
         """Return a client that sends all commands over one connection."""
         return type(self)(self.pool, self._retry_s, known_scripts=self.known_scripts, single_connection_client=True)
 
+    async def close_connections(self) -> None:
+        """Close the connections. Commands fail as after a lost connection."""
+        await self._round_trips.aclose()
+        await self.pool.aclose()
+
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close the connections. Commands without a reply fail, and so do later ones."""
         self._is_closed = True

@@ -21,7 +21,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from llamaq.common.background_tasks import BackgroundTasks, cancel_tasks, drop_error
 from llamaq.common.redis.client import BLOCKING, RetryingRedis
 from llamaq.common.redis.pool import BoundedPool
-from llamaq.common.redis.shared_round_trips import Command
+from llamaq.common.redis.shared_round_trips import CLOSED, Command
 
 Address = tuple[str, int]
 
@@ -48,7 +48,9 @@ class Node:
         self.blocking = RetryingRedis(make_pool(MAX_BLOCKED), 0, known_scripts=known_scripts)
 
     async def aclose(self) -> None:
-        await asyncio.gather(self.commands.aclose(), self.blocking.aclose(), return_exceptions=True)
+        await asyncio.gather(
+            self.commands.close_connections(), self.blocking.close_connections(), return_exceptions=True
+        )
 
 
 class Cluster(RetryingRedis):
@@ -119,6 +121,8 @@ class Cluster(RetryingRedis):
         client = node.blocking if args[0] in BLOCKING else node.commands
         try:
             if is_asking:
+                if args[0] == "EVALSHA" and args[1] in self.known_scripts:
+                    args = self._with_text(args)
                 reply = (await client.send_pipeline([(("ASKING",), {}), (tuple(args), options)], False))[1]
                 if isinstance(reply, RedisError):
                     raise reply
@@ -155,18 +159,23 @@ class Cluster(RetryingRedis):
 
     async def send_together(self, key: str, commands: Sequence[Command]) -> list[Any]:
         """Send commands to the master that has the key, over one connection, without a retry."""
-        return await self._send_part(await self._find(key), commands, False)
+        return await self._send_part(await self._find(key), commands, False, is_together=True)
 
-    async def _send_part(self, address: Address, commands: Sequence[Command], transaction: bool) -> list[Any]:
+    async def _send_part(
+        self, address: Address, commands: Sequence[Command], transaction: bool, *, is_together: bool = False
+    ) -> list[Any]:
         try:
             replies = await self._node(address).commands.send_pipeline(commands, transaction)
-        except MovedError as exc:  # a transaction: all its keys have moved
+            redirected = [isinstance(reply, AskError | TryAgainError | ClusterDownError) for reply in replies]
+            if is_together and redirected != sorted(redirected):  # WAIT ran without its write
+                raise replies[redirected.index(True)]
+        except MovedError as exc:  # all keys have moved
             self._masters[exc.slot_id] = (exc.host or address[0], exc.port)
             raise self._note_failure(address, exc) from exc
         except (RedisConnectionError, RedisTimeoutError, ClusterDownError, TryAgainError, AskError) as exc:
             raise self._note_failure(address, exc) from exc
-        for place, reply in enumerate(replies):
-            if isinstance(reply, MovedError | AskError | TryAgainError | ClusterDownError):
+        for place, moved in enumerate(redirected):
+            if moved:
                 replies[place] = await self.send(*commands[place])
         return replies
 
@@ -196,13 +205,18 @@ class Cluster(RetryingRedis):
 
     def _node(self, address: Address) -> Node:
         if address not in self._nodes:
+            if self._is_closed:
+                raise RedisConnectionError(CLOSED)
             self._nodes[address] = Node(lambda limit: self._make_pool(address, limit), self.known_scripts)
         return self._nodes[address]
 
     async def _find(self, key: str | bytes | None) -> Address:
         """Return the address of the master of a key, or of any master if there is no key."""
         if not self._masters:
-            await asyncio.shield(self._reload_soon())
+            await asyncio.wait([loading := self._reload_soon()])
+            if self._is_closed:
+                raise RedisConnectionError(CLOSED)
+            loading.result()
         if key is None:
             masters = {address for address in self._masters if address is not None}
             return min(masters, key=lambda address: (self._failed.get(address, 0.0), address))
@@ -274,7 +288,7 @@ class Cluster(RetryingRedis):
             await self._nodes.pop(address).aclose()
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:  # noqa: ARG002
-        """Close all connections. Commands without a reply fail, and so do later ones."""
+        """See `RetryingRedis.aclose`."""
         self._is_closed = True
         await self._tasks.cancel()
         nodes, self._nodes = list(self._nodes.values()), {}

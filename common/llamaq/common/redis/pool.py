@@ -13,6 +13,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+CLOSED_POOL = "the connections are closed"
+
 
 class BoundedPool(ConnectionPool):
     """Lends at most `max_connections` connections. Further commands wait in the order of their calls.
@@ -28,6 +30,7 @@ class BoundedPool(ConnectionPool):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self.is_closed = False
 
     def make_connection(self) -> Any:
         """Return a new connection. It does not send CLIENT SETINFO, with which Redis 6.2 would fill its ACL log."""
@@ -39,12 +42,15 @@ class BoundedPool(ConnectionPool):
         """Return a connected connection. Wait for it while all connections are in use.
 
         Raises:
-            RedisError: The server cannot be reached.
+            RedisError: The server cannot be reached, or the pool is closed.
         """
         await self._wait_for_turn()
         connection: AbstractConnection = self.get_available_connection()  # type: ignore[no-untyped-call]
         try:
-            await self.ensure_connection(connection)
+            if not self.is_closed:
+                await self.ensure_connection(connection)
+            if self.is_closed:
+                raise RedisConnectionError(CLOSED_POOL)
         except BaseException as exc:
             await self.release(connection)
             if isinstance(exc, RedisConnectionError | RedisTimeoutError):
@@ -77,6 +83,8 @@ class BoundedPool(ConnectionPool):
 
         redis-py's own method also tells listeners, which llamaq does not have.
         """
+        if self.is_closed:
+            await connection.disconnect(nowait=True)
         self._in_use_connections.remove(connection)
         self._available_connections.append(connection)
         self._wake()
@@ -93,6 +101,12 @@ class BoundedPool(ConnectionPool):
         for turn in self._waiting:
             if not turn.done():
                 turn.set_exception(type(error)(*error.args))
+
+    async def aclose(self) -> None:
+        """Close the connections. Commands that wait fail."""
+        self.is_closed = True
+        self.fail_waiting(RedisConnectionError(CLOSED_POOL))
+        await super().aclose()
 
     def __repr__(self) -> str:
         return f"<BoundedPool in_use={len(self._in_use_connections)} waiting={len(self._waiting)}>"
