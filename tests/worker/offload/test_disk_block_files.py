@@ -6,16 +6,18 @@ import os
 import shutil
 import stat
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.support.disk_blocks import LIMIT_S, ROOMY, SCOPE, Disk, Warnings
+from tests.support.disk_blocks import LIMIT_S, ROOMY, SCOPE, Disk, Warnings, pack
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES, FILE_BYTES, WriteBlock
+from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES, FILE_BYTES, BlockSpan, WriteBlock
 from llamaq.worker.offload import disk_block_files
 from llamaq.worker.offload.atomic_files import write_file
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
@@ -126,6 +128,21 @@ def test_a_block_that_is_erased_before_its_write_is_not_written(
         disk.flush()
         assert disk.paths == written
         assert disk.read([4, 4]) == [b"data\x02"]
+
+
+def test_the_data_of_a_block_that_is_erased_before_its_write_is_freed_at_once(tmp_path: Path) -> None:
+    buffers = [np.zeros(4, np.uint8) for _ in range(5)]
+    references = [weakref.ref(buffer) for buffer in buffers]
+    with Disk(tmp_path, max_disk_bytes=FILE_BYTES + 8 + 4) as disk:
+        with BlockedThread(disk.files):
+            for n in range(5):
+                tokens = pack([n, n])
+                disk.store.insert(tokens, SCOPE, BlockSpan(0, 2), buffers.pop().data)
+                disk.files.submit(disk.store.drain_disk_operations())
+            assert disk.files.pending_bytes == 4
+            assert sum(reference() is not None for reference in references) == 1
+        disk.flush()
+        assert len(disk.paths) == 1
 
 
 def test_writes_beyond_the_pending_limit_are_dropped(tmp_path: Path, warnings: Warnings) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -154,7 +155,7 @@ class DiskBlockFiles:
         if self._has_room(write, is_closing=is_closing):
             self._pending[write.block.name] = write
             self.pending_bytes += len(write.data)
-            self._submit_call(partial(self._write, write))
+            self._submit_call(partial(self._write, weakref.ref(write)))
         else:
             self._warn_of_write("the disk is too slow")
             self._refused.add(write.block)
@@ -189,10 +190,12 @@ class DiskBlockFiles:
 
     # ---- in the background thread
 
-    def _write(self, write: WriteBlock) -> None:
-        block, data = write.block, write.data
-        if self._pending.get(block.name) is not write:
+    def _write(self, reference: weakref.ref[WriteBlock]) -> None:
+        """Write a file, unless the write is no longer pending. The reference is weak, so that its data is freed."""
+        write = reference()
+        if write is None or self._pending.get(write.block.name) is not write:
             return
+        block, data = write.block, write.data
         header = encode_header(block, self._fingerprint)
         try:
             self._replace_deleted_folder()
