@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.disk_blocks import Warnings
 
+from llamaq.worker.offload import old_cache_folders
 from llamaq.worker.offload.atomic_files import LOCK, claim_folder
 from llamaq.worker.offload.old_cache_folders import erase_old_blocks
 
@@ -96,3 +97,21 @@ def test_the_unfinished_files_of_a_killed_worker_count_and_are_erased(tmp_path: 
     assert unfinished.exists()
     erase_old_blocks(tmp_path, 99)
     assert sorted(path.name for path in folder.iterdir()) == [LOCK, "notes.txt"]
+
+
+def test_a_worker_gets_its_folder_while_another_worker_looks_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = add_folder(tmp_path, "a" * 32, 20, 1000.0), old_cache_folders._read
+    claims: list[tuple[Path, int]] = []
+
+    def read_while_a_worker_starts(path: Path) -> object:
+        claims.append(claim_folder(tmp_path, folder.name))
+        return read(path)
+
+    monkeypatch.setattr(old_cache_folders, "_read", read_while_a_worker_starts)
+    erase_old_blocks(tmp_path, 0)
+    ((claimed, lock),) = claims
+    os.close(lock)
+    assert claimed == folder
+    assert (folder / BLOCK).exists(), "the worker that has just started uses it"

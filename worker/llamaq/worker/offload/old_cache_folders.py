@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +58,8 @@ def _old_folders(cache_dir: Path) -> list[_OldFolder]:
         paths.extend(Path(entry.path) for entry in folder_entries if _FOLDER_NAME.fullmatch(entry.name))
     folders: list[_OldFolder] = []
     for path in paths:
-        with _logged_errors(path), _locked(path) as is_locked:
-            if is_locked:
+        with _logged_errors(path):
+            if _is_unused(path):
                 folders.append(_read(path))
     return folders
 
@@ -71,6 +71,12 @@ def _logged_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         log.warning("disk_cache.old_blocks_not_erased folder=%s error=%s", folder, exc)
+
+
+def _is_unused(folder: Path) -> bool:
+    """Whether no worker has locked the folder. The lock is not kept, because a worker may want the folder meanwhile."""
+    with _locked(folder) as is_locked:
+        return is_locked
 
 
 @contextmanager
@@ -85,16 +91,17 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _read(path: Path) -> _OldFolder:
-    """Return the blocks and the unfinished files of a folder."""
+    """Return the blocks and the unfinished files of a folder, which is not locked."""
     files, n_bytes, used_s = [], 0, 0.0
     with os.scandir(path) as entries:
         for entry in entries:
             is_ours = FILE_NAME.fullmatch(entry.name) or entry.name.endswith(TEMPORARY)
             if is_ours and entry.is_file(follow_symlinks=False):
-                status = entry.stat(follow_symlinks=False)
-                files.append(Path(entry.path))
-                n_bytes += status.st_size
-                used_s = max(used_s, status.st_mtime)
+                with suppress(FileNotFoundError):  # a worker that has just started may erase files
+                    status = entry.stat(follow_symlinks=False)
+                    files.append(Path(entry.path))
+                    n_bytes += status.st_size
+                    used_s = max(used_s, status.st_mtime)
     return _OldFolder(path, tuple(files), n_bytes, used_s)
 
 
