@@ -47,6 +47,9 @@ class Disk:
 
     def flush(self) -> None:
         assert self.files.background.flush(LIMIT_S)
+        self.mark_lost_files()
+
+    def mark_lost_files(self) -> None:
         for block in self.files.drain_failed_blocks():
             self.store.mark_file_lost(block)
         self.files.submit(self.store.drain_disk_operations())

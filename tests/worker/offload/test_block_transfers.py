@@ -36,10 +36,12 @@ class FakeDisk:
         self.files: dict[bytes, SavedCells] = {}
         self.invalid: set[Block] = set()
         self.failed: list[Block] = []
+        self.is_closing = False
         self.is_closed = False
         self._reads: list[tuple[Block, Future[SavedCells | None]]] = []
 
-    def submit(self, operations: Iterable[DiskOperation]) -> None:
+    def submit(self, operations: Iterable[DiskOperation], *, is_closing: bool = False) -> None:
+        self.is_closing = is_closing
         for operation in operations:
             if isinstance(operation, WriteBlock):
                 self.files[operation.block.name] = operation.data
@@ -289,6 +291,7 @@ def test_close_writes_the_entries_and_host_memory_to_disk() -> None:
     assert not setup.disk.files
     setup.transfers.close(entries, 60)
     assert len(setup.disk.files) == 6
+    assert setup.disk.is_closing
     assert setup.disk.is_closed
 
 

@@ -6,16 +6,18 @@ import os
 import shutil
 import stat
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.support.disk_blocks import LIMIT_S, ROOMY, SCOPE, Disk, Warnings
+from tests.support.disk_blocks import LIMIT_S, ROOMY, SCOPE, Disk, Warnings, pack
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, WriteBlock
+from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES, FILE_BYTES, BlockSpan, WriteBlock
 from llamaq.worker.offload import disk_block_files
 from llamaq.worker.offload.atomic_files import write_file
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
@@ -128,6 +130,21 @@ def test_a_block_that_is_erased_before_its_write_is_not_written(
         assert disk.read([4, 4]) == [b"data\x02"]
 
 
+def test_the_data_of_a_block_that_is_erased_before_its_write_is_freed_at_once(tmp_path: Path) -> None:
+    buffers = [np.zeros(4, np.uint8) for _ in range(5)]
+    references = [weakref.ref(buffer) for buffer in buffers]
+    with Disk(tmp_path, max_disk_bytes=FILE_BYTES + 8 + 4) as disk:
+        with BlockedThread(disk.files):
+            for n in range(5):
+                tokens = pack([n, n])
+                disk.store.insert(tokens, SCOPE, BlockSpan(0, 2), buffers.pop().data)
+                disk.files.submit(disk.store.drain_disk_operations())
+            assert disk.files.pending_bytes == 4
+            assert sum(reference() is not None for reference in references) == 1
+        disk.flush()
+        assert len(disk.paths) == 1
+
+
 def test_writes_beyond_the_pending_limit_are_dropped(tmp_path: Path, warnings: Warnings) -> None:
     with Disk(tmp_path, max_pending_bytes=10) as disk:
         with BlockedThread(disk.files):
@@ -165,6 +182,48 @@ def test_the_pending_limit_does_not_apply_to_data_that_is_still_in_host_memory(t
             disk.files.submit(disk.store.drain_disk_operations())
         disk.flush()
         assert len(disk.paths) == 5
+
+
+def test_data_that_host_memory_evicts_before_its_write_is_limited(tmp_path: Path) -> None:
+    data, host_bytes, max_pending_bytes = bytes(4000), 8 * (4001 + BLOCK_BYTES), 2 * 4001
+    with Disk(tmp_path, host_bytes=host_bytes, max_pending_bytes=max_pending_bytes) as disk:
+        pending = disk.files._pending
+        with BlockedThread(disk.files):
+            for prompt in range(10):
+                tokens = range(prompt * 100, prompt * 100 + 16)
+                for end in range(2, 17, 2):
+                    disk.insert(tokens[:end], data)
+                    evicted = sum(len(write.data) for write in pending.values() if write.block.data is None)
+                    assert evicted <= host_bytes + max_pending_bytes
+                    disk.mark_lost_files()
+                    assert len(pending) == sum(block.on_disk for block in disk.store._tree)
+            n_waiting = disk.files.background._n_waiting
+            disk.insert(range(5000, 5016), data)
+            disk.mark_lost_files()
+            assert disk.files.background._n_waiting == n_waiting, "refused writes leave no work for the thread"
+        disk.flush()
+        assert len(disk.paths) == sum(block.on_disk for block in disk.store._tree)
+        assert len(disk.paths) < len(disk.store), "blocks whose write was refused stay in host memory without a file"
+        disk.store.write_host_to_disk()
+        disk.files.submit(disk.store.drain_disk_operations())
+        disk.flush()
+        assert len(disk.paths) == len(disk.store)
+
+
+def test_when_the_worker_stops_all_data_in_host_memory_is_written(tmp_path: Path) -> None:
+    data, host_bytes = bytes(4000), 8 * (4001 + BLOCK_BYTES)
+    with Disk(tmp_path, host_bytes=host_bytes, max_pending_bytes=2 * 4001) as disk:
+        with BlockedThread(disk.files):
+            for prompt in range(10):
+                for end in range(2, 17, 2):
+                    disk.insert(range(prompt * 100, prompt * 100 + end), data)
+                    disk.mark_lost_files()
+            in_host = [block for block in disk.store._tree if block.data is not None]
+            disk.store.write_host_to_disk()
+            disk.files.submit(disk.store.drain_disk_operations(), is_closing=True)
+        disk.flush()
+        assert len(in_host) == 8
+        assert all(block.on_disk and block.data is not None for block in in_host)
 
 
 @contextmanager

@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.support.disk_blocks import Warnings
 
+from llamaq.worker.offload import old_cache_folders
 from llamaq.worker.offload.atomic_files import LOCK, claim_folder
 from llamaq.worker.offload.old_cache_folders import erase_old_blocks
 
@@ -50,3 +52,66 @@ def test_a_folder_that_a_worker_uses_is_not_erased_and_can_be_claimed_afterwards
     _, lock = claim_folder(tmp_path, folder.name)
     fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
+
+
+@pytest.mark.parametrize("has_bad_lock", [True, False])
+def test_a_folder_with_an_error_does_not_keep_the_others_from_being_erased(
+    tmp_path: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch, has_bad_lock: bool
+) -> None:
+    folders = [add_folder(tmp_path, letter * 32, 20, 1000.0 + number) for number, letter in enumerate("abc")]
+    bad, unlink = folders[0], Path.unlink
+
+    def refuse_bad(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == bad:
+            raise PermissionError(path)
+        unlink(path, missing_ok)
+
+    if has_bad_lock:
+        (bad / LOCK).unlink()
+        (bad / LOCK).mkdir()
+    else:
+        monkeypatch.setattr(Path, "unlink", refuse_bad)
+    erase_old_blocks(tmp_path, 0)
+    assert [(folder / BLOCK).exists() for folder in folders] == [True, False, False]
+    assert [str(bad) in line for line in warnings] == [True]
+
+
+def test_a_cache_folder_that_cannot_be_read_causes_a_warning(tmp_path: Path, warnings: Warnings) -> None:
+    erase_old_blocks(tmp_path / "missing", 0)
+    assert ["old_blocks_not_erased" in line for line in warnings] == [True]
+
+
+def test_a_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = add_folder(tmp_path / "elsewhere", "a" * 32, 20, 1000.0)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / elsewhere.name).symlink_to(elsewhere)
+    erase_old_blocks(tmp_path / "cache", 0)
+    assert (elsewhere / BLOCK).exists()
+
+
+def test_the_unfinished_files_of_a_killed_worker_count_and_are_erased(tmp_path: Path) -> None:
+    folder = add_folder(tmp_path, "a" * 32, 20, 1000.0)
+    unfinished = folder / "tmpabc.tmp"
+    unfinished.write_bytes(bytes(80))
+    erase_old_blocks(tmp_path, 100)
+    assert unfinished.exists()
+    erase_old_blocks(tmp_path, 99)
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK, "notes.txt"]
+
+
+def test_a_worker_gets_its_folder_while_another_worker_looks_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = add_folder(tmp_path, "a" * 32, 20, 1000.0), old_cache_folders._read
+    claims: list[tuple[Path, int]] = []
+
+    def read_while_a_worker_starts(path: Path) -> object:
+        claims.append(claim_folder(tmp_path, folder.name))
+        return read(path)
+
+    monkeypatch.setattr(old_cache_folders, "_read", read_while_a_worker_starts)
+    erase_old_blocks(tmp_path, 0)
+    ((claimed, lock),) = claims
+    os.close(lock)
+    assert claimed == folder
+    assert (folder / BLOCK).exists(), "the worker that has just started uses it"

@@ -119,6 +119,19 @@ def test_unfinished_files_are_erased_after_an_hour(files: SavedSlotFiles) -> Non
     assert (old.exists(), new.exists()) == (False, True)
 
 
+def test_an_unfinished_file_that_another_worker_finishes_meanwhile_is_ignored(
+    files: SavedSlotFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    glob = Path.glob
+
+    def glob_before_a_rename(folder: Path, pattern: str) -> list[Path]:
+        return [*glob(folder, pattern), folder / "finished.tmp"]
+
+    monkeypatch.setattr(Path, "glob", glob_before_a_rename)
+    files.write("chat", {}, TOKENS, b"cells")
+    assert files.read("chat").data == b"cells"
+
+
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_damaged_file_is_refused(files: SavedSlotFiles, data: st.DataObject) -> None:

@@ -17,8 +17,13 @@ class BlockFiles(Protocol):
     def is_behind(self) -> bool:
         """Whether so much waits to be written that blocks may soon be lost."""
 
-    def submit(self, operations: Iterable[DiskOperation]) -> None:
-        """Start the operations, which are executed in this order."""
+    def submit(self, operations: Iterable[DiskOperation], *, is_closing: bool = False) -> None:
+        """Start the operations, which are executed in this order.
+
+        Args:
+            operations: The operations, in the order in which the store has planned them.
+            is_closing: Whether host memory evicts no more blocks. All data that is in host memory is then written.
+        """
 
     def read(self, block: Block) -> Future[SavedCells | None]:
         """Start reading the data of the block. The result is None when the file of the block is invalid."""
@@ -35,7 +40,7 @@ class NoBlockFiles:
 
     is_behind = False
 
-    def submit(self, operations: Iterable[DiskOperation]) -> None:
+    def submit(self, operations: Iterable[DiskOperation], *, is_closing: bool = False) -> None:
         """Do nothing: without a disk there are no operations."""
 
     def read(self, block: Block) -> Future[SavedCells | None]:

@@ -191,7 +191,7 @@ class BlockTransfers:
             while save.spans and time.monotonic() < deadline_s:
                 self._save_one_block(save)
         self.store.write_host_to_disk()
-        self._submit_disk_operations()
+        self._files.submit(self.store.drain_disk_operations(), is_closing=True)
         self._files.close(max(0.0, deadline_s - time.monotonic()))
         if self._arena:
             self._arena.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -59,8 +60,9 @@ class DiskBlockFiles:
             folder: The cache folder, shared by all models and workers.
             fingerprint: Identifies the model, the settings and the llama.cpp version that the data is valid for.
             max_file_bytes: Larger files are not used.
-            max_pending_bytes: Upper bound on the data that is evicted from host memory but not yet written to disk.
-                When this bound is reached, further evicted blocks are lost.
+            max_pending_bytes: Upper bound on the data that waits to be written. Beyond this bound, the write of an
+                evicted block is refused, and the block is lost. The write of a block that is still in host memory is
+                refused beyond the sum of this bound and the capacity of host memory.
 
         Raises:
             InvalidSettings: The folder cannot be used.
@@ -81,11 +83,15 @@ class DiskBlockFiles:
         """Blocks that could not be written."""
         self._unreadable: deque[Block] = deque()
         """Blocks whose files the background thread could not read."""
+        self._refused: set[Block] = set()
+        """Blocks whose write was refused. They have no file to erase."""
         self._is_failing = False
+        self._max_host_bytes = 0
         self.pending_bytes = 0
 
     def rebuild(self, store: BlockStore) -> None:
         """Fill an empty store from the files in the folder, and erase the files that cannot be used."""
+        self._max_host_bytes = store.max_host_bytes
         orphans = store.rebuild(self._scan())
         for orphan in orphans:
             self._erase(orphan.name)
@@ -94,13 +100,20 @@ class DiskBlockFiles:
         self.submit(store.drain_disk_operations())
         log.info("disk_cache.restored blocks=%d bytes=%d folder=%s", len(store), store.disk_bytes, self.folder)
 
-    def submit(self, operations: Iterable[DiskOperation]) -> None:
-        """Start the operations, which are executed in this order."""
+    def submit(self, operations: Iterable[DiskOperation], *, is_closing: bool = False) -> None:
+        """Start the operations, which are executed in this order.
+
+        Args:
+            operations: The operations, in the order in which the store has planned them.
+            is_closing: Whether host memory evicts no more blocks. All data that is in host memory is then written.
+        """
         self._collect_written()
         for operation in operations:
             self._remove_pending(operation.block.name)
             if isinstance(operation, WriteBlock):
-                self._submit_write(operation)
+                self._submit_write(operation, is_closing=is_closing)
+            elif operation.block in self._refused:
+                self._refused.remove(operation.block)
             else:
                 self._submit_call(partial(self._erase, operation.block.name))
 
@@ -138,16 +151,25 @@ class DiskBlockFiles:
             log.warning("disk_cache.closed_early files=%d bytes=%d", len(self._pending), self.pending_bytes)
         os.close(self._lock)
 
-    def _submit_write(self, write: WriteBlock) -> None:
-        size = len(write.data)
-        # Data that is still in host memory costs no extra memory. A single write may exceed the bound.
-        if write.block.data is None and self._pending and self.pending_bytes + size > self._max_pending_bytes:
-            self._warn_of_write("the disk is too slow")
-            self._failed.append(write.block)
-        else:
+    def _submit_write(self, write: WriteBlock, *, is_closing: bool) -> None:
+        if self._has_room(write, is_closing=is_closing):
             self._pending[write.block.name] = write
-            self.pending_bytes += size
-            self._submit_call(partial(self._write, write))
+            self.pending_bytes += len(write.data)
+            self._submit_call(partial(self._write, weakref.ref(write)))
+        else:
+            self._warn_of_write("the disk is too slow")
+            self._refused.add(write.block)
+            self._failed.append(write.block)
+
+    def _has_room(self, write: WriteBlock, *, is_closing: bool) -> bool:
+        """Whether the data may stay in memory until it is written. A single write may exceed the bound."""
+        max_bytes = self._max_pending_bytes
+        if write.block.data is not None:
+            if is_closing:
+                return True
+            # This data needs extra memory only if host memory evicts the block before the write.
+            max_bytes += self._max_host_bytes
+        return not self._pending or self.pending_bytes + len(write.data) <= max_bytes
 
     def _submit_call(self, call: Callable[[], None]) -> None:
         """Run a call in the background thread, and log an unexpected exception."""
@@ -168,10 +190,12 @@ class DiskBlockFiles:
 
     # ---- in the background thread
 
-    def _write(self, write: WriteBlock) -> None:
-        block, data = write.block, write.data
-        if self._pending.get(block.name) is not write:
+    def _write(self, reference: weakref.ref[WriteBlock]) -> None:
+        """Write a file, unless the write is no longer pending. The reference is weak, so that its data is freed."""
+        write = reference()
+        if write is None or self._pending.get(write.block.name) is not write:
             return
+        block, data = write.block, write.data
         header = encode_header(block, self._fingerprint)
         try:
             self._replace_deleted_folder()

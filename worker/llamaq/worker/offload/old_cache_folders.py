@@ -6,11 +6,11 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaq.worker.offload.atomic_files import lock_folder
+from llamaq.worker.offload.atomic_files import TEMPORARY, lock_folder
 from llamaq.worker.offload.disk_block_files import FILE_NAME
 
 log = logging.getLogger(__name__)
@@ -39,28 +39,44 @@ def erase_old_blocks(cache_dir: Path, max_bytes: int) -> None:
         cache_dir: The cache folder, shared by all models and workers.
         max_bytes: Upper bound on the size of the blocks that remain in these folders.
     """
-    try:
-        folders = sorted(_old_folders(cache_dir), key=lambda folder: folder.used_s)
-        n_bytes = sum(folder.n_bytes for folder in folders)
-        for folder in folders:
-            if n_bytes <= max_bytes:
-                return
-            with _locked(folder.path) as is_locked:
-                if is_locked:
-                    _erase(folder)
-                    n_bytes -= folder.n_bytes
-    except OSError as exc:
-        log.warning("disk_cache.old_blocks_not_erased folder=%s error=%s", cache_dir, exc)
+    folders = sorted(_old_folders(cache_dir), key=lambda folder: folder.used_s)
+    n_bytes = sum(folder.n_bytes for folder in folders)
+    for folder in folders:
+        if n_bytes <= max_bytes:
+            return
+        with _logged_errors(folder.path), _locked(folder.path) as is_locked:
+            if is_locked:
+                _erase(folder)
+                n_bytes -= folder.n_bytes
 
 
-def _old_folders(cache_dir: Path) -> Iterator[_OldFolder]:
-    with os.scandir(cache_dir) as entries:
-        paths = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+def _old_folders(cache_dir: Path) -> list[_OldFolder]:
+    """Return the folders that no worker has locked."""
+    paths: list[Path] = []
+    with _logged_errors(cache_dir), os.scandir(cache_dir) as entries:
+        folder_entries = (entry for entry in entries if entry.is_dir(follow_symlinks=False))
+        paths.extend(Path(entry.path) for entry in folder_entries if _FOLDER_NAME.fullmatch(entry.name))
+    folders: list[_OldFolder] = []
     for path in paths:
-        if _FOLDER_NAME.fullmatch(path.name):
-            with _locked(path) as is_locked:
-                if is_locked:
-                    yield _read(path)
+        with _logged_errors(path):
+            if _is_unused(path):
+                folders.append(_read(path))
+    return folders
+
+
+@contextmanager
+def _logged_errors(folder: Path) -> Iterator[None]:
+    """Log an `OSError`, so that one folder with an error does not keep the others from being erased."""
+    try:
+        yield
+    except OSError as exc:
+        log.warning("disk_cache.old_blocks_not_erased folder=%s error=%s", folder, exc)
+
+
+def _is_unused(folder: Path) -> bool:
+    """Whether no worker has locked the folder. The lock is not kept, because a worker may want the folder meanwhile."""
+    with _locked(folder) as is_locked:
+        return is_locked
 
 
 @contextmanager
@@ -75,19 +91,22 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _read(path: Path) -> _OldFolder:
+    """Return the blocks and the unfinished files of a folder, which is not locked."""
     files, n_bytes, used_s = [], 0, 0.0
     with os.scandir(path) as entries:
         for entry in entries:
-            if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                status = entry.stat(follow_symlinks=False)
-                files.append(Path(entry.path))
-                n_bytes += status.st_size
-                used_s = max(used_s, status.st_mtime)
+            is_ours = FILE_NAME.fullmatch(entry.name) or entry.name.endswith(TEMPORARY)
+            if is_ours and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):  # a worker that has just started may erase files
+                    status = entry.stat(follow_symlinks=False)
+                    files.append(Path(entry.path))
+                    n_bytes += status.st_size
+                    used_s = max(used_s, status.st_mtime)
     return _OldFolder(path, tuple(files), n_bytes, used_s)
 
 
 def _erase(folder: _OldFolder) -> None:
-    """Erase the blocks. The folder and its lock stay, because another process may be about to lock it."""
+    """Erase the files of a locked folder. The folder and its lock stay: another process may be about to lock it."""
     for file in folder.files:
         file.unlink(missing_ok=True)
     log.info("disk_cache.old_blocks_erased bytes=%d folder=%s", folder.n_bytes, folder.path)

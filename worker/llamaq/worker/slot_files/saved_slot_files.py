@@ -20,6 +20,7 @@ import os
 import re
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -198,8 +199,9 @@ class SavedSlotFiles:
 
     def _remove_abandoned(self) -> None:
         for path in self.folder.glob("*" + TEMPORARY):
-            if path.stat().st_mtime < time.time() - ABANDONED_S:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another worker has just finished its file
+                if path.stat().st_mtime < time.time() - ABANDONED_S:
+                    path.unlink()
 
     def __repr__(self) -> str:
         return f"<SavedSlotFiles {self.folder}>"

@@ -55,6 +55,11 @@ class BlockStore:
         self._last_insert: tuple[bytes, Scope, Block | None] = (b"", Scope(), None)
 
     @property
+    def max_host_bytes(self) -> int:
+        """Capacity of host memory in bytes."""
+        return self._host.max_bytes
+
+    @property
     def host_bytes(self) -> int:
         """Host memory used by the blocks whose data is in host memory, in bytes."""
         return self._host.n_bytes
@@ -146,7 +151,7 @@ class BlockStore:
         A block of this subtree stays stored only if its data is in host memory. The data of each block on the path from
         `block` to it must be in host memory too. All other blocks of the subtree are removed.
         """
-        if block not in self:
+        if block not in self or not block.on_disk:  # without its file, no descendant has a file either
             return
         subtree = block.subtree()
         removed: set[Block | None] = set()
