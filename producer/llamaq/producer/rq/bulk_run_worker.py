@@ -27,7 +27,6 @@ from llamaq.producer.rq.library import (
     Worker,
     parse_payload,
 )
-from llamaq.producer.rq.maintenance_lock import ShortLockQueue
 from llamaq.producer.rq.withdrawn_run import SUBMITTED_KEY, is_withdrawn, submit_time
 
 log = logging.getLogger(__name__)
@@ -41,8 +40,20 @@ WORKER_TTL_S = 17
 MAINTENANCE_S = 1
 CLEAN_EVERY_S = 15
 """Seconds between two searches for abandoned runs."""
+LOCK_S = 60
+"""Longest time of a search for abandoned runs in which no other RQ worker searches."""
 RESTART_S, MAX_RESTART_S = 1.0, 15.0
 """Bounds of the time until a worker that ended without a signal is replaced."""
+
+
+class ShortLockQueue(Queue):
+    """An RQ queue. RQ locks its maintenance for 15 minutes, and an RQ worker that loses its connection meanwhile does
+    not release this lock: in this time, no RQ worker would find an abandoned run.
+    """
+
+    def acquire_maintenance_lock(self) -> bool:
+        """Return whether this RQ worker may search for abandoned jobs now."""
+        return bool(self.connection.set(self.registry_cleaning_key, 1, nx=True, ex=LOCK_S))
 
 
 class BulkWorker(Worker):
