@@ -107,7 +107,7 @@ def prepare_description(run: BulkRun, check: Callable[[], object] = do_nothing) 
                 f"{full[0]} exists and is not of a bulk run into {run.output}: name another file (-o, --errors), or "
                 "delete it"
             )
-        return StoredRun(run=run, input=fingerprint)
+        return StoredRun(run=run.model_copy(update={"errors": run.error_file}), input=fingerprint)
     _check_same(run, stored, fingerprint)
     return stored
 
@@ -150,7 +150,7 @@ class OutputFiles:
         """Add the rows of a file."""
         highest = self._stored.input.max_rows
         for line in file.read_lines():
-            self.finished.add(row_number_of(line, file.path, highest))
+            self.finished.add(row_number_of(line, file.path, highest, self._run.run_id))
 
     async def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
         """Yield the records of the input that are not finished.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -93,8 +95,14 @@ class RunParameters(StrictModel):
 
 
 def default_error_file(output: Path) -> Path:
-    """Return the file of the rows that failed, if a run names none."""
-    return uncompressed_path(output).with_suffix(".errors.jsonl")
+    """Return the file of the rows that failed, if a run names none.
+
+    A run that an older version began keeps its file: its description has no `errors`.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError):  # a new run, or a damaged description
+        if json.loads(description_file(output).read_bytes())["run"]["errors"] is None:
+            return uncompressed_path(output).with_suffix(".errors.jsonl")
+    return output.with_name(output.name + ".errors.jsonl")
 
 
 def description_file(output: Path) -> Path:
@@ -138,9 +146,7 @@ class BulkRun(RunParameters):
         description="File for the answers: .jsonl, .csv or .parquet; .gz or .zst may follow .jsonl and .csv."
     )
     errors: Path | None = Field(
-        None,
-        description="JSONL file for the rows that failed. If not set: OUTPUT with `.errors.jsonl` in place of its "
-        "suffix.",
+        None, description="JSONL file for the rows that failed. If not set: `OUTPUT.errors.jsonl`."
     )
     ordered: bool = Field(
         False, description="Bring the output into the order of the input, when all rows are computed."
