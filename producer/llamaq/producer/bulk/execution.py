@@ -147,6 +147,7 @@ class Execution:
         self._keeps_jobs = keeps_jobs
         self._meter = Meter(run.run_id, time.monotonic, rows_total=rows.n_rows, rows_before=len(rows.finished))
         self._options = translate(run.options)
+        self._n_failed_before = rows.n_failed
         self._ended: deque[OpenRow] = deque()
         """Rows whose jobs have ended, and whose lines are not written."""
 
@@ -267,7 +268,8 @@ class Execution:
             return BulkState.STOPPED
         if self._run.deadline is not None and datetime.now(UTC) >= self._run.deadline:
             return BulkState.DEADLINE
-        if self._run.max_errors is not None and self._rows.n_failed > self._run.max_errors:
+        n_failed = self._rows.n_failed - self._n_failed_before
+        if self._run.max_errors is not None and n_failed > self._run.max_errors:
             return BulkState.TOO_MANY_ERRORS
         return BulkState.RUNNING
 

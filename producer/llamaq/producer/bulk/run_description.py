@@ -68,7 +68,10 @@ class RunParameters(StrictModel):
         "256.",
     )
     max_errors: int | None = Field(
-        None, ge=0, description="Stop when more rows than this have failed. If not set: never."
+        None,
+        ge=0,
+        description="Stop when more rows than this have failed since the start or the last continuation. If not set: "
+        "never.",
     )
     deadline: AwareDatetime | None = Field(
         None, description="Stop at this time. The run can be continued. If not set: never."
@@ -193,7 +196,7 @@ class BulkState(StrEnum):
     DEADLINE = "deadline"
     """The run reached its `deadline`. It can be continued."""
     TOO_MANY_ERRORS = "too_many_errors"
-    """More rows than `max_errors` have failed."""
+    """More rows than `max_errors` have failed. The run can be continued."""
 
 
 class BulkProgress(WireModel):
