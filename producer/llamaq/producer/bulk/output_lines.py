@@ -63,8 +63,10 @@ async def answer_line(run: RunParameters, row: Row, results: Sequence[Result], *
             return _encode(line)
         return await asyncio.to_thread(_encode_in_steps, line)  # takes seconds for the longest prompts
     answer: dict[str, Any] = {"line": row.number, "id": row.row_id, "text": result.text}
-    if "tokens" in row.jobs[0]:
-        answer["tokens"] = list(result.tokens)
+    if result.logprobs is not None:
+        answer["logprobs"] = result.logprobs
+    if "tokens" in row.jobs[0] or "logprobs" in answer:
+        answer["tokens"] = result.tokens
     if result.embeddings is not None:
         answer["embeddings"] = [each.vectors if each.n_rows > 1 else each.vector for each in result.embeddings]
     if result.prompt_logprobs is not None:
