@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import BulkRunRefused
-from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
+from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write, replacing
 from llamaq.producer.bulk.compression import check_can_open
 from llamaq.producer.bulk.described_file import Fingerprint, InputChanged
 from llamaq.producer.bulk.input_file import (
@@ -24,7 +24,6 @@ from llamaq.producer.bulk.input_file import (
 )
 from llamaq.producer.bulk.output_lines import row_number_of
 from llamaq.producer.bulk.pyarrow_import import pyarrow_module
-from llamaq.producer.bulk.replaced_file import replacing
 from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_compressed, write_table
 

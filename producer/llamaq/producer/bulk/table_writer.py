@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from llamaq.producer.bulk.appended_file import replacing
 from llamaq.producer.bulk.compression import compressing, compression_of
 from llamaq.producer.bulk.input_file import file_format
 from llamaq.producer.bulk.pyarrow_import import pyarrow_module
-from llamaq.producer.bulk.replaced_file import replacing
 
 ROWS_AT_ONCE = 1000
 COPY_BYTES = 1024 * 1024
