@@ -146,6 +146,15 @@ async def test_a_run_stops_after_too_many_errors_and_at_its_deadline(
     assert not rows.run.error_file.exists()
 
 
+async def test_the_progress_has_the_highest_row_number_with_blank_lines(
+    redis_url: str, queue: str, tmp_path: Path
+) -> None:
+    rows = Rows(tmp_path, "", "", {"prompt": "good"}, "")
+    async with served_client(redis_url, queue) as (client, _):
+        progress = await execute(rows.run, client)
+    assert (progress.rows_total, progress.last_row) == (1, 3)
+
+
 async def test_a_run_with_too_many_errors_continues_and_counts_from_0(
     redis_url: str, queue: str, tmp_path: Path
 ) -> None:

@@ -307,6 +307,7 @@ class Execution:
         """Read the input as the window has room, until its end."""
         count, max_line_bytes = 0, 4 * self._client.settings.max_request_bytes
         async for number, record in self._rows.records(max_line_bytes):
+            self._meter.last_row = number
             row = await self._row_of(number, record)
             try:
                 requests = await self._build_requests(row)

@@ -209,6 +209,7 @@ class BulkProgress(WireModel):
     rows_failed: int = Field(0, description="Number of rows that have an error.")
     rows_before: int = Field(0, description="Number of rows that earlier processes have done.")
     rows_in_flight: int = Field(0, description="Number of jobs in the queue.")
+    last_row: int = Field(0, description="Highest row number that was read. Blank lines have numbers too.")
     prompt_tokens: int = Field(0, description="Number of tokens in the prompts.")
     cached_tokens: int = Field(0, description="Number of prompt tokens that were reused and not computed.")
     generated_tokens: int = Field(0, description="Number of generated tokens.")
