@@ -121,8 +121,8 @@ def test_failed_rows_are_named_and_the_exit_code_is_1(served: str, tmp_path: Pat
     source = write_rows(tmp_path / "in.jsonl", {"prompt": "good"}, {"prompt": "bad", "max_tokens": -2})
     done = run(source, "-o", tmp_path / "out.jsonl")
     assert done.exit_code == EXIT_FAILED
-    assert f"1 row has failed: {tmp_path / 'out.errors.jsonl'}" in done.stderr
-    assert "max_tokens" in answers(tmp_path / "out.errors.jsonl")[0]["error"]["message"]
+    assert f"1 row has failed: {tmp_path / 'out.jsonl.errors.jsonl'}" in done.stderr
+    assert "max_tokens" in answers(tmp_path / "out.jsonl.errors.jsonl")[0]["error"]["message"]
     again = run(source, "-o", tmp_path / "out.jsonl", "--retry-errors", "--json")
     progress = json.loads(again.stdout)
     assert (progress["rows_before"], progress["rows_failed"]) == (1, 1)

@@ -62,6 +62,23 @@ def test_retry_and_purge_have_an_option_for_all_letters(letters: list[str]) -> N
     assert llamaq("dead", "list") == f"queue {retried['job_id'].split('.')[0]!r} has no dead letters\n"
 
 
+def test_purge_of_all_letters_continues_after_one_that_another_process_has_removed(
+    letters: list[str], redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with exit code 1, and left the other letters."""
+    whole = Client.dead_letters
+
+    def dead_letters(client: Client) -> tuple[DeadLetter, ...]:
+        found = whole(client)
+        client.purge_dead_letter(found[-1].id)
+        return found
+
+    monkeypatch.setattr(Client, "dead_letters", dead_letters)
+    assert json.loads(llamaq("dead", "purge", "--all", "--json")) == {"id": letters[1]}
+    with Client(redis_url, queue) as client:
+        assert not whole(client)
+
+
 def test_an_error_is_one_line(
     letters: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,23 @@ async def test_errors_name_the_way_out(
         await run(error, "--server", url, code=EXIT_NO_ANSWER)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["generate", "x", "--idempotency-key", "schl\u00fcssel"], "--idempotency-key: a key has only printable"),
+        (["generate", "x", "--idempotency-key", "a\nb"], "--idempotency-key: a key has only printable"),
+        (["generate", "x", "--api-key", "schl\u00fcssel"], "--api-key (LLAMAQ_API_KEY): a key has only printable"),
+        (["generate", "h\udcff"], "prompt: the text is not valid Unicode"),
+        (["chat", "h\udcff", "--json"], "messages: the text is not valid Unicode"),
+    ],
+)
+def test_values_that_http_cannot_send_are_refused_by_name(
+    arguments: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = failing(monkeypatch, capsys, *arguments, "--server", "http://127.0.0.1:1", code=EXIT_USAGE)
+    assert complaint in error
+
+
 async def test_leaving_a_stream_cancels_its_job(redis_url: str, queue: str) -> None:
     async with gateway(redis_url, queue) as (url, worker, _):
 

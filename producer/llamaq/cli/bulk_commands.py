@@ -25,7 +25,7 @@ twice."""
 _REASONS = {
     BulkState.STOPPED: "the run was stopped: start the same command again to continue it",
     BulkState.DEADLINE: "the run reached its deadline: start the same command with a later --deadline to continue it",
-    BulkState.TOO_MANY_ERRORS: "more rows than --max-errors have failed",
+    BulkState.TOO_MANY_ERRORS: "more rows than --max-errors have failed: start the same command again to continue",
 }
 """For each state in which a run is not complete: the notice."""
 

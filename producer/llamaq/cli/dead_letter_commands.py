@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -80,11 +81,13 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove one dead letter, or all of them with --all. With --json, print their ids."""
+    ignored = (DeadLetterNotFound,) if all_letters else ()  # another process has removed the letter just now
     with Client(redis_url, queue) as client:
         for selected in _select(client, letter_id, all_letters=all_letters):
-            client.purge_dead_letter(selected)
-            if as_json:
-                views.show_json_fields(id=selected)
+            with suppress(*ignored):
+                client.purge_dead_letter(selected)
+                if as_json:
+                    views.show_json_fields(id=selected)
 
 
 def _select(client: Client, letter_id: str | None, *, all_letters: bool, only_jobs: bool = False) -> list[str]:

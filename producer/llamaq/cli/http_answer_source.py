@@ -36,6 +36,12 @@ def _is_http_url(url: str) -> bool:
     return parsed.scheme in {"http", "https"} and bool(parsed.host) and (parsed.port or 1) < 2**16
 
 
+def _check_key(option: str, key: str | None) -> None:
+    """Raise `InvalidRequest` if no header can have this key."""
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise InvalidRequest(f"{option}: a key has only printable ASCII characters")
+
+
 class ServerAnswers:
     """The answers of a server."""
 
@@ -53,8 +59,7 @@ class ServerAnswers:
         """
         if not _is_http_url(url):
             raise InvalidRequest(f"--server: {url[:100]!r} is not a URL such as http://localhost:8080")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidRequest("--api-key (LLAMAQ_API_KEY): a key has only ASCII characters")
+        _check_key("--api-key (LLAMAQ_API_KEY)", api_key)
         self._model = {} if model is None else {"model": model}
         self._timeout_s = timeout_s
         self._http = httpx.Client(
@@ -88,7 +93,12 @@ class ServerAnswers:
     def _request(self, endpoint: str, options: Options, **prompt: Any) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the body and the headers of a request. Servers accept job options under the names of llamaq."""
         body = {"max_tokens": JobParams.model_fields["max_tokens"].default, **self._model, **prompt, **options}
-        key = body.pop("idempotency_key", None)
+        _check_key("--idempotency-key", key := body.pop("idempotency_key", None))
+        for name, value in body.items():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError as exc:
+                raise InvalidRequest(f"{name}: the text is not valid Unicode") from exc
         if (priority := body.pop("priority", None)) is not None:
             body["service_tier"] = "flex" if priority is Priority.BULK else "default"
         if endpoint == CHAT and "logprobs" in body:

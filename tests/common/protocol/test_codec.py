@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result, TokenLogprobs
 from llamaq.common.protocol.job_request import JobParams, JobRequest
@@ -322,6 +323,23 @@ def test_a_request_with_too_many_parts_is_refused_before_it_is_validated(
         with pytest.raises(InvalidRequest, match="more than 200,000 parts"):
             codec.decode_request(data, LIMIT * 1024)
     assert codec.build_request({"prompt": "x", "metadata": {"a": [{}] * 199_000, "b": [1] * 10**6}}).metadata
+
+
+NESTED: Any = {"name": "f", "parameters": {f"p{n}": {"type": "string"} for n in range(500)}}
+CALL: Any = {"function": {"name": "f", "arguments": NESTED}}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("tools", NESTED), ("messages", Message.model_validate({"role": "assistant", "tool_calls": [CALL]}))],
+)
+def test_the_parts_of_tuples_and_messages_count_like_those_of_lists(name: str, part: Any) -> None:
+    """Such a request was accepted and encoded, and then refused by the worker."""
+    values: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(InvalidRequest, match="more than 200,000 parts"):
+        codec.build_request(values | {name: (part,) * 200})
+    allowed = codec.build_request(values | {name: (part,) * 190})
+    assert codec.decode_request(codec.encode_request(allowed, LIMIT * 8), LIMIT * 8) == allowed
 
 
 def test_the_error_of_an_invalid_item_says_nothing_about_the_length_of_its_list() -> None:

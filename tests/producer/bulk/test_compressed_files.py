@@ -68,7 +68,7 @@ async def test_a_run_of_a_compressed_file_is_continued_and_compresses_its_output
         assert texts([json.loads(line) for line in content.splitlines()]) == EXPECTED
     else:
         assert len(content.splitlines()) == 31
-    assert run.error_file.name == "out.errors.jsonl"
+    assert run.error_file.name == f"{run.output.name}.errors.jsonl"
     assert not list(run.output.parent.glob("*.new"))
 
 

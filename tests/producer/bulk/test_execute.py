@@ -146,6 +146,28 @@ async def test_a_run_stops_after_too_many_errors_and_at_its_deadline(
     assert not rows.run.error_file.exists()
 
 
+async def test_the_progress_has_the_highest_row_number_with_blank_lines(
+    redis_url: str, queue: str, tmp_path: Path
+) -> None:
+    rows = Rows(tmp_path, "", "", {"prompt": "good"}, "")
+    async with served_client(redis_url, queue) as (client, _):
+        progress = await execute(rows.run, client)
+    assert (progress.rows_total, progress.last_row) == (1, 3)
+
+
+async def test_a_run_with_too_many_errors_continues_and_counts_from_0(
+    redis_url: str, queue: str, tmp_path: Path
+) -> None:
+    """Each continuation stopped at once, because it counted the errors of the earlier processes."""
+    rows = Rows(tmp_path, *(["bad"] * 4), {"prompt": "good"})
+    run = rows.with_fields(max_errors=3)
+    async with AsyncClient(redis_url, queue) as client:
+        assert (await execute(run, client)).state is BulkState.TOO_MANY_ERRORS
+        async with serving(client):
+            progress = await execute(run, client)
+    assert (progress.state, progress.rows_done, progress.rows_failed) == (BulkState.COMPLETED, 5, 4)
+
+
 async def test_the_results_in_the_output_are_deleted_from_redis(redis_url: str, queue: str, rows: Rows) -> None:
     async with served_client(redis_url, queue) as (client, _):
         await execute(rows.run, client)

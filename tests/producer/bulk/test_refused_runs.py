@@ -73,7 +73,7 @@ async def test_a_damaged_description_names_all_files(redis_url: str, queue: str,
     async with served_client(redis_url, queue) as (client, _):
         await execute(rows.run, client)
         (tmp_path / "out.jsonl.run.json").write_text("{")
-        with pytest.raises(BulkRunRefused, match=r"delete \S+out.jsonl, \S+out.errors.jsonl and \S+run.json "):
+        with pytest.raises(BulkRunRefused, match=r"delete \S+out.jsonl, \S+out.jsonl.errors.jsonl and \S+run.json "):
             await execute(rows.run, client)
 
 

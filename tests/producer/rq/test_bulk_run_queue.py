@@ -27,8 +27,8 @@ from tests.producer.rq.conftest import InProcessWorker, work
 from llamaq.common.errors import InvalidRequest, InvalidSettings, MissingExtra
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client
-from llamaq.producer.bulk import BulkRun
-from llamaq.producer.rq import BulkQueue, RunState, library
+from llamaq.producer.bulk import BulkProgress, BulkRun
+from llamaq.producer.rq import BulkQueue, RunState, bulk_jobs, library
 from llamaq.producer.rq.bulk_run_worker import BulkWorker
 from llamaq.producer.rq.withdrawn_run import submit_time
 from llamaq.producer.testing import FakeWorker, serving
@@ -285,6 +285,21 @@ def test_a_cancelled_run_leaves_no_row_in_the_queue(
         with BulkQueue(rq_queue=rq_queue.name, redis_url=redis_url) as named:
             assert named.cancel(run.run_id).state is RunState.CANCELLED
         assert [left.job_id for left in client.jobs()] == [other.id]
+
+
+def test_a_cancelled_run_leaves_no_row_behind_a_thousand_blank_lines(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str
+) -> None:
+    """The search ended at the first thousand numbers without a job after the number of rows."""
+    run = make_run("a", 3)
+    runs.submit(run)
+    job = Job.fetch(run.run_id, connection=rq_queue.connection, serializer=JSONSerializer)
+    bulk_jobs._save_progress(job, BulkProgress(run_id=run.run_id, rows_total=3, last_row=3501))
+    bulk_jobs._save_progress(job, BulkProgress(run_id=run.run_id, rows_total=3, last_row=1))  # of the next process
+    with Client(redis_url, queue) as client:
+        client.submit("x", idempotency_key=f"{run.run_id}:3501")
+        runs.cancel(run.run_id)
+        assert not client.jobs()
 
 
 @pytest.mark.usefixtures("worker")

@@ -84,13 +84,15 @@ class WireModel(BaseModel):
 
 
 def check_n_parts(value: Any) -> None:
-    """Raise `InvalidRequest` if a value has more than `MAX_PARTS` parts. A list of scalars counts as one."""
+    """Raise `InvalidRequest` if a value has more than `MAX_PARTS` parts. A list or tuple of scalars counts as one."""
     parts = [value]
     for part in parts:  # the loop appends the parts of each part
         if isinstance(part, dict):
             parts += part.values()
-        elif isinstance(part, list) and not SCALARS.issuperset(map(type, part)):
+        elif isinstance(part, list | tuple) and not SCALARS.issuperset(map(type, part)):
             parts += part
+        elif isinstance(part, BaseModel):
+            parts += [getattr(part, name) for name in part.model_fields_set]
         if len(parts) > MAX_PARTS:
             raise InvalidRequest(f"the request has more than {MAX_PARTS:,} parts")
 

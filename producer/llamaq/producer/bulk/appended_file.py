@@ -1,4 +1,6 @@
-"""A file that a run appends lines to. It contains only whole lines when it is opened again, also after a crash."""
+"""Files that a run appends lines to, and files that it replaces. They are whole when they are opened again, also after
+a crash.
+"""
 
 from __future__ import annotations
 
@@ -121,3 +123,21 @@ def refusing_to_write(path: Path) -> Iterator[None]:
     except OSError as exc:
         reason = exc.strerror or str(exc)
         raise BulkRunRefused(f"{path} cannot be written: {reason}. Start the same run again when it can") from exc
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `path` at the end of the context.
+
+    A crash leaves the earlier file or the new one. An error leaves the earlier one, and removes the new one, which may
+    have filled the disk.
+    """
+    new = path.with_name(path.name + ".new")
+    try:
+        yield new
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

@@ -7,12 +7,12 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 
@@ -32,12 +32,11 @@ from llamaq.common.errors import (
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.queue_config import QueueMode
-from llamaq.producer.bulk.input_file import UnreadRow
+from llamaq.producer.bulk.input_file import FinishedRows, Record, UnreadRow
 from llamaq.producer.bulk.input_row import Row, read_row, row_key, unread_row
 from llamaq.producer.bulk.meter import Meter
 from llamaq.producer.bulk.output_lines import answer_line, error_line, error_of
 from llamaq.producer.bulk.result_deletion import delete_results
-from llamaq.producer.bulk.row_store_interface import RowStore
 from llamaq.producer.bulk.run_description import BulkProgress, BulkState, RunParameters
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.outcome_queue import Outcome
@@ -63,6 +62,36 @@ OnProgress = Callable[[BulkProgress], object]
 ReadRow = Callable[[RunParameters, int, object], Awaitable[Row]]
 Decide = Callable[[dict[str, Any]], dict[str, Any]]
 CheckStop = Callable[[], Awaitable[bool]]
+
+
+class RowStore(Protocol):
+    """The rows of a run: the input, and the lines that were written."""
+
+    n_rows: int
+    """Number of rows of the input."""
+    finished: FinishedRows
+    """Rows that have a line in the output or among the errors."""
+    n_failed: int
+    """Number of rows that have an error."""
+
+    def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
+        """Yield the records of the input that are not finished.
+
+        Args:
+            max_line_bytes: Longest line of a JSONL file.
+
+        Raises:
+            BulkRunRefused: The input cannot be read.
+        """
+
+    def add_answer(self, number: int, line: bytes) -> None:
+        """Add the line of a row with a result. `flush` stores it."""
+
+    def add_error(self, number: int, line: bytes) -> None:
+        """Add the line of a row that has failed. `flush` stores it."""
+
+    async def flush(self) -> None:
+        """Store the lines: they survive the end of this process, also a crash."""
 
 
 def is_outage(error: Exception) -> bool:
@@ -147,6 +176,7 @@ class Execution:
         self._keeps_jobs = keeps_jobs
         self._meter = Meter(run.run_id, time.monotonic, rows_total=rows.n_rows, rows_before=len(rows.finished))
         self._options = translate(run.options)
+        self._n_failed_before = rows.n_failed
         self._ended: deque[OpenRow] = deque()
         """Rows whose jobs have ended, and whose lines are not written."""
 
@@ -267,7 +297,8 @@ class Execution:
             return BulkState.STOPPED
         if self._run.deadline is not None and datetime.now(UTC) >= self._run.deadline:
             return BulkState.DEADLINE
-        if self._run.max_errors is not None and self._rows.n_failed > self._run.max_errors:
+        n_failed = self._rows.n_failed - self._n_failed_before
+        if self._run.max_errors is not None and n_failed > self._run.max_errors:
             return BulkState.TOO_MANY_ERRORS
         return BulkState.RUNNING
 
@@ -305,6 +336,7 @@ class Execution:
         """Read the input as the window has room, until its end."""
         count, max_line_bytes = 0, 4 * self._client.settings.max_request_bytes
         async for number, record in self._rows.records(max_line_bytes):
+            self._meter.last_row = number
             row = await self._row_of(number, record)
             try:
                 requests = await self._build_requests(row)

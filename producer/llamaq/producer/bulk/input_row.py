@@ -58,6 +58,10 @@ async def read_row(run: RunParameters, number: int, record: object) -> Row:
             _read_batch_line(run, row, record)
         else:
             _read_plain_line(row, record)
+        asked = {**run.options, **row.jobs[0]}
+        for name in ("embed", "logprobs", "prompt_logprobs"):
+            if row.form == "openai" and asked.get(name) is not None:
+                raise InvalidRequest(f"{name}: the form openai has no place for it; leave it out, or use plain")
     except InvalidRequest as exc:
         row.error = exc
     return row

@@ -24,6 +24,8 @@ class Meter:
         self._rows_total = rows_total
         self._rows_before = rows_before
         self._rows = 0
+        self.last_row = 0
+        """Highest row number that was read."""
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
         self._samples: deque[tuple[float, int, int]] = deque([(self._start_s, 0, 0)])
         """Time, rows and generated tokens at the last reports."""
@@ -65,6 +67,7 @@ class Meter:
             rows_failed=rows_failed,
             rows_before=self._rows_before,
             rows_in_flight=rows_in_flight,
+            last_row=self.last_row,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,

@@ -18,14 +18,14 @@ ROWS_AT_ONCE = 1000
 _OPEN = (JobState.QUEUED.value.encode(), JobState.RUNNING.value.encode())
 
 
-async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | None) -> int:
+async def cancel_rows_in_flight(client: AsyncClient, run_id: str, last_row: int) -> int:
     """Cancel all open jobs of a run, which Redis finds by their idempotency keys, and return their number.
 
     Args:
         client: A client of the run's queue.
         run_id: The name of the run.
-        n_rows: The number of rows of the run, if it is known. The numbers of rows may be larger, because blank lines
-            are no rows. So the search ends when Redis has no job for a thousand consecutive numbers after `n_rows`.
+        last_row: The highest known row number. The search ends when Redis has no job for a thousand consecutive numbers
+            after it.
 
     Raises:
         RedisError: Redis is unreachable.
@@ -34,7 +34,7 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
     rows = count(1)
     while some := list(islice(rows, ROWS_AT_ONCE)):
         jobs = await _find_jobs_of_rows(client, run_id, some)
-        if not jobs and some[-1] >= (n_rows or 0):
+        if not jobs and some[-1] >= last_row:
             break
         open_jobs = [job_id for job_id, is_open in jobs.values() if is_open]
         open_jobs += await _find_replacements(client, [key for key, (_, is_open) in jobs.items() if not is_open])

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import BulkRunRefused
-from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
+from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write, replacing
 from llamaq.producer.bulk.compression import check_can_open
 from llamaq.producer.bulk.described_file import Fingerprint, InputChanged
 from llamaq.producer.bulk.input_file import (
@@ -24,7 +24,6 @@ from llamaq.producer.bulk.input_file import (
 )
 from llamaq.producer.bulk.output_lines import row_number_of
 from llamaq.producer.bulk.pyarrow_import import pyarrow_module
-from llamaq.producer.bulk.replaced_file import replacing
 from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_compressed, write_table
 
@@ -107,7 +106,7 @@ def prepare_description(run: BulkRun, check: Callable[[], object] = do_nothing) 
                 f"{full[0]} exists and is not of a bulk run into {run.output}: name another file (-o, --errors), or "
                 "delete it"
             )
-        return StoredRun(run=run, input=fingerprint)
+        return StoredRun(run=run.model_copy(update={"errors": run.error_file}), input=fingerprint)
     _check_same(run, stored, fingerprint)
     return stored
 
@@ -150,7 +149,7 @@ class OutputFiles:
         """Add the rows of a file."""
         highest = self._stored.input.max_rows
         for line in file.read_lines():
-            self.finished.add(row_number_of(line, file.path, highest))
+            self.finished.add(row_number_of(line, file.path, highest, self._run.run_id))
 
     async def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
         """Yield the records of the input that are not finished.

@@ -15,7 +15,7 @@ from llamaq.producer.bulk.input_row import Row
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.openai_format.response_body import completion_object, error_object, usage_object
 
-_LINE_START = re.compile(rb'\{"(?:line": (\d{1,18})|id": "batch_req_[A-Za-z0-9_\-]{1,64}_(\d{1,18})"),')
+_LINE_START = re.compile(rb'\{"(?:line": (\d{1,18})(?:, "run_id": "([\w-]+)")?|id": "batch_req_([\w-]+)_(\d{1,18})"),')
 """The beginning of each line that this module builds."""
 
 _INCOMPLETE = {
@@ -63,8 +63,10 @@ async def answer_line(run: RunParameters, row: Row, results: Sequence[Result], *
             return _encode(line)
         return await asyncio.to_thread(_encode_in_steps, line)  # takes seconds for the longest prompts
     answer: dict[str, Any] = {"line": row.number, "id": row.row_id, "text": result.text}
-    if "tokens" in row.jobs[0]:
-        answer["tokens"] = list(result.tokens)
+    if result.logprobs is not None:
+        answer["logprobs"] = result.logprobs
+    if "tokens" in row.jobs[0] or "logprobs" in answer:
+        answer["tokens"] = result.tokens
     if result.embeddings is not None:
         answer["embeddings"] = [each.vectors if each.n_rows > 1 else each.vector for each in result.embeddings]
     if result.prompt_logprobs is not None:
@@ -87,7 +89,7 @@ def error_line(run: RunParameters, row: Row, error: LlamaqError) -> bytes:
     message = {"code": described["code"] or "invalid_request", "message": described["message"]}
     if row.form == "plain":
         own = {"code": error.code} if isinstance(error, JobFailed) else {}
-        return _encode({"line": row.number, "id": row.row_id, "error": message | own})
+        return _encode({"line": row.number, "run_id": run.run_id, "id": row.row_id, "error": message | own})
     job_id = error.job_id if isinstance(error, JobFailed) else None
     response = {"status_code": int(error.http_status), "request_id": job_id, "body": {"error": described}}
     return _encode({**_batch_start(run, row), "response": response, "error": {**message, "line": row.number}})
@@ -113,19 +115,23 @@ def _encode_in_steps(line: dict[str, Any]) -> bytes:
     return "".join(encoder.iterencode(line)).encode(errors="backslashreplace") + b"\n"
 
 
-def row_number_of(line: bytes, file_name: object, highest: int | None = None) -> int:
+def row_number_of(line: bytes, file_name: object, highest: int | None = None, run_id: str | None = None) -> int:
     """Return the row number of a line that `answer_line` or `error_line` built.
 
     Args:
         line: The line.
         file_name: The file of the line, for the error.
         highest: The largest number that the input can have. None: it was checked before.
+        run_id: The run that may have written the line. None: it was checked before.
 
     Raises:
-        BulkRunRefused: This is no such line.
+        BulkRunRefused: This is no such line, or it names another run.
     """
     found = _LINE_START.match(line)
-    number = 0 if found is None else int(found[1] or found[2])
-    if number < 1 or (highest is not None and number > highest):
+    number = 0 if found is None else int(found[1] or found[4])
+    if found is None or number < 1 or (highest is not None and number > highest):
         raise BulkRunRefused(f"{file_name} has lines that no bulk run wrote: name another output file, or delete it")
+    owner = found[2] or found[3]  # plain answers name none
+    if run_id and owner and owner.decode() != run_id:
+        raise BulkRunRefused(f"{file_name} has rows of run {owner.decode()}: name another file (--errors)")
     return number

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -66,7 +68,10 @@ class RunParameters(StrictModel):
         "256.",
     )
     max_errors: int | None = Field(
-        None, ge=0, description="Stop when more rows than this have failed. If not set: never."
+        None,
+        ge=0,
+        description="Stop when more rows than this have failed since the start or the last continuation. If not set: "
+        "never.",
     )
     deadline: AwareDatetime | None = Field(
         None, description="Stop at this time. The run can be continued. If not set: never."
@@ -93,8 +98,14 @@ class RunParameters(StrictModel):
 
 
 def default_error_file(output: Path) -> Path:
-    """Return the file of the rows that failed, if a run names none."""
-    return uncompressed_path(output).with_suffix(".errors.jsonl")
+    """Return the file of the rows that failed, if a run names none.
+
+    A run that an older version began keeps its file: its description has no `errors`.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError):  # a new run, or a damaged description
+        if json.loads(description_file(output).read_bytes())["run"]["errors"] is None:
+            return uncompressed_path(output).with_suffix(".errors.jsonl")
+    return output.with_name(output.name + ".errors.jsonl")
 
 
 def description_file(output: Path) -> Path:
@@ -138,9 +149,7 @@ class BulkRun(RunParameters):
         description="File for the answers: .jsonl, .csv or .parquet; .gz or .zst may follow .jsonl and .csv."
     )
     errors: Path | None = Field(
-        None,
-        description="JSONL file for the rows that failed. If not set: OUTPUT with `.errors.jsonl` in place of its "
-        "suffix.",
+        None, description="JSONL file for the rows that failed. If not set: `OUTPUT.errors.jsonl`."
     )
     ordered: bool = Field(
         False, description="Bring the output into the order of the input, when all rows are computed."
@@ -187,7 +196,7 @@ class BulkState(StrEnum):
     DEADLINE = "deadline"
     """The run reached its `deadline`. It can be continued."""
     TOO_MANY_ERRORS = "too_many_errors"
-    """More rows than `max_errors` have failed."""
+    """More rows than `max_errors` have failed. The run can be continued."""
 
 
 class BulkProgress(WireModel):
@@ -200,6 +209,7 @@ class BulkProgress(WireModel):
     rows_failed: int = Field(0, description="Number of rows that have an error.")
     rows_before: int = Field(0, description="Number of rows that earlier processes have done.")
     rows_in_flight: int = Field(0, description="Number of jobs in the queue.")
+    last_row: int = Field(0, description="Highest row number that was read. Blank lines have numbers too.")
     prompt_tokens: int = Field(0, description="Number of tokens in the prompts.")
     cached_tokens: int = Field(0, description="Number of prompt tokens that were reused and not computed.")
     generated_tokens: int = Field(0, description="Number of generated tokens.")

@@ -11,16 +11,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from llamaq.producer.bulk.appended_file import replacing
 from llamaq.producer.bulk.compression import compressing, compression_of
 from llamaq.producer.bulk.input_file import file_format
 from llamaq.producer.bulk.pyarrow_import import pyarrow_module
-from llamaq.producer.bulk.replaced_file import replacing
 
 ROWS_AT_ONCE = 1000
 COPY_BYTES = 1024 * 1024
+NESTED_COLUMNS = ("metadata", "embeddings", "prompt_logprobs", "logprobs")
 COLUMNS = (
     "line", "id", "text", "tokens", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens", "seed",
-    "metadata", "embeddings", "prompt_logprobs",
+    *NESTED_COLUMNS,
 )  # fmt: skip
 """The columns of a table. `line` is the number of the row in the input, from 1 on."""
 
@@ -61,19 +62,12 @@ def write_compressed(answers: Path, target: Path) -> None:
 def _record(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the record of an answer. A column has one type: an id is a text, and nested values are JSON."""
     usage = answer["usage"]
-    return {
-        "line": answer["line"],
+    return {name: answer.get(name) for name in COLUMNS} | {
         "id": None if answer["id"] is None else str(answer["id"]).encode(errors="replace").decode(),
-        "text": answer["text"],
-        "tokens": answer.get("tokens"),
-        "finish_reason": answer["finish_reason"],
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],
-        "seed": answer["seed"],
-        "metadata": _as_json(answer.get("metadata")),
-        "embeddings": _as_json(answer.get("embeddings")),
-        "prompt_logprobs": _as_json(answer.get("prompt_logprobs")),
+        **{name: _as_json(answer.get(name)) for name in NESTED_COLUMNS},
     }
 
 
@@ -95,8 +89,8 @@ def _write_csv(records: Iterator[dict[str, Any]], path: Path, compression: str |
 def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
     arrow, parquet = pyarrow_module("pyarrow"), pyarrow_module("pyarrow.parquet")
     number, text = arrow.int64(), arrow.string()
-    types = (number, text, text, arrow.list_(arrow.int32()), text, number, number, number, number, text, text, text)
-    schema = arrow.schema(list(zip(COLUMNS, types, strict=True)))
+    types = (number, text, text, arrow.list_(arrow.int32()), text, number, number, number, number)
+    schema = arrow.schema(list(zip(COLUMNS, types + (text,) * len(NESTED_COLUMNS), strict=True)))
     with parquet.ParquetWriter(path, schema) as writer:
         while some := list(islice(records, ROWS_AT_ONCE)):
             writer.write_table(arrow.Table.from_pylist(some, schema))

@@ -162,14 +162,15 @@ def cancel_rows_of(job: Job, redis_url: str | None = None) -> None:
         redis_url: URL of llamaq's Redis. None: the setting of this process.
     """
     progress = job.get_meta(refresh=True).get(PROGRESS_KEY) or {}
+    last_row = max(progress.get("rows_total") or 0, progress.get("last_row", 0))  # an older version stored no last_row
     run = BulkRun.model_validate(job.args[0])
     client = AsyncClient(redis_url, job.kwargs.get("queue"))
-    asyncio.run(_cancel_rows(client, run.run_id, progress.get("rows_total")))
+    asyncio.run(_cancel_rows(client, run.run_id, last_row))
 
 
-async def _cancel_rows(client: AsyncClient, run_id: str, n_rows: int | None) -> None:
+async def _cancel_rows(client: AsyncClient, run_id: str, last_row: int) -> None:
     async with client:
-        n_cancelled = await cancel_rows_in_flight(client, run_id, n_rows)
+        n_cancelled = await cancel_rows_in_flight(client, run_id, last_row)
         log.info("bulk.run_stopped run=%s cancelled=%d", run_id, n_cancelled)
 
 
@@ -228,7 +229,9 @@ def _save_error(job: Job, exc: Exception, place: str = "") -> None:
 
 
 def _save_progress(job: Job, progress: BulkProgress) -> None:
-    _save_meta(job, **{PROGRESS_KEY: progress.model_dump(mode="json"), ERROR_KEY: None})
+    stored = progress.model_dump(mode="json")
+    stored["last_row"] = max(progress.last_row, (job.meta.get(PROGRESS_KEY) or {}).get("last_row", 0))
+    _save_meta(job, **{PROGRESS_KEY: stored, ERROR_KEY: None})
 
 
 def _save_meta(job: Job, **values: Any) -> None:

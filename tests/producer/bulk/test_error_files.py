@@ -1,0 +1,71 @@
+"""The error file belongs to one run alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.bulk_runs import EXPECTED, Rows, served_client, texts
+
+from llamaq.common.errors import BulkRunRefused
+from llamaq.producer.bulk import BulkRun, BulkState, drop_errors, execute
+from llamaq.producer.bulk.output_files import open_output
+from llamaq.producer.bulk.run_description import default_error_file, description_file
+
+
+def begin(run: BulkRun) -> None:
+    """Leave the files of a run that was stopped before its first row."""
+    with open_output(run):
+        pass
+
+
+async def test_outputs_that_differ_in_their_suffix_have_separate_error_files(
+    redis_url: str, queue: str, rows: Rows, tmp_path: Path
+) -> None:
+    """The failed rows of the second run counted as finished rows of the first one, which lost them."""
+    begin(rows.run)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("bad\n" * 30)
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(BulkRun(input=bad, output=rows.output.with_suffix(".csv")), client)
+        progress = await execute(rows.run, client)
+    assert (progress.state, progress.rows_failed) == (BulkState.COMPLETED, 0)
+    assert sorted(texts(rows.answers())) == EXPECTED
+
+
+@pytest.mark.parametrize("form", ["plain", "openai"])
+async def test_the_error_file_of_another_run_is_refused_and_kept(
+    redis_url: str, queue: str, rows: Rows, tmp_path: Path, form: str
+) -> None:
+    begin(rows.run)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("bad\n")
+    other = BulkRun(input=bad, output=tmp_path / "other.jsonl", form=form)
+    run = rows.with_fields(errors=other.error_file)
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(other, client)
+        with pytest.raises(BulkRunRefused, match=f"has rows of run {other.run_id}"):
+            await execute(run, client)
+    with pytest.raises(BulkRunRefused, match="has rows of run"):
+        drop_errors(run)
+    assert len(other.error_file.read_text().splitlines()) == 1
+
+
+async def test_a_run_of_an_earlier_version_keeps_its_error_file(redis_url: str, queue: str, tmp_path: Path) -> None:
+    rows = Rows(tmp_path, "bad", {"prompt": "good"})
+    begin(rows.run)
+    early, described = tmp_path / "out.errors.jsonl", description_file(rows.output)
+    assert rows.run.error_file == tmp_path / "out.jsonl.errors.jsonl"
+    rows.run.error_file.unlink()
+    early.write_text('{"line": 1, "id": null, "error": {}}\n')
+    stored = json.loads(described.read_text())
+    stored["run"]["errors"] = None
+    described.write_text(json.dumps(stored))
+    async with served_client(redis_url, queue) as (client, _):
+        progress = await execute(rows.run, client)
+    assert (rows.run.error_file, default_error_file(rows.output)) == (early, early)
+    assert (progress.rows_done, progress.rows_failed) == (2, 1)
+    assert len(rows.errors()) == 1
+    assert drop_errors(rows.run) == 1
+    assert not early.exists()
