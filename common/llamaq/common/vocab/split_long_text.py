@@ -1,8 +1,9 @@
 """Splits texts that llama.cpp cannot tokenize in one call.
 
-llama.cpp runs some pre-tokenizers with `std::regex`, which recurses at least once for each character of a match. About
-30,000 characters without a space overflow the stack and crash the process. In addition, the time that llama.cpp needs
-to find special tokens grows with the square of their number. Neither is a problem if the parts are short.
+llama.cpp runs some pre-tokenizers with `std::regex`, which recurses at least once for each character of a match. A
+match of about 30,000 characters overflows the stack and crashes the process. Most matches have no white space in them,
+but some pre-tokenizers also match line feeds, control characters or single spaces. In addition, the time that llama.cpp
+needs to find special tokens grows with the square of their number. Neither is a problem if the parts are short.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from llamaq.common.vocab.special_token_masking import Span
 
 MAX_RUN_CHARS = 1024
 """Longer runs of white space, or of characters without white space, are split. Ordinary text has no such run."""
+MAX_PART_CHARS = 8192
+"""Upper bound on the characters of a part, not counting a special token at its end."""
 MAX_SPECIALS_PER_PART = 512
 """Upper bound on the special tokens in one part."""
 
@@ -25,13 +28,14 @@ _RUN = re.compile(r"\S+|\s+")
 def split_text(text: str, specials: Sequence[Span], *, splits_runs: bool) -> list[str]:
     """Split `text` into parts that are tokenized one by one.
 
-    A split before a special token changes no token. A long run is split at the end of a word if possible, which seldom
-    changes a token. Any other split changes the tokens next to the split.
+    A split before a special token, or before the space between two words, changes no token. A long run is split at the
+    end of a word if possible, which seldom changes a token. Any other split changes the tokens next to the split.
 
     Args:
         text: The text.
         specials: The special tokens in `text`, from left to right.
-        splits_runs: Whether long runs are split too; only pre-tokenizers that use regular expressions need this.
+        splits_runs: Whether long runs and parts are split too; only pre-tokenizers that use regular expressions need
+            this.
 
     Returns:
         The parts. Joined, they are `text`.
@@ -40,20 +44,27 @@ def split_text(text: str, specials: Sequence[Span], *, splits_runs: bool) -> lis
     if splits_runs and len(text) > MAX_RUN_CHARS:
         for run in _RUN.finditer(text):
             if run.end() - run.start() > MAX_RUN_CHARS:
-                splits.update(
-                    _before_special(position, specials) for position in _split_run(text, run.start(), run.end())
-                )
+                splits.update(_split(text, run.start(), run.end(), MAX_RUN_CHARS, specials))
+        for start, end in pairwise(sorted({0, len(text), *splits})):
+            splits.update(_split(text, start, end, MAX_PART_CHARS, specials))
     if not splits:
         return [text]
     return [text[start:end] for start, end in pairwise(sorted({0, len(text), *splits}))]
 
 
-def _split_run(text: str, start: int, end: int) -> Iterator[int]:
-    """Yield the indices at which a run is split, at most `MAX_RUN_CHARS` apart and at the end of a word if possible."""
-    while end - start > MAX_RUN_CHARS:
-        candidates = range(start + MAX_RUN_CHARS, start + MAX_RUN_CHARS // 2, -1)
-        start = next((position for position in candidates if _ends_word(text, position)), start + MAX_RUN_CHARS)
-        yield start
+def _split(text: str, start: int, end: int, n_most: int, specials: Sequence[Span]) -> Iterator[int]:
+    """Yield indices between two indices, about `n_most` apart: before a space or at the end of a word if possible."""
+    while end - start > n_most:
+        candidates = range(start + n_most, start + n_most // 2, -1)
+        for is_good in (_is_before_space, _ends_word):
+            if (found := next((one for one in candidates if is_good(text, one)), None)) is not None:
+                break
+        start = start + n_most if found is None else found
+        yield _before_special(start, specials)
+
+
+def _is_before_space(text: str, position: int) -> bool:
+    return text[position] == " " and not text[position - 1].isspace()
 
 
 def _ends_word(text: str, position: int) -> bool:
