@@ -45,6 +45,22 @@ def test_the_extracted_bytes_depend_on_the_model_alone(demo_model: Path, chat_mo
     assert extract_vocab(demo_model) != extract_vocab(chat_model)
 
 
+@pytest.mark.parametrize("key", [b"split.count", b"split.no"])
+def test_a_split_model_whose_numbers_have_another_type_is_no_split_model(tmp_path: Path, key: bytes) -> None:
+    path = tmp_path / "short.gguf"
+    path.write_bytes(struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key + struct.pack("<IB", 0, 2))
+    assert len(extract_vocab(path)) == path.stat().st_size
+    assert not gguf_vocab.has_classifier(path)
+
+
+def test_an_impossible_number_of_tensors_is_no_defect(demo_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "many.gguf"
+    data = bytearray(demo_model.read_bytes())
+    struct.pack_into("<Q", data, 8, 2**63)
+    path.write_bytes(data)
+    assert not gguf_vocab.has_classifier(path)
+
+
 def split_model(tmp_path: Path, index: int) -> Path:
     path = tmp_path / f"split-{index}.gguf"
     writer = GGUFWriter(path, "llama")

@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number o
 _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
 _VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
+_UINT16, _STRING, _ARRAY = 2, 8, 9
 _SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """For each type of a GGUF file that is neither a text nor an array: the letter of `struct`."""
 _TYPE_NAMES = {**dict.fromkeys((0, 1, 2, 3, 4, 5, 10, 11), "int"), 6: "float", 12: "float", 7: "bool", _STRING: "str"}
@@ -179,7 +179,7 @@ class _Metadata:
 
     def has_tensor(self, name: bytes) -> bool:
         """Return whether the file has a tensor of this name. The names follow the metadata."""
-        end = self._offset + self._n_tensors * MAX_TENSOR_INFO_BYTES
+        end = min(self._offset + self._n_tensors * MAX_TENSOR_INFO_BYTES, len(self._data))
         return self._data.find(_LENGTH.pack(len(name)) + name, self._offset, end) >= 0
 
     # ---- reading
@@ -190,13 +190,14 @@ class _Metadata:
         self._skip_string()
         key = self._data[start : self._offset]
         kind = self._read(_TYPE)
-        if key == _SPLIT_COUNT:
-            self._split_count_offset = self._offset
-        elif key == _SPLIT_INDEX and struct.unpack_from("<H", self._data, self._offset)[0] != 0:
+        value_start = self._offset
+        self._skip_value(kind)
+        if kind == _UINT16 and key == _SPLIT_COUNT:
+            self._split_count_offset = value_start
+        elif kind == _UINT16 and key == _SPLIT_INDEX and struct.unpack_from("<H", self._data, value_start)[0] != 0:
             raise ModelError(
                 f"{self._path} is not the first file of a split model: give the file whose name ends in -00001-of-…"
             )
-        self._skip_value(kind)
         self._entries[key] = _Entry(key_start, self._offset, kind)
 
     def _skip_value(self, kind: int) -> None:
