@@ -84,6 +84,7 @@ MALFORMED = [
     b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b'{"a":' * 5000,
     b'{"messages": []}', b'{"messages": "hi"}', b'{"messages": [1]}', b'{"messages": [{"role": 1}]}',
     b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+    b'{"messages": 1e999}', b'{"a": [0, "x", {"b": [-1e999]}]}',
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"a": [' + b"[], " * 200_000 + b"1]}",
 ]  # fmt: skip
 WRONG_FIELDS: list[dict[str, Any]] = [
@@ -103,6 +104,27 @@ async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
             refused = await http.post(CHAT, content=body)
             assert refused.status_code == 400, body[:50]
             assert set(refused.json()["error"]) == {"message", "type", "code", "param"}
+
+
+async def test_a_number_that_no_float_can_represent_is_400(redis_url: str, queue: str) -> None:
+    body = b'{"input": "hi", "background": true, "metadata": {"a": [0.5, 1e999]}}'
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        refused = await http.post("/v1/responses", content=body)
+        accepted = await http.post("/v1/responses", content=body.replace(b"1e999", b"1e308"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
+    assert accepted.json()["metadata"] == {"a": [0.5, 1e308]}
+
+
+@pytest.mark.parametrize("slot", ["1" * 4301, "9", "-1", "x"])
+async def test_a_slot_that_does_not_exist_is_400(redis_url: str, queue: str, slot: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        await worker.announce()
+        refused = await http.post(f"/slots/{slot}?action=erase")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "id_slot")
 
 
 async def test_a_byte_order_mark_and_integers_with_a_decimal_point_are_accepted(redis_url: str, queue: str) -> None:

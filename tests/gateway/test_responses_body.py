@@ -83,13 +83,25 @@ def test_functions_in_namespaces_get_flat_names() -> None:
         ({"type": "namespace", "name": "x", "tools": [1]}, r"tools\.0\.tools\.0: an object"),
         ({"type": "namespace", "name": "x", "tools": [{"type": "namespace", "name": "y", "tools": []}]}, "namespace"),
         ({"type": "namespace", "name": "x", "tools": [{"type": "function"}]}, "a function with a name"),
+        ({"type": "namespace", "name": "x", "tools": [{"type": "function", "name": ["f"]}]}, "a function with a name"),
+        ({"type": "function", "name": ["f"]}, "a function with a name"),
         ({"name": "x"}, r"tools\.0\.type: llamaq supports function"),
         (1, r"tools\.0: an object"),
     ],
 )
 def test_a_tool_that_cannot_be_read_is_named(tool: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        read_response_body({"input": "hi", "tools": [tool]})
+    for choice in ("auto", "none", {"type": "allowed_tools", "mode": "auto", "tools": []}):
+        with pytest.raises(InvalidRequest, match=message):
+            read_response_body({"input": "hi", "tools": [tool], "tool_choice": choice})
+
+
+def test_the_name_of_an_allowed_tool_is_a_text() -> None:
+    body = allowed("auto", "weather")
+    body["tool_choice"]["tools"] += [{"type": "web_search"}, {"type": "web_search", "name": None}]
+    assert len(read_response_body(body).tool_choice.tools) == 1
+    body["tool_choice"]["tools"].append({"type": "function", "name": ["weather"]})
+    with pytest.raises(InvalidRequest, match="tool_choice: the name of a function must be a text"):
+        read_response_body(body)
 
 
 def test_a_call_of_a_function_in_a_namespace_has_its_flat_name_in_the_prompt() -> None:

@@ -208,6 +208,19 @@ async def test_references_mean_the_items_of_stored_responses(redis_url: str, que
     assert turns == [("user", "hi"), ("assistant", "Hello"), ("user", "Bye")]
 
 
+async def test_a_response_that_is_too_large_to_store_is_400_and_has_no_job(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
+        tool = {"type": "function", "name": "f", "description": "x" * client.settings.max_request_bytes}
+        body = {"input": "hi", "background": True, "tools": [tool], "tool_choice": "none"}
+        refused = await http.post(RESPONSES, json=body)
+        depth = await client.queue_depth()
+        unstored = {**body, "store": False, "background": False, "stream": True}
+        async with http.stream("POST", RESPONSES, json=unstored) as answer:
+            assert answer.status_code == 200
+    assert (refused.status_code, depth.waiting) == (400, 0)
+    assert "more than max_request_bytes=" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("item_id", ["", "msg", "msg_x_1", "msg_default.0." + "0" * 32 + "_0", "rs_../../x_0"])
 async def test_a_reference_to_no_stored_item_is_404_and_names_it(redis_url: str, queue: str, item_id: str) -> None:
     body = {"input": [{"type": "item_reference", "id": item_id}]}

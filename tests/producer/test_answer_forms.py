@@ -60,6 +60,20 @@ async def test_a_worker_is_asked_once_how_a_template_begins_an_answer(
     assert len(asked) == 3
 
 
+async def test_the_variables_of_a_template_are_not_kept(
+    directory: QueueDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(*_: Any, **__: Any) -> TextReply:
+        return TextReply(text=PROBE)
+
+    monkeypatch.setattr("llamaq.producer.answer_forms.text_commands.ask", ask)
+    forms = AnswerForms(directory.last_card)
+    for text in ("a", "b"):
+        await forms.of(CONNECTION, {"messages": HELLO, "chat_template_kwargs": {"text": text * 100_000}})
+    assert len(forms._beginnings) == 2
+    assert sum(len(part) for key in forms._beginnings for part in key) < 1000
+
+
 async def test_what_the_request_constrains_is_no_reasoning(directory: QueueDirectory) -> None:
     forms = AnswerForms(directory.last_card)
     assert await forms.of(CONNECTION, {"messages": HELLO, "regex": "a"}) == CONTENT_ALONE

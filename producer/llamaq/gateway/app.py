@@ -93,7 +93,7 @@ ROUTES = [
     Route("/tokenizer_info", slots_props_metrics.tokenizer_info),
     Route("/lora-adapters", slots_props_metrics.list_adapters),
     Route("/slots", slots_props_metrics.list_slots),
-    Route("/slots/{slot:int}", slots_props_metrics.act_on_slot, methods=["POST"]),
+    Route("/slots/{slot}", slots_props_metrics.act_on_slot, methods=["POST"]),
     Route("/metrics", slots_props_metrics.metrics),
 ]
 

@@ -229,6 +229,14 @@ async def describe_wait(job: AsyncJob) -> str:
     return "running" if n_ahead is None else f"queued, {n_ahead} ahead"
 
 
+def with_max_tokens(options: dict[str, Any], max_tokens: int | None) -> dict[str, Any]:
+    """Return the options of a job that generates text, with the `max_tokens` that `limited` would give to it."""
+    if options.get("max_tokens") is not None or max_tokens is None:
+        return options
+    least = options.get("min_tokens")
+    return {**options, "max_tokens": max(max_tokens, least) if isinstance(least, int) else max_tokens}
+
+
 def limited(request: JobRequest, max_tokens: int | None) -> JobRequest:
     """Return a request that has `max_tokens`, or its own `min_tokens` if that is more, if the request itself has no
     `max_tokens` and generates text.

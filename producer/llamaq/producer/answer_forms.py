@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 
 from llamaq.common.errors import LlamaqError
@@ -19,8 +20,7 @@ from llamaq.producer.queue_connection import QueueConnection
 MAX_KNOWN = 256
 ASK_TIMEOUT_S = 5.0
 PROBE = "llamaq-probe"
-"""Content of the message that a template renders for a test. The text after this content is the beginning of the
-answer."""
+"""Content of a message that a template renders as a test. The beginning of the answer follows it."""
 
 
 class AnswerForms:
@@ -32,8 +32,8 @@ class AnswerForms:
 
     def __init__(self, card: Callable[[str], Awaitable[WorkerCard | None]]) -> None:
         self._card = card
-        self._beginnings: dict[tuple[str, str], str] = {}
-        """Maps a chat template and its variables to the text between the last message and the answer."""
+        self._beginnings: dict[tuple[str, bytes], str] = {}
+        """Maps a chat template and the digest of its variables, which may be large, to the beginning of the answer."""
 
     def __repr__(self) -> str:
         return f"<AnswerForms of {len(self._beginnings)} templates>"
@@ -52,8 +52,7 @@ class AnswerForms:
             connection: The connection to the queue.
             job: The arguments of `submit`.
             is_parallel: Whether the answer may have several calls.
-            may_reason: Whether reasoning is separated from the content. False: it is part of the content, for example
-                because a constraint of the answer has no room for it.
+            may_reason: Whether reasoning is separated from the content. False: it is part of the content.
         """
         tools, is_free = job.get("tools") or (), has_free_constraint(job)
         if is_free and not tools:
@@ -75,7 +74,7 @@ class AnswerForms:
         return form.after(await self._beginning(connection, template or "", job.get("chat_template_kwargs") or {}))
 
     async def _beginning(self, connection: QueueConnection, template: str, kwargs: Mapping[str, Any]) -> str:
-        key = (template, json.dumps(kwargs, sort_keys=True))
+        key = (template, sha256(json.dumps(kwargs, sort_keys=True).encode()).digest())
         if key not in self._beginnings:
             if len(self._beginnings) >= MAX_KNOWN:
                 self._beginnings.clear()

@@ -8,6 +8,13 @@ from typing import Any
 import httpx
 from tests.gateway.test_disconnects import gateway
 from tests.support.batches import begin, end_of, jsonl, lines_of
+from tests.support.http_server import serving_http
+from tests.support.worker_cards import announce_card
+
+from llamaq.common.background_tasks import cancel_tasks
+from llamaq.common.protocol.embedding_task import JobKind
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer.testing import FakeWorker, fake_embedding
 
 RESPONSES = "/v1/responses"
 
@@ -42,3 +49,45 @@ async def test_a_prompt_that_is_too_long_has_the_code_of_the_endpoint(redis_url:
         done = await end_of(http, begun)
         (error,) = await lines_of(http, done["error_file_id"])
     assert (error["error"]["code"], error["response"]["body"]["error"]["code"]) == ("context_length_exceeded",) * 2
+
+
+async def test_a_line_for_embeddings_in_the_form_of_llama_server_fails_alone(redis_url: str, queue: str) -> None:
+    path = "/v1/embeddings"
+    bodies = [{"content": "hello"}, {"input": "hello"}]
+    rows = [{"custom_id": str(at), "url": path, "body": each} for at, each in enumerate(bodies)]
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        await announce_card(worker, kind=JobKind.EMBEDDING)
+        begun = await begin(http, jsonl(*rows), endpoint=path)
+        await (await worker.start_next()).finish(embeddings=[fake_embedding("hello")])
+        done = await end_of(http, begun)
+        (answer,) = await lines_of(http, done["output_file_id"])
+        (error,) = await lines_of(http, done["error_file_id"])
+    assert (done["status"], answer["custom_id"], error["custom_id"]) == ("completed", "1", "0")
+    assert error["response"]["status_code"] == 400
+    assert "input: a text" in error["error"]["message"]
+
+
+async def test_a_line_gets_the_default_length_as_at_the_endpoint(redis_url: str, queue: str) -> None:
+    bodies = [{"prompt": "a", "min_tokens": 500}, {"prompt": "b", "n_predict": -1}, {"prompt": "c", "max_tokens": 3}]
+    path = "/v1/completions"
+    rows = [{"custom_id": each["prompt"], "url": path, "body": each} for each in bodies]
+    given: dict[str | None, int | None] = {}
+
+    def answer(request: JobRequest) -> list[str]:
+        given[request.prompt] = request.max_tokens
+        return ["ok"]
+
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue, default_max_tokens=40) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        serving = asyncio.create_task(worker.serve(answer))
+        done = await end_of(http, await begin(http, jsonl(*rows), endpoint=path))
+        await cancel_tasks(serving)
+    assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert given == {"a": 500, "b": 40, "c": 3}

@@ -126,6 +126,12 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         [("content", " \n<tool_call>x </tool_call> ")],
     ),
     "hermes, two": (QWEN, f"<tool_call>{OWN}</tool_call>\n<tool_call>{OWN}</tool_call>", [CALL, CALL]),
+    "hermes, two in one tag": (
+        QWEN,
+        f'<tool_call>{OWN}}}\n{OWN} <tool_call>{OWN}{{"a": 1}}</tool_call> Done.',
+        [CALL, CALL, CALL, ("content", '{"a": 1}</tool_call> Done.')],
+    ),
+    "hermes, a brace too many": (QWEN, f"<tool_call>{OWN}}}\n</tool_call> Done.", [CALL, ("content", "Done.")]),
     "hermes, cut off": (QWEN, f"<tool_call>{OWN[:40]}", [("call", "weather", OWN[33:40])]),
     "hermes, no object": (QWEN, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
     "hermes, no call": (QWEN, '<tool_call>{"a": 1}</tool_call>!', [("content", '<tool_call>{"a": 1}</tool_call>!')]),
@@ -134,13 +140,18 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "llama 3, text": (LLAMA3, 'See {"name": 1}', [("content", 'See {"name": 1}')]),
     "llama 3, other object": (LLAMA3, '{"answer": 42}', [("content", '{"answer": 42}')]),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{OWN}, {OWN}]", [CALL, CALL]),
+    "mistral, no name": (MISTRAL, "[TOOL_CALLS]a [TOOL_CALLS]", [("content", "[TOOL_CALLS]a [TOOL_CALLS]")]),
     "mistral, names": (
         MISTRAL,
         '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}',
         [("call", "a", '{"x": 1}'), ("call", "b", "{}")],
     ),
     "mistral, objects": (MISTRAL, f"[TOOL_CALLS]{OWN}[TOOL_CALLS] {OWN}", [CALL, CALL]),
-    "mistral, no call": (MISTRAL, 'A [TOOL_CALLS][{"a": 1},{"b": 2}', [("content", 'A [TOOL_CALLS]{"a": 1}{"b": 2}')]),
+    "mistral, no call": (
+        MISTRAL,
+        'A [TOOL_CALLS][{"a": 1},{"b": 2}',
+        [("content", 'A [TOOL_CALLS][{"a": 1},{"b": 2}')],
+    ),
     "harmony": (
         HARMONY,
         "<|channel|>analysis<|message|>Well<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
@@ -170,6 +181,11 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
             ("call", "stop", "{}"),
         ],
     ),
+    "xml, two in one tag": (
+        XML,
+        "<tool_call><function=f></function>\n<function=g></function>\n</tool_call>",
+        [("call", "f", "{}"), ("call", "g", "{}")],
+    ),
     "xml, cut off": (
         XML,
         "<tool_call><function=weather><parameter=city>Ulm</parameter><parameter=da",
@@ -180,8 +196,14 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "xml, no call": (XML, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
     "xml, in JSON": (XML, f"<tool_call>\n{OWN}\n</tool_call>", [CALL]),
     "json": (PLAIN, OWN, [CALL]),
+    "json, text after an object": (
+        PLAIN,
+        '{"a": 1}\n\nSee [1], ok',
+        [("content", '{"a": 1}\n\nSee [1], ok')],
+    ),
+    "json, text after a call": (PLAIN, f"{OWN},\nSee [1], ok", [CALL, ("content", "See [1], ok")]),
     "json, white space": (PLAIN, f" \n{OWN}", [CALL]),
-    "json, white space and no call": (PLAIN, ' \n{"answer": 42} ', [("content", ' \n{"answer": 42}')]),
+    "json, white space and no call": (PLAIN, ' \n{"answer": 42} ', [("content", ' \n{"answer": 42} ')]),
     "json, reasoning before and after": (
         R1,
         f"Well</think>\n{OWN}<think>Ok</think>Bye",
@@ -250,6 +272,30 @@ def test_any_answer_has_the_same_parts_at_once_and_character_by_character(templa
     for answer in map("".join, product(FRAGMENTS, repeat=3)):
         places = tag_places(answer) if has_tokens else None
         assert split(template, list(answer), tag_offsets=places) == split(template, [answer], tag_offsets=places)
+
+
+NO_CALLS = (
+    '{"a": 1}',
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<function=f>",
+    " \n",
+    "], x",
+    '"',
+)
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA3, MISTRAL, PLAIN, XML])
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_an_answer_without_a_call_is_content_from_its_first_to_its_last_character(
+    template: str, has_tokens: bool
+) -> None:
+    for answer in map("".join, product(NO_CALLS, repeat=3)):
+        parts = split(template, list(answer), tag_offsets=tag_places(answer) if has_tokens else None)
+        if not calls_of(parts):
+            assert parts == [("content", answer)]
 
 
 SPELLED = {

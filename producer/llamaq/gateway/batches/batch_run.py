@@ -21,6 +21,7 @@ from llamaq.gateway.batches.record import Batch, BatchEndpoint, BatchStatus
 from llamaq.gateway.batches.redis_row_store import RedisRowStore
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import read_blocks
+from llamaq.gateway.generation import with_max_tokens
 from llamaq.gateway.http.errors import RequestRefused, code_of, message_of
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.model_names import NamedModel
@@ -134,9 +135,8 @@ class BatchRun:
         client = await self._queues.client(self._batch.fields["queue"], waits=True)
         rows = await RedisRowStore.open(self._store, self._batch, self._runner)
         parameters = self._parameters()
-        decide = None if self._key is None else self._key.job_options
         lines = self._line_requests(client)
-        execution = Execution(parameters, client, rows, read=lines.read, decide=decide, keeps_jobs=True)
+        execution = Execution(parameters, client, rows, read=lines.read, decide=self._decide, keeps_jobs=True)
         end = ENDS[await execution.run_until_end(_ignore, self.stop)]
         if end is BatchStatus.EXPIRED:
             await write_unfinished(parameters, rows, 4 * client.settings.max_request_bytes)
@@ -189,15 +189,18 @@ class BatchRun:
         job_options = json.loads(self._batch.fields.get("job_options", "{}"))  # older servers stored none
         return LineRequests(self._request.endpoint, self._models, client, responses, self._request.owner, job_options)
 
+    def _decide(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a job, given those of its line: as at the endpoint, with those of the API key."""
+        if self._request.endpoint.kind is JobKind.GENERATION:
+            options = with_max_tokens(options, self._request.max_tokens)
+        return options if self._key is None else self._key.job_options(options)
+
     def _parameters(self) -> RunParameters:
         """Return the parameters of the run. The limits of an API key also apply to its batches."""
         per_minute = None if self._key is None else self._key.requests_per_minute
-        generates = self._request.endpoint.kind is JobKind.GENERATION
-        limit = {"max_tokens": self._request.max_tokens} if generates and self._request.max_tokens else {}
         return RunParameters(
             run_id=self._run_id,
             form="openai",
-            options=dict(limit),
             window=None if self._key is None or self._key.max_open is None else min(self._key.max_open, 100_000),
             deadline=datetime.fromtimestamp(self._request.expires_s, UTC),
             rate=None if per_minute is None else per_minute / 60,

@@ -103,6 +103,8 @@ class LineRequests:
             raise InvalidRequest("body: an object is required")
         match self._endpoint:
             case BatchEndpoint.EMBEDDINGS:
+                if "input" not in fields:  # llama-server's field `content` asks for an answer without a usage
+                    raise InvalidRequest("input: a text, token ids, or a list of these is required")
                 return await PreparedEmbedding.read(self._models.queues, self._client, fields)
             case BatchEndpoint.RESPONSES:
                 return await self._prepare_response(fields)

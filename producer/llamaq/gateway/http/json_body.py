@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from math import isfinite
 from typing import Any
 
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.common.protocol.wire_model import check_n_parts
+from llamaq.common.protocol.wire_model import SCALARS, check_n_parts
 from llamaq.gateway.http.errors import RequestRefused, invalid
 
 BOM = b"\xef\xbb\xbf"
@@ -42,7 +43,7 @@ def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
         name: What the text contains. Error messages begin with it.
 
     Raises:
-        RequestRefused: The text is no JSON object, or is nested too deeply.
+        RequestRefused: The text is no JSON object, is nested too deeply, or has a number that is too large.
         InvalidRequest: The object has too many parts.
     """
     if not text.strip():
@@ -54,9 +55,24 @@ def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid(f"{name} is no JSON object")
     check_n_parts(value)
+    if not is_finite(value):  # `from_json` reads 1e999 as infinity, which no answer could repeat
+        raise RequestRefused(HTTPStatus.BAD_REQUEST, f"{name} has a number that is too large", code="invalid_json")
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
         check_depth(value, name)
     return value
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether JSON can represent all numbers of a decoded value."""
+    parts = [value]
+    for part in parts:  # the loop appends the parts of each part
+        if isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list) and not SCALARS.issuperset(map(type, part)):
+            parts += part
+        elif isinstance(part, float) and not isfinite(part):
+            return False
+    return True
 
 
 def check_depth(value: Any, name: str = "the body") -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
+from llamaq.gateway.http.json_body import is_finite
 from llamaq.producer import Chunk
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
@@ -145,9 +147,11 @@ def usage_object(stats: JobStats) -> dict[str, int]:
 
 
 def _object_of(arguments: str) -> dict[str, Any]:
-    """Return the object in a JSON text. Arguments that were cut off are left out: a client could not parse them."""
+    """Return the object in a JSON text. Arguments that a client could not parse are left out, for example because they
+    were cut off, or have half a surrogate pair or a number that is too large.
+    """
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = from_json(arguments, allow_inf_nan=False)
+    except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and is_finite(value) else {}

@@ -48,6 +48,20 @@ class ResponseRecord(WireModel):
         """The fields `name` and `namespace` of calls, by the names that the model writes."""
         return names_in_namespaces(self.shown.get("tools"))
 
+    def encode(self, max_bytes: int) -> str:
+        """Return the record as it is stored.
+
+        Raises:
+            InvalidRequest: It is larger than `max_bytes`.
+        """
+        encoded = self.model_dump_json()
+        if (n_bytes := len(encoded.encode())) > max_bytes:
+            raise InvalidRequest(
+                f"store: the conversation and the fields to store have {n_bytes} bytes, more than "
+                f"max_request_bytes={max_bytes}; use `store`: false, or begin a new conversation"
+            )
+        return encoded
+
     @property
     def new_messages(self) -> list[dict[str, Any]]:
         """The messages that came with this request."""
@@ -67,12 +81,12 @@ class ResponseStore:
         self._keys = keys
         self._ttl_s = int(ttl_s) + LONGEST_JOB_S
 
-    async def save(self, job_id: str, record: ResponseRecord) -> None:
-        """Store a record, unless the response has one: the header Idempotency-Key has found an earlier response.
+    async def save(self, job_id: str, encoded: str) -> None:
+        """Store a record of `encode`, unless the response has one: Idempotency-Key has found an earlier response.
 
         The client may have disconnected before the earlier one was stored.
         """
-        await self._redis.set(self._keys.http_response(job_id), record.model_dump_json(), ex=self._ttl_s, nx=True)
+        await self._redis.set(self._keys.http_response(job_id), encoded, ex=self._ttl_s, nx=True)
 
     async def read(self, response_id: str, owner: str | None) -> tuple[str, ResponseRecord]:
         """Return the job id and the record of a response.

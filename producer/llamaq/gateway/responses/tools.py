@@ -55,10 +55,8 @@ def read_response_tools(body: Mapping[str, Any]) -> ToolChoice:
         case {"type": "function", "name": str()}:
             choice = {"type": "function", "function": {"name": _name_of(choice)}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            names = {
-                flat_name(tool.get("namespace"), tool.get("name")) for tool in allowed if isinstance(tool, Mapping)
-            }
-            functions = [tool for tool in functions if tool["function"].get("name") in names]
+            names = {_name_of(tool) for tool in allowed}
+            functions = [tool for tool in functions if tool["function"]["name"] in names]
             if mode == "required" and not functions:
                 raise InvalidRequest("tool_choice.tools: an answer must call one of these tools, but none is in tools")
             choice = mode
@@ -71,11 +69,11 @@ def read_response_tools(body: Mapping[str, Any]) -> ToolChoice:
 def _functions_of(place: str, tool: Any, namespace: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the functions of a tool in the form of a chat. A tool of another type has none."""
     match tool:
+        case {"type": "function", "name": str(name)}:
+            fields = {field: tool[field] for field in FUNCTION_FIELDS if tool.get(field) is not None}
+            yield {"type": "function", "function": {**fields, "name": flat_name(namespace, name)}}
         case {"type": "function"}:
-            fields = {name: tool[name] for name in FUNCTION_FIELDS if tool.get(name) is not None}
-            if "name" in fields:
-                fields["name"] = flat_name(namespace, fields["name"])
-            yield {"type": "function", "function": fields}
+            raise InvalidRequest(f"{place}: a function with a name is required")
         case {"type": "namespace", "name": str(name), "tools": [*tools]} if namespace is None:
             for number, each in enumerate(tools):
                 yield from _functions_of(f"{place}.tools.{number}", each, name)
@@ -89,16 +87,21 @@ def _functions_of(place: str, tool: Any, namespace: str | None = None) -> Iterat
             raise InvalidRequest(f"{place}: an object is required")
 
 
-def flat_name(namespace: Any, name: Any) -> Any:
-    """Return the name under which the model knows a function. A name that is no text is returned as it is."""
-    if not isinstance(name, str) or not isinstance(namespace, str) or namespace in ("", ROOT_NAMESPACE):
+def flat_name(namespace: Any, name: str) -> str:
+    """Return the name under which the model knows a function."""
+    if not isinstance(namespace, str) or namespace in ("", ROOT_NAMESPACE):
         return name
     return f"{namespace.removesuffix('__')}__{name}"
 
 
-def _name_of(choice: Any) -> Any:
-    """Return the flat name of a function that a `tool_choice` names."""
-    return flat_name(choice.get("namespace"), choice.get("name")) if isinstance(choice, Mapping) else None
+def _name_of(choice: Any) -> str | None:
+    """Return the flat name of a function that a `tool_choice` names. None: it names none."""
+    match choice:
+        case {"name": str(name)}:
+            return flat_name(choice.get("namespace"), name)
+        case {"name": given} if given is not None:
+            raise InvalidRequest("tool_choice: the name of a function must be a text")
+    return None
 
 
 def names_in_namespaces(tools: Any) -> dict[str, dict[str, str]]:

@@ -65,39 +65,40 @@ async def _events(
     context: Context, generation: Generation, asked: PreparedCompletion, progress: ProgressOptions
 ) -> Events:
     """Yield the encoded chunks of a streamed answer."""
-    body, echoed, splitters = asked.body, asked.echoed, asked.splitters()
-    answer_id = completion_id(body.endpoint, generation.streams[0].job.id)
-    chunks = StreamChunks(
-        body.endpoint, answer_id, asked.model, int(time.time()), FINGERPRINT, has_functions=body.has_functions
-    )
-    prompts = await asked.prompts() if asked.has_token_ids else []
-    choices = [
-        ChoiceStream(
-            chunks,
-            index,
-            stream.job.id,
-            echoed[index] if echoed else "",
-            splitters[index] if splitters else None,
-            asked.logprobs,
-            asked.fields_of_prompt,
-            progress,
-            scores_echo=asked.scores_echo,
-            token_ids=TokenIdFields(body.endpoint, prompts[index]) if prompts else None,
+    async with aclosing(generation):  # also if this ends before the pieces are read
+        body, echoed, splitters = asked.body, asked.echoed, asked.splitters()
+        answer_id = completion_id(body.endpoint, generation.streams[0].job.id)
+        chunks = StreamChunks(
+            body.endpoint, answer_id, asked.model, int(time.time()), FINGERPRINT, has_functions=body.has_functions
         )
-        for index, stream in enumerate(generation.streams)
-    ]
-    results: dict[int, Result] = {}
-    async with explaining_long_prompts(context, generation), aclosing(generation.pieces()) as pieces:
-        async for index, piece in pieces:
-            if events := await choices[index].events_of(piece):
-                generation.keep()
-                yield events
-            if isinstance(piece, Result):
-                results[index] = piece
-    if body.has_usage_chunk:
-        ordered = [results[index] for index in sorted(results)]
-        yield data(chunks.usage(ordered, body.n, await asked.count_reasoning(ordered)))
-    yield DONE
+        prompts = await asked.prompts() if asked.has_token_ids else []
+        choices = [
+            ChoiceStream(
+                chunks,
+                index,
+                stream.job.id,
+                echoed[index] if echoed else "",
+                splitters[index] if splitters else None,
+                asked.logprobs,
+                asked.fields_of_prompt,
+                progress,
+                scores_echo=asked.scores_echo,
+                token_ids=TokenIdFields(body.endpoint, prompts[index]) if prompts else None,
+            )
+            for index, stream in enumerate(generation.streams)
+        ]
+        results: dict[int, Result] = {}
+        async with explaining_long_prompts(context, generation), aclosing(generation.pieces()) as pieces:
+            async for index, piece in pieces:
+                if events := await choices[index].events_of(piece):
+                    generation.keep()
+                    yield events
+                if isinstance(piece, Result):
+                    results[index] = piece
+        if body.has_usage_chunk:
+            ordered = [results[index] for index in sorted(results)]
+            yield data(chunks.usage(ordered, body.n, await asked.count_reasoning(ordered)))
+        yield DONE
 
 
 async def _verbose_fields(

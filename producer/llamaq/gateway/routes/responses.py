@@ -62,11 +62,13 @@ async def _answer(
     request: Request, body: ResponseBody, progress: ProgressOptions, asked: PreparedResponse, generation: Generation
 ) -> Response:
     """Submit the job of a request, and return the response, or its beginning."""
+    max_bytes = generation.client.settings.max_request_bytes
+    encoded = asked.record.encode(max_bytes) if body.is_stored else ""
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
         if body.is_stored:
-            await _store_of(request).save(job.id, asked.record)
+            await _store_of(request).save(job.id, encoded)
         if body.is_streamed:
             # A client of a background response wants its id at once.
             wait_s = 0.0 if body.is_background else FIRST_PING_S

@@ -28,6 +28,7 @@ from llamaq.producer import AsyncClient
 HEALTH_TIMEOUT_S = 3.0
 """How long `/health` waits for Redis. Load balancers usually wait 5 s for the answer. With Sentinel or a cluster, the
 retries of a call last much longer."""
+MAX_SLOT_DIGITS = 9
 
 
 async def health(request: Request) -> Response:
@@ -52,8 +53,8 @@ async def list_slots(request: Request) -> Response:
 async def act_on_slot(request: Request) -> Response:
     """Save, restore or erase the content of a slot, by the query parameter `action`."""
     client, workers = await _queue_of(request)
-    number = request.path_params["slot"]
-    slots = _numbered(workers)
+    given, slots = request.path_params["slot"], _numbered(workers)
+    number = int(given) if given.isdecimal() and len(given) <= MAX_SLOT_DIGITS else len(slots)
     if number >= len(slots):
         raise invalid(f"id_slot: the workers have {len(slots)} slots, from 0 on", "id_slot")
     worker, slot = slots[number][0].card.worker, slots[number][1].index

@@ -45,13 +45,15 @@ _MARKS = {
 }
 _LLAMA3 = re.compile(r"<\|start_header_id\|>.*ipython|ipython.*<\|start_header_id\|>", re.DOTALL)
 _TAGS = {
-    AnswerFormat.HERMES: Tags(call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE),
-    AnswerFormat.XML: Tags(call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE, has_xml_calls=True),
-    AnswerFormat.MISTRAL: Tags(
-        call_open=answer_tags.MISTRAL_CALLS, arguments_open=answer_tags.MISTRAL_ARGUMENTS, call_separators="[],"
+    AnswerFormat.HERMES: Tags(call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE, call_separators="^{"),
+    AnswerFormat.XML: Tags(
+        call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE, call_separators="^{<", has_xml_calls=True
     ),
-    AnswerFormat.LLAMA3: Tags(call_open=answer_tags.PYTHON_TAG, call_separators=";", starts_with_call=True),
-    AnswerFormat.JSON: Tags(call_separators="[],", starts_with_call=True),
+    AnswerFormat.MISTRAL: Tags(
+        call_open=answer_tags.MISTRAL_CALLS, arguments_open=answer_tags.MISTRAL_ARGUMENTS, call_separators=r"\s[\],"
+    ),
+    AnswerFormat.LLAMA3: Tags(call_open=answer_tags.PYTHON_TAG, call_separators=r"\s;", starts_with_call=True),
+    AnswerFormat.JSON: Tags(call_separators=r"\s[\],", starts_with_call=True),
 }
 HARMONY_REASONING = (f"{answer_tags.CHANNEL}analysis{answer_tags.MESSAGE}", answer_tags.END)
 _REASONING = (

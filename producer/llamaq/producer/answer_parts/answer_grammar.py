@@ -1,7 +1,7 @@
 """Grammars for answers with reasoning, tool calls and constrained content.
 
-A job may require a call, or content that matches a JSON schema. Without these grammars, its output could contain
-neither the reasoning that the model writes first, nor a call instead of the content.
+If a job requires a call, or content that matches a JSON schema, they also allow the reasoning before it, and a call in
+place of the content.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | N
             raise InvalidRequest(f"tools.{number}: this model's calls need a name without white space and `<`")
     names = [f"call{number}" for number in range(len(tools))]
     rules = [
-        f"{rule}: <|channel|> {json.dumps(f'commentary to=functions.{name} ', ensure_ascii=False)} "
+        f"call{number}: <|channel|> {json.dumps(f'commentary to=functions.{name} ', ensure_ascii=False)} "
         f'<|constrain|> "json" <|message|> arguments{number}\n'
         f"arguments{number}: {_json(parameters, is_closed=True)}\n"
-        for number, (rule, (name, parameters)) in enumerate(zip(names, map(_function, tools), strict=True))
+        for number, (name, parameters) in enumerate(map(_function, tools))
     ]
     if schema is not None:
         names.append("content")

@@ -35,13 +35,11 @@ class JsonValueReader:
         return len(text)
 
     def _step(self, character: str) -> None:
-        if self.in_string:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif character == "\\":
-                self._is_escaped = True
-            elif character == '"':
-                self.in_string = False
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self.in_string:
+            self._is_escaped = character == "\\"
+            self.in_string = character != '"'
         elif character == '"':
             self.in_string = True
         elif character in "{[":

@@ -56,12 +56,12 @@ class TagScanner:
 
     def mark(self, text: str) -> None:
         """Mark the text that the last call has returned. A further call marks the tag after it."""
-        start, end = self._unmarked, self._unmarked + len(text)
+        start = self._unmarked
+        self._unmarked += len(text)
         if self.marked and self.marked[-1][1] == start:
-            self.marked[-1] = (self.marked[-1][0], end)
-        elif text:
-            self.marked.append((start, end))
-        self._unmarked = end
+            start, _ = self.marked.pop()
+        if start < self._unmarked:
+            self.marked.append((start, self._unmarked))
 
     def _find_text(self, tags: Sequence[str]) -> tuple[int, str]:
         """Return the place of the first tag that is found by its text, and the tag.

@@ -5,6 +5,7 @@ White space before a call only separates it from the content, so it is left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,17 +22,16 @@ class Tags:
 
     call_open: str = ""
     call_close: str = ""
-    """If empty: a call ends with its object, and another call may follow after `call_separators`."""
+    """If empty: text after a call is content."""
     arguments_open: str = ""
     """Between the name and the arguments, where the name stands outside of the object."""
     call_separators: str = ""
-    """Characters around and between the objects of several calls."""
+    """The characters around and between calls, as a set of a regular expression."""
     starts_with_call: bool = False
     """Whether an answer that begins with an object is a call."""
     has_xml_calls: bool = False
     """Whether calls have tags for their parameters. Calls in JSON are recognized too."""
     text_parameters: TextParameters = field(default_factory=dict)
-    """For calls in XML: the parameters of each tool whose values are texts."""
     reasoning_open: str = ""
     reasoning_close: str = ""
 
@@ -54,7 +54,9 @@ class TaggedSplitter:
         self._state: State = "reasoning" if starts_in_reasoning else "content"
         self._call: JsonCall | XmlCall | None = None
         self._opened_by = ""
-        """The white space and the tag before the next call."""
+        """The text before the next call. It is content if that is no call."""
+        self._is_after_call = False
+        """Whether separators now follow a call. Otherwise they may be content."""
         self._space = ""
         """White space at the end of the content so far, which may come before a call."""
         self._n_calls = 0
@@ -78,9 +80,7 @@ class TaggedSplitter:
     def finish(self) -> list[Part]:
         """Return the last parts. An incomplete call keeps the arguments so far. Text that is not a call is content."""
         parts = self._take_scanned(self._scanner.finish())
-        if self._state == "name" and self._name.strip():
-            parts.append(Content(self._opened_by + self._name))
-        elif self._space:
+        if self._space:
             parts.append(Content(self._space))
         return parts + self._end_call()
 
@@ -94,7 +94,7 @@ class TaggedSplitter:
         tags = self._tags
         awaited: dict[State, list[str]] = {"reasoning": [tags.reasoning_close], "arguments": [tags.call_open]}
         if tags.call_close:
-            awaited["call"] = [tags.call_close]
+            awaited["call"] = [tags.call_close, tags.call_open]
         others = [tags.reasoning_open, tags.reasoning_close, tags.call_open, tags.arguments_open]
         return [tag for tag in awaited.get(self._state, others) if tag]
 
@@ -104,18 +104,18 @@ class TaggedSplitter:
         is_text = (tag == tags.arguments_open) != (self._state == "name")
         if is_text or (self._call is not None and self._call.can_contain_tag):
             return self._take(tag)
+        if tag == tags.arguments_open:
+            self._state, self._opened_by = "arguments", ""
+            self._n_calls += 1
+            return [CallStarted(self._n_calls - 1, self._name.strip())]
         parts = self._end_call(closed_by=tag if tag == tags.call_close else "")
         if tag == tags.reasoning_open:
             self._state, self._space = "reasoning", ""
         elif tag == tags.call_open:
             self._state, self._name = ("name" if tags.arguments_open else "call"), ""
-            self._opened_by, self._space = self._space + tag, ""
-        elif tag == tags.arguments_open:
-            self._state = "arguments"
-            parts.append(CallStarted(self._n_calls, self._name.strip()))
-            self._n_calls += 1
+            self._opened_by, self._space, self._is_after_call = self._space + tag, "", False
         else:
-            self._state, self._skips_space = "content", True
+            self._state, self._skips_space = "content", self._is_after_call or tag == tags.reasoning_close
         return parts
 
     def _take_scanned(self, text: str) -> list[Part]:
@@ -161,29 +161,36 @@ class TaggedSplitter:
         return self._take_call(self._name)
 
     def _take_call(self, text: str) -> list[Part]:
-        parts: list[Part] = []
+        tags, parts = self._tags, list[Part]()
         while text:
             if self._call is None:
-                text = text.lstrip(self._tags.call_separators + " \t\r\n")
-                if not text:
+                is_first = tags.call_close and not self._is_after_call
+                separators = r"\s" if is_first else tags.call_separators
+                rest = re.sub(rf"\A[{separators}]*", "", text)
+                if not self._is_after_call:
+                    self._opened_by += text.removesuffix(rest)
+                if not (text := rest):
                     break
-                is_xml = self._tags.has_xml_calls and not text.startswith("{")
-                self._call = XmlCall(self._n_calls, self._tags.text_parameters) if is_xml else JsonCall(self._n_calls)
+                is_xml = tags.has_xml_calls and not text.startswith("{")
+                self._call = XmlCall(self._n_calls, tags.text_parameters) if is_xml else JsonCall(self._n_calls)
             new, text = self._call.feed(text)
             parts += new
             if self._call.has_ended:
-                if self._tags.call_close:
-                    break
                 parts += self._end_call()
         return parts
 
     def _end_call(self, closed_by: str = "") -> list[Part]:
         call, self._call = self._call, None
-        if call is None:
-            return []
-        opened_by, self._opened_by = self._opened_by, ""
-        last = call.finish()
-        if last is None:
-            return [Content(opened_by + call.text + closed_by)]
-        self._n_calls += 1
-        return last
+        text, self._opened_by = self._opened_by, ""
+        if call is not None:
+            last = call.finish()
+            self._is_after_call = last is not None
+            if last is not None:
+                self._n_calls += 1
+                return last
+            text += call.text
+        elif self._state == "name":
+            text += self._name
+        if not self._is_after_call:
+            text += closed_by
+        return [Content(text)] if text else []

@@ -1,8 +1,7 @@
 """Reads a tool call in the format of Qwen3-Coder and Qwen3.5, which write parameters between tags.
 
-`<function=NAME>`, then for each parameter `<parameter=KEY>VALUE</parameter>`, then `</function>`. The value is either
-the text of a string or JSON, which depends on the schema of the tool. The arguments are complete only when the call is
-complete.
+`<function=NAME>`, then for each parameter `<parameter=KEY>VALUE</parameter>`, then `</function>`. By the schema
+of the tool, the value is a text or JSON. The arguments are known at the end of the call.
 """
 
 from __future__ import annotations
@@ -90,18 +89,16 @@ def text_parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[st
     for tool in tools:
         function = tool.get("function") or {}
         properties = (function.get("parameters") or {}).get("properties")
-        if not isinstance(properties, Mapping):
-            continue
-        texts = tuple(key for key, schema in properties.items() if _is_text(schema))
-        if texts:
+        properties = properties if isinstance(properties, Mapping) else {}
+        if texts := tuple(key for key, schema in properties.items() if _is_text(schema)):
             found[str(function.get("name"))] = texts
     return found
 
 
 def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    options = schema.get("enum")
-    return schema.get("type") == "string" or (
-        isinstance(options, list) and bool(options) and all(isinstance(option, str) for option in options)
-    )
+    match schema:
+        case {"type": "string"}:
+            return True
+        case {"enum": [_, *_] as options}:
+            return all(isinstance(option, str) for option in options)
+    return False
