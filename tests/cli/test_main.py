@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
         (["depth", "--queue", "a b"], "--queue (LLAMAQ_QUEUE)"),
         (["depth", "--redis-url", "http://localhost"], "--redis-url (LLAMAQ_REDIS_URL)"),
         (["metrics", "--port", "0", "--queue", "a b"], "--queue (LLAMAQ_QUEUE)"),
+        (["metrics", "--port", "0", "--redis-url", "foo://x"], "--redis-url (LLAMAQ_REDIS_URL)"),
         (["jobs", "--state", "finished"], "state: only queued and running"),
         (["stream", "nonsense"], "not a job id"),
     ],

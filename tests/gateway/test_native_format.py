@@ -126,7 +126,7 @@ def test_a_free_slot_shows_no_answer() -> None:
 def test_metrics_are_sums_over_priorities_and_workers() -> None:
     counts = {
         "interactive:computed": 30, "bulk:computed": 10, "interactive:cached:device": 4, "bulk:cached:disk": 1,
-        "interactive:output_tokens:sum": 20, "interactive:first_token_ms:sum": 500, "interactive:queue_ms:sum": 100,
+        "interactive:output_tokens:sum": 20, "interactive:prompt_ms": 300, "bulk:prompt_ms": 100,
         "interactive:inter_token_ms:sum": 2000,
     }  # fmt: skip
     values: dict[str, Any] = {}

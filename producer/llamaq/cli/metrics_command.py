@@ -15,6 +15,7 @@ from llamaq.cli.common_options import OfLogFormat, RedisUrl
 from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.common.metrics.metric_definitions import Samples
 from llamaq.common.metrics.optional_server import server_class
+from llamaq.common.redis.url import read_url
 from llamaq.common.settings import ClientSettings, client_settings
 from llamaq.producer.queries.metrics import MetricsReader
 from llamaq.producer.queue_connection import QueueConnection
@@ -43,6 +44,7 @@ def serve_metrics(
 ) -> None:
     """Serve the metrics of all queues and workers for Prometheus, at /metrics. /health tells whether Redis answers."""
     settings = client_settings(redis_url=redis_url)
+    read_url(settings.redis_url)  # raises if it is not valid
     for name in queue or ():
         client_settings(queue=name)  # raises if it is not a name
     configure_logging("info", log_format)

@@ -32,7 +32,7 @@ def _of_jobs(counts: Mapping[str, int]) -> list[Line]:
 
     computed, generated = total("computed"), total("output_tokens:sum")
     cached = sum(total(f"cached:{tier.value}") for tier in CacheTier)
-    prompt_s = max(total("first_token_ms:sum") - total("queue_ms:sum"), 0) / 1000
+    prompt_s = total("prompt_ms") / 1000
     generated_s = total("inter_token_ms:sum") / 1000
     return [
         ("prompt_tokens_total", "counter", "Prompt tokens computed.", computed),

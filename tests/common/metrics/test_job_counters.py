@@ -170,4 +170,28 @@ def test_values_of_buckets_that_this_version_does_not_have_are_in_the_next_large
 
 
 def test_partitions_are_added_up_and_other_fields_are_left_out() -> None:
-    assert sum_partitions([{b"a": b"1", b"about": b"text"}, {b"a": b"2", b"b": b"-3"}]) == {"a": 3}
+    assert sum_partitions([{b"a": b"1", b"about": b"text"}, {b"a": b"2", b"b": b"-3", b"c": b"1" * 5000}]) == {"a": 3}
+
+
+@pytest.mark.parametrize("bound", ["²", "1" * 5000])
+def test_a_bucket_that_is_no_number_is_left_out(bound: str) -> None:
+    samples = Samples()
+    add_job_counters(samples, "queue", {f"interactive:queue_ms:{bound}": 1, "interactive:queue_ms:10": 2})
+    assert count_of(samples, f.QUEUE_WAIT, "interactive") == 2
+
+
+async def test_the_time_of_prompts_counts_only_jobs_that_have_a_token(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        for text in ("has a token", "is cancelled while it waits"):
+            job = await client.submit(text)
+            await asyncio.sleep(0.02)
+            if text == "has a token":
+                attempt = await worker.start_next()
+                times = {**FINISHED.fields, "token_times": "90000 90000"}
+                await worker.scripts.finish(attempt.increment(), replace(FINISHED, fields=times))
+            else:
+                await job.cancel()
+        stored: Any = await worker.redis.hgetall(worker.keys.metrics(worker.queue, 0))
+        counts = sum_partitions([stored])
+    assert 80_000 < counts["interactive:prompt_ms"] < 90_000
+    assert counts["interactive:queue_ms:sum"] > 90_000 - counts["interactive:prompt_ms"], "both have waited"

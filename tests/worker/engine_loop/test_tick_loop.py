@@ -147,6 +147,31 @@ def test_a_job_that_is_cancelled_while_a_batch_is_computed_publishes_the_token_o
     assert loop.engine.sequences.memory == {}
 
 
+@pytest.mark.parametrize(("batch_s", "is_early"), [(0.1, True), (0.001, False)])
+def test_the_slot_of_a_job_is_published_before_its_first_tick_if_this_tick_is_long(
+    batch_s: float, is_early: bool
+) -> None:
+    first, second = make_job("x" * 10, max_tokens=9), make_job("y" * 10, max_tokens=9)
+
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            if len(self.batches) == 1:
+                loop.ticks.admit([second])
+            if len(self.batches) == 2:
+                loop.ticks.stop(HANG_S)
+            return super().run(batch)
+
+    loop = Loop(engine=Engine)
+    loop.engine.batch_s = batch_s
+    loop.start(first)
+    loop.ticks.run()
+    kinds = [
+        type(one).__name__ for one in loop.effects if isinstance(one, TickStats) or getattr(one, "job", None) is second
+    ]
+    place = kinds.index("SlotAcquired")
+    assert kinds[place + 1] == ("TickStats" if is_early else "NewToken")
+
+
 def test_a_preempted_job_is_withdrawn_after_its_tokens_and_the_loss_of_its_slot_are_published() -> None:
     bulk = [make_job(max_tokens=9, priority=Priority.BULK) for _ in range(N_SLOTS)]
     urgent = make_job(max_tokens=1)

@@ -29,6 +29,9 @@ _LENGTHS = {f.PROMPT_LENGTH: "prompt_tokens", f.OUTPUT_LENGTH: "output_tokens"}
 _REASONS = {"finished": tuple(FinishReason), "failed": (*ErrorCode, OTHER)}
 _OF_QUEUE = {f.ATTEMPTS: "attempts", f.RETRIES: "retries", f.CRASHES: "crashes"}
 
+MAX_DIGITS = 20
+"""Fields with longer numbers were not written by llamaq."""
+
 Counts = Mapping[str, int]
 
 
@@ -37,7 +40,7 @@ def sum_partitions(hashes: Iterable[Mapping[bytes, bytes]]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for stored in hashes:
         for name, value in stored.items():
-            if value.isdigit():
+            if value.isdigit() and len(value) < MAX_DIGITS:
                 field = name.decode(errors="replace")
                 counts[field] = counts.get(field, 0) + int(value)
     return counts
@@ -89,6 +92,6 @@ def _histogram(bounds: Sequence[float], prefix: str, counts: Counts, *, unit: in
         name = field.removeprefix(prefix)
         if name == INFINITE and field != name:
             by_bucket[-1] += count
-        elif field != name and name.isdigit():
+        elif field != name and name.isascii() and name.isdigit() and len(name) < MAX_DIGITS:
             by_bucket[next((at for at, bound in enumerate(bounds) if int(name) <= bound), len(bounds))] += count
     return Histogram(tuple(by_bucket), counts.get(f"{prefix}sum", 0) / unit)

@@ -170,8 +170,12 @@ class EmbeddingScheduler:
             job.embeddings.append(result.embedding)
             if job.is_complete:
                 self._end(job, FinishReason.STOP)
+        return TickOutcome(self.take_outputs())
+
+    def take_outputs(self) -> list[Output]:
+        """Return the outputs since the last call of this method or of `apply`."""
         outputs, self._outputs = self._outputs, []
-        return TickOutcome(outputs)
+        return outputs
 
     # ---- views
 

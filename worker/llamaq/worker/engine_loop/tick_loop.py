@@ -34,6 +34,9 @@ SETTLE_S = 0.002
 """How long an engine without work waits for a command before it does anything else. The other threads need the GIL to
 report the ends of the last jobs."""
 SNAPSHOT_EVERY_S = 0.25
+LONG_TICK_S = 0.02
+"""If the tick will take longer, it is published before the tick that a job has a slot: otherwise the job would count as
+waiting for too long. In a short tick, this would only cost one more call of Redis for each job."""
 DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
 
@@ -173,9 +176,12 @@ class TickLoop:
         scheduler.expire()
         self._withdraw_when_stopping()
         scheduler.admit()
-        self._requeue(scheduler.withdraw_surplus(self._capacity))
         times = self._tick_times
-        has_loaded = scheduler.move(times.predict_s(scheduler.n_prefill_next), times.prefill_token_s)
+        expected_s = times.predict_s(scheduler.n_prefill_next)
+        if expected_s > LONG_TICK_S:
+            self._publisher.add(scheduler.take_outputs())
+        self._requeue(scheduler.withdraw_surplus(self._capacity))
+        has_loaded = scheduler.move(expected_s, times.prefill_token_s)
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
         if not self._can_publish_later(batch):
             self._publish()

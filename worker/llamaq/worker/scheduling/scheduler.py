@@ -4,17 +4,18 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
 
     scheduler.expire()
     scheduler.admit()
+    outputs = scheduler.take_outputs()  # or they are part of the outcome
     scheduler.move(budget_s)
     batch = scheduler.plan(queue_depth)
     results = engine.run(batch)
     outcome = scheduler.apply(batch, results)
 
-All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
-outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced` for each chunk and a
-`PromptScored` if the job asks for them, the tokens of the run, and a `SlotLost` if the job is preempted. The last
-output of a job is its `JobEnded`. Every job that `submit` accepts leaves the scheduler in one of two ways: `apply`
-returns exactly one `JobEnded` for the job, or the job is removed without a `JobEnded`, by `release` or one of the
-methods `withdraw_...`.
+All calls must come from one thread, and no other method may be called between `plan` and `apply`. `take_outputs` and
+`apply` return the outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced`
+for each chunk and a `PromptScored` if the job asks for them, the tokens of the run, and a `SlotLost` if the job is
+preempted. The last output of a job is its `JobEnded`. Every job that `submit` accepts leaves the scheduler in one of
+two ways: exactly one `JobEnded` is returned for the job, or the job is removed without a `JobEnded`, by `release` or
+one of the methods `withdraw_...`.
 
 Between `plan` and `apply`, further batches may be computed without a plan, see `RepeatedTicks`.
 """
@@ -282,8 +283,12 @@ class Scheduler:
             self._make_room_for(without_room)
         self._preemption.keep_room()
         self._measurements.record_time(batch, self._clock())
+        return TickOutcome(self.take_outputs(), n_accepted)
+
+    def take_outputs(self) -> list[Output]:
+        """Return the outputs since the last call of this method or of `apply`."""
         outputs, self._outputs = self._outputs, []
-        return TickOutcome(outputs, n_accepted)
+        return outputs
 
     # ---- views
 

@@ -9,6 +9,7 @@
 --   PRIORITY:duration_ms:BOUND, :sum        time from submit to the end
 --   PRIORITY:queue_ms:BOUND, :sum           time from submit to the first slot, or to the end
 --   PRIORITY:first_token_ms:BOUND, :sum     time from submit to the first token
+--   PRIORITY:prompt_ms                      time from the first slot to the first token
 --   PRIORITY:inter_token_ms:BOUND, :sum     time between two tokens
 --   PRIORITY:prompt_tokens:BOUND, :sum      length of the prompt
 --   PRIORITY:output_tokens:BOUND, :sum      length of the output
@@ -107,13 +108,15 @@ local function add_length(counters, name, n_tokens)
   add_value(counters, name, bound < n_tokens and 'inf' or bound, n_tokens)
 end
 
--- Adds the times of a job's tokens, 'FIRST LAST BOUND=COUNT ...' (see `TokenTimes` in worker/broker/token_times.py).
-local function add_token_times(counters, token_times)
+-- Adds the times of a job's tokens, 'FIRST LAST BOUND=COUNT ...' (see `TokenTimes` in worker/broker/token_times.py). The
+-- job has waited for `queue_ms`.
+local function add_token_times(counters, token_times, queue_ms)
   local first, last, between = string.match(token_times, '^(%d+) (%d+)(.*)$')
   if not first then
     return
   end
   add_time(counters, 'first_token_ms', tonumber(first))
+  add_count(counters, 'prompt_ms', math.max(0, first - queue_ms))
   local histogram = histogram_of(counters, 'inter_token_ms')
   for bound, count in string.gmatch(between, '(%w+)=(%d+)') do
     add_count(histogram, bound, tonumber(count))
@@ -149,8 +152,9 @@ local function add_end(counts, state, terminal)
   local finished = tonumber(state.finished_ms)
   local since = tonumber(state.waits_from_ms or state.submitted_ms or '') or finished
   add_time(counters, 'duration_ms', math.max(0, finished - since))
-  add_time(counters, 'queue_ms', math.max(0, (tonumber(state.started_ms or '') or finished) - since))
+  local queue_ms = math.max(0, (tonumber(state.started_ms or '') or finished) - since)
+  add_time(counters, 'queue_ms', queue_ms)
   add_length(counters, 'output_tokens', tonumber(state.generated or '') or 0)
-  add_token_times(counters, state.token_times or '')
+  add_token_times(counters, state.token_times or '', queue_ms)
   add_prompt(counters, state.usage or '')
 end
