@@ -32,6 +32,7 @@ class Tags:
     has_xml_calls: bool = False
     """Whether calls have tags for their parameters. Calls in JSON are recognized too."""
     text_parameters: TextParameters = field(default_factory=dict)
+    """For calls in XML: the parameters of each tool whose values are texts."""
     reasoning_open: str = ""
     reasoning_close: str = ""
 
