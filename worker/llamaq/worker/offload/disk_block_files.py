@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -76,7 +75,10 @@ class DiskBlockFiles:
             raise InvalidSettings(f"--cache-dir (LLAMAQ_CACHE_DIR): {exc}") from exc
         self.background = BackgroundThread("llamaq-disk")
         self._pending: dict[bytes, WriteBlock] = {}
-        """Maps the name of a block to its unfinished write. The background thread only reads this dict."""
+        """Maps the name of a block to its unfinished write. The background thread only reads this and the next dict."""
+        self._numbers: dict[bytes, int] = {}
+        """Maps the name of a block to the number of its unfinished write."""
+        self._n_writes = 0
         self._written: deque[tuple[WriteBlock, bool]] = deque()
         """Writes that the background thread has tried, and whether they succeeded."""
         self._failed: list[Block] = []
@@ -153,9 +155,10 @@ class DiskBlockFiles:
 
     def _submit_write(self, write: WriteBlock, *, is_closing: bool) -> None:
         if self._has_room(write, is_closing=is_closing):
-            self._pending[write.block.name] = write
+            self._n_writes += 1
+            self._pending[write.block.name], self._numbers[write.block.name] = write, self._n_writes
             self.pending_bytes += len(write.data)
-            self._submit_call(partial(self._write, weakref.ref(write)))
+            self._submit_call(partial(self._write, write.block.name, self._n_writes))
         else:
             self._warn_of_write("the disk is too slow")
             self._refused.add(write.block)
@@ -187,13 +190,14 @@ class DiskBlockFiles:
     def _remove_pending(self, name: bytes) -> None:
         if write := self._pending.pop(name, None):
             self.pending_bytes -= len(write.data)
+            del self._numbers[name]
 
     # ---- in the background thread
 
-    def _write(self, reference: weakref.ref[WriteBlock]) -> None:
-        """Write a file, unless the write is no longer pending. The reference is weak, so that its data is freed."""
-        write = reference()
-        if write is None or self._pending.get(write.block.name) is not write:
+    def _write(self, name: bytes, number: int) -> None:
+        """Write a file, unless the write with this number is no longer pending. Then its data was freed."""
+        write = self._pending.get(name)
+        if write is None or self._numbers.get(name) != number:
             return
         block, data = write.block, write.data
         header = encode_header(block, self._fingerprint)

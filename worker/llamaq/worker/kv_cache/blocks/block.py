@@ -140,7 +140,7 @@ class BlockHeader:
     """Modification time of the file, in seconds of Unix time."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class WriteBlock:
     """Write the block's file.
 
