@@ -43,7 +43,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """A stream whose garbage is collected is closed too, but nobody knows when."""
+    """A garbage collection would also close a stream, but at an unknown time."""
     gc.disable()
     yield
     gc.enable()

@@ -232,6 +232,11 @@ def test_lists_are_separated_by_commas() -> None:
     assert (settings.tensor_split, settings.override_tensor) == ((3.0, 1.0), ("exps=CPU", "a=B"))
 
 
+def test_a_lease_has_at_least_four_heartbeats() -> None:
+    assert load_settings(heartbeat_s=30, lease_s=10).beat_s == 2.5
+    assert load_settings(heartbeat_s=1, lease_s=10).beat_s == 1
+
+
 def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         setattr(WorkerSettings(), "n_ctx", 1)  # noqa: B010  # mypy rejects a plain assignment

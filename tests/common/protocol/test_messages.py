@@ -104,6 +104,12 @@ def test_the_other_options_are_no_numbers() -> None:
     assert numbers == set(NUMBERS)
 
 
+@pytest.mark.parametrize("scale", [-100.5, 101, 1e4])
+def test_a_scale_of_an_adapter_with_which_numbers_overflow_is_refused(scale: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"^lora\.a: "):
+        codec.build_request({"prompt": "a", "lora": {"a": scale}})
+
+
 @pytest.mark.parametrize(
     ("values", "place"),
     [

@@ -181,6 +181,11 @@ class LifeSettings(BaseModel):
         "within this time counts as waiting.",
     )
 
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two heartbeats. `CrashCheck` compares the age of the last one with parts of a lease."""
+        return min(self.heartbeat_s, self.lease_s / 4)
+
 
 class AttemptSettings(BaseModel):
     """Stored output, retries and disconnected clients."""

@@ -27,7 +27,7 @@ from llamaq.common.protocol.queue_and_worker_state import RecentJob, Worker
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
-from llamaq.common.protocol.wire_model import check_n_parts
+from llamaq.common.protocol.wire_model import parts_of
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -114,7 +114,7 @@ def build_model(model: type[M], values: Mapping[str, Any]) -> M:
 
 def build_request(values: dict[str, Any]) -> JobRequest:
     """Return a validated request. Raises `InvalidRequest`, which names the invalid fields."""
-    check_n_parts({**values, "tokens": None})
+    parts_of({**values, "tokens": None})
     return build_model(JobRequest, values)
 
 

@@ -83,8 +83,11 @@ class WireModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-def check_n_parts(value: Any) -> None:
-    """Raise `InvalidRequest` if a value has more than `MAX_PARTS` parts. A list or tuple of scalars counts as one."""
+def parts_of(value: Any) -> list[Any]:
+    """Return a value and all its parts. Raises `InvalidRequest` if there are more than `MAX_PARTS`.
+
+    A list or tuple of scalars counts as one.
+    """
     parts = [value]
     for part in parts:  # the loop appends the parts of each part
         if isinstance(part, dict):
@@ -95,6 +98,7 @@ def check_n_parts(value: Any) -> None:
             parts += [getattr(part, name) for name in part.model_fields_set]
         if len(parts) > MAX_PARTS:
             raise InvalidRequest(f"the request has more than {MAX_PARTS:,} parts")
+    return parts
 
 
 def _check_json(part: Any, path: tuple[str | int, ...] = ()) -> Any:

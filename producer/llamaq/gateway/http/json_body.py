@@ -10,7 +10,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.common.protocol.wire_model import SCALARS, check_n_parts
+from llamaq.common.protocol.wire_model import parts_of
 from llamaq.gateway.http.errors import RequestRefused, invalid
 
 BOM = b"\xef\xbb\xbf"
@@ -54,7 +54,6 @@ def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
         raise RequestRefused(HTTPStatus.BAD_REQUEST, f"{name} is not valid JSON: {exc}", code="invalid_json") from exc
     if not isinstance(value, dict):
         raise invalid(f"{name} is no JSON object")
-    check_n_parts(value)
     if not is_finite(value):  # `from_json` reads 1e999 as infinity, which no answer could repeat
         raise RequestRefused(HTTPStatus.BAD_REQUEST, f"{name} has a number that is too large", code="invalid_json")
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
@@ -63,16 +62,12 @@ def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether JSON can represent all numbers of a decoded value."""
-    parts = [value]
-    for part in parts:  # the loop appends the parts of each part
-        if isinstance(part, dict):
-            parts += part.values()
-        elif isinstance(part, list) and not SCALARS.issuperset(map(type, part)):
-            parts += part
-        elif isinstance(part, float) and not isfinite(part):
-            return False
-    return True
+    """Return whether JSON can represent all numbers of a decoded value.
+
+    Raises:
+        InvalidRequest: The value has too many parts.
+    """
+    return all(not isinstance(part, float) or isfinite(part) for part in parts_of(value))
 
 
 def check_depth(value: Any, name: str = "the body") -> None:

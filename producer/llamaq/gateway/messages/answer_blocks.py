@@ -152,6 +152,6 @@ def _object_of(arguments: str) -> dict[str, Any]:
     """
     try:
         value = from_json(arguments, allow_inf_nan=False)
+        return value if isinstance(value, dict) and is_finite(value) else {}
     except ValueError:
         return {}
-    return value if isinstance(value, dict) and is_finite(value) else {}

@@ -33,9 +33,6 @@ from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.settings import WorkerSettings
 
-BEATS_IN_LEASE = 4
-"""Least number of heartbeats in the time of a lease: `CrashCheck` compares the last heartbeat with this time."""
-
 
 class Service(Protocol):
     """A part of the Redis side that runs until it is cancelled."""
@@ -197,7 +194,7 @@ class BrokerFactory:
         )
 
     def _make_heartbeat(self, queue: WorkerQueue) -> Heartbeat:
-        every_s = min(self._settings.heartbeat_s, self._settings.lease_s / BEATS_IN_LEASE)
+        every_s = self._settings.beat_s
         return Heartbeat(queue, self._card, self._vocab_blob, self._ticks, self._shared, every_s=every_s)
 
     def _make_command_inboxes(self, redis: Redis) -> Sequence[CommandInbox]:
