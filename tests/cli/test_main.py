@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer
-from tests.support.command_line import failing, llamaq
+from tests.support.command_line import failing, llamaq, submit
 from tests.support.forget_modules import forget_modules
 from typer.testing import CliRunner
 
@@ -107,6 +107,53 @@ def end_of(*args: str, stdout: int) -> tuple[int, str]:
 def test_a_full_disk_behind_standard_output_is_an_error_in_one_line(option: str) -> None:
     with Path("/dev/full").open("wb") as full:
         assert end_of(option, stdout=full.fileno()) == (1, "llamaq: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.starts_processes
+def test_a_closed_standard_output_is_an_error_in_one_line() -> None:
+    command = [sys.executable, "-m", "llamaq", "--version"]
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    ended = subprocess.run(shell, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "llamaq: standard output is closed\n")
+
+
+@pytest.mark.parametrize("output", ["closed", "/dev/full"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "one two"],
+        ["generate", "one two", "--json"],
+        ["chat", "one"],
+        ["chat", "one", "--json"],
+        ["submit", "one"],
+        ["stream", "JOB"],
+        ["stream", "JOB", "--json"],
+        ["result", "JOB"],
+        ["result", "JOB", "--json"],
+        ["status", "JOB"],
+        ["jobs", "--json"],
+        ["depth"],
+        ["queues"],
+        ["stats"],
+    ],
+)
+def test_a_result_that_cannot_be_written_is_an_error_in_one_line(
+    served: str,
+    redis_url: str,
+    args: list[str],
+    output: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "JOB" in args:
+        args = [submit(redis_url, served) if arg == "JOB" else arg for arg in args]
+    if args[0] == "jobs":
+        later = llamaq("submit", "one", "--delay-s", "60")
+        assert later.strip() in llamaq("jobs", "--json")
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", None if output == "closed" else full)
+        error = failing(monkeypatch, capsys, *args)
+    assert error.partition("llamaq: ")[2] in ("standard output is closed\n", "[Errno 28] No space left on device\n")
 
 
 def test_a_character_that_standard_output_cannot_encode_is_an_error_in_one_line(

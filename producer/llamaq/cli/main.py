@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points, version
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -170,6 +171,8 @@ def main() -> None:
     """Run the command."""
     # The commands print a notice themselves if no worker serves the queue.
     logging.getLogger("llamaq.producer.worker_watch").setLevel(logging.ERROR)
+    if sys.stdout is None:
+        sys.stdout = _ClosedOutput(BytesIO())
     for stream in (sys.stdout, sys.stderr):
         replace_in_terminal(stream)
     try:
@@ -181,6 +184,13 @@ def main() -> None:
     finally:
         for stream in (sys.stdout, sys.stderr):
             drop_unwritable_text(stream)
+
+
+class _ClosedOutput(TextIOWrapper):
+    """A standard output that was closed before Python started. Without this stream, all text would be lost silently."""
+
+    def write(self, _: str, /) -> int:
+        raise OSError("standard output is closed")
 
 
 def drop_unwritable_text(stream: TextIO | None) -> None:
