@@ -104,6 +104,16 @@ def test_the_values_repeat_the_defaults_of_the_settings() -> None:
         assert found[name] == QueueSettings.model_fields[setting].default, name
 
 
+def test_prometheus_is_told_the_port_of_the_metrics() -> None:
+    told = set()
+    for service in (service for name in NAMES for service in of_kind(name, "Service")):
+        if service["metadata"]["name"].endswith("-metrics"):
+            (port,) = service["spec"]["ports"]
+            assert service["metadata"]["annotations"]["prometheus.io/port"] == str(port["port"])
+            told.add(port["port"])
+    assert told == {9540, 9600}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_environment_variable_is_a_setting_with_a_valid_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, container in pods(name):
