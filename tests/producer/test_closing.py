@@ -1,16 +1,20 @@
-"""The close of an asynchronous client ends the calls of other tasks, cancels their jobs and closes all connections."""
+"""The close of a client ends the calls of other tasks, cancels their jobs and closes all connections."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import trustme
 from redis.asyncio import Redis
+from tests.support.ports import HOST
 
-from llamaq.producer import AsyncClient, auto_cancelled_jobs
+from llamaq.producer import AsyncClient, Client, auto_cancelled_jobs
 from llamaq.producer.testing import FakeWorker
 
 SOON_S = 10.0
@@ -224,3 +228,38 @@ async def test_a_task_whose_call_was_ended_continues(redis_url: str, queue: str)
     await client.aclose()
     await task
     assert task.cancelling() == 0
+
+
+@asynccontextmanager
+async def silent_tls_server(folder: Path) -> AsyncGenerator[str, None]:
+    """Yield the URL of a server that becomes silent after it has replied to two commands of a connection.
+
+    The commands are CLIENT SETNAME, and ZRANGE for the list of workers, which is empty.
+    """
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(HOST).configure_cert(context)
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    writers: list[asyncio.StreamWriter] = []
+
+    async def reply_twice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        for reply in (b"+OK\r\n", b"*0\r\n"):
+            await reader.read(1000)
+            writer.write(reply)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    async with await asyncio.start_server(reply_twice, HOST, 0, ssl=context) as server:
+        yield f"rediss://{HOST}:{server.sockets[0].getsockname()[1]}?ssl_ca_certs={folder / 'ca.pem'}"
+        for writer in writers:
+            writer.transport.abort()
+            await writer.wait_closed()
+
+
+async def test_a_client_is_closed_within_a_second_although_its_tls_server_is_silent(tmp_path: Path) -> None:
+    async with silent_tls_server(tmp_path) as url:
+        client, blocking = AsyncClient(url), Client(url)
+        assert await client.workers() == await asyncio.to_thread(blocking.workers) == ()
+        for close in (client.aclose, lambda: asyncio.to_thread(blocking.close)):
+            started_s = time.monotonic()
+            await close()
+            assert time.monotonic() - started_s < 1

@@ -109,7 +109,10 @@ async def test_a_command_that_cannot_be_sent_in_time_fails_and_closes_its_connec
         await redis.aclose()
 
 
-async def test_a_client_with_tls_is_closed_although_the_server_is_silent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("connect_timeout_s", [0.05, 600])
+async def test_a_client_with_tls_is_closed_although_the_server_is_silent(
+    tmp_path: Path, connect_timeout_s: float
+) -> None:
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(HOST).configure_cert(context)
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -128,11 +131,12 @@ async def test_a_client_with_tls_is_closed_although_the_server_is_silent(tmp_pat
         pool: Any = redis.connection_pool
         connection = await pool.get_connection()
         writer = await accepted.get()
-        connection.socket_connect_timeout = 0.05  # redis-py waits this long for the end of a connection
+        connection.socket_connect_timeout = connect_timeout_s  # redis-py waits this long for the end of a connection
         await pool.release(connection)
         await redis.aclose()
         assert not connection.is_connected
         writer.transport.abort()
+        await writer.wait_closed()
 
 
 async def test_after_a_failed_attempt_to_connect_the_certificate_files_are_read_again(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import hiredis
@@ -32,6 +32,8 @@ CONNECT_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 5.0
 """Longer than every blocking command of llamaq. Shorter than a lease: if the server does not answer on a connection, a
 worker can still renew its leases over another connection in time."""
+CLOSE_TIMEOUT_S = 0.5
+"""How long the close of a TLS connection waits for the server."""
 HEALTH_CHECK_S = 10
 """A connection that was idle for longer is tested with PING before it is used."""
 MAX_CONNECTIONS = 32
@@ -180,7 +182,7 @@ def robust_connection(kind: type[C]) -> type[C]:
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
     - Connections that close during a command. redis-py's cluster client closes the connections of a failed node, also
       while a command is about to be sent over one of them. The command then fails with an `AttributeError`.
-    - Errors when a connection is closed. A TLS connection waits for the server; a silent server caused a timeout error.
+    - Slow closes. A TLS connection waits for its server: a silent server took 5 s, and caused an error.
     - Slow commands. The asyncio connections of redis-py encode commands in Python, which takes eight times as long as
       the C code of hiredis: 19 us for the 25 arguments of a submit. Its other connections use hiredis.
     """
@@ -204,8 +206,8 @@ def robust_connection(kind: type[C]) -> type[C]:
 
         async def disconnect(self, nowait: bool = False, **kwargs: Any) -> None:
             # After an error, do not wait until a server that does not answer has received the rest of the data.
-            with suppress(RedisTimeoutError):  # a silent server does not end a TLS connection, which is closed anyway
-                await super().disconnect(nowait=nowait or kwargs.get("error") is not None, **kwargs)
+            nowait = nowait or kwargs.get("error") is not None
+            await _wait_for_close(self._writer, super().disconnect(nowait=nowait, **kwargs))
 
         def note_timeout(self) -> None:
             """Let all older connections reconnect before their next use."""
@@ -266,6 +268,15 @@ async def _send(connection: Any, command: Any) -> None:
         if isinstance(exc, OSError):
             raise RedisConnectionError(f"the command could not be sent: {exc}") from exc
         raise
+
+
+async def _wait_for_close(writer: Any, closing: Awaitable[None]) -> None:
+    """Close a connection. It is aborted if it uses TLS, and the server does not end it in time."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await closing
+    except (TimeoutError, RedisTimeoutError):
+        writer.transport.abort()
 
 
 @contextmanager
