@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from tests.support.crashes import LEASE_S, begin, check_crash, crash_worker, crashes, open_job_claims, submit
 from tests.support.job_claims import claims_of, worker_queue
 from tests.support.started_jobs import field, start
@@ -15,8 +16,10 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.script_types import Claimant, JobEntry
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
+from llamaq.worker.broker import live_workers as live_workers_module
 from llamaq.worker.broker.live_workers import LiveWorkers
 
 # ---- which crashes count
@@ -168,6 +171,24 @@ async def test_the_last_heartbeat_of_a_worker_is_known_until_its_death_is_certai
             assert await client.workers() == ()
             assert await live_workers.find() == []
             assert await job_claims.check_crash(claim) == verdict
+
+
+async def test_a_worker_that_resumes_while_others_look_for_live_workers_stays_in_the_list(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeWorker(redis_url, queue) as worker:
+        live_workers, workers = LiveWorkers(worker_queue(worker), "other", LEASE_S), worker.keys.workers(queue)
+
+        async def read_clock_and_resume(redis: Redis) -> int:
+            now_ms = await server_time_ms(redis)
+            await worker.announce(now_ms=now_ms)
+            return now_ms
+
+        monkeypatch.setattr(live_workers_module, "server_time_ms", read_clock_and_resume)
+        await worker.redis.zadd(workers, {worker.name: 1, "dead": 1})
+        assert await live_workers.find() == []
+        assert await worker.redis.zrange(workers, 0, -1) == [worker.name.encode()]
+        assert await live_workers.find() == [worker.name]
 
 
 @pytest.mark.parametrize(("heartbeat_ms", "n_crashes"), [("+inf", 0), ("1e300", 0), ("-inf", 1), ("-7", 1)])

@@ -8,6 +8,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from llamaq.common.protocol.script_source import source
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.worker.broker.worker_queue import WorkerQueue
 
@@ -31,6 +32,7 @@ class LiveWorkers:
     def __init__(self, queue: WorkerQueue, worker_id: str, lease_s: float) -> None:
         self._queue = queue
         self._worker_id = worker_id
+        self._remove_silent = queue.redis.register_script(source("remove_silent", __package__))
         self._silent_s = max(SILENT_WORKER_S, SILENT_LEASES * lease_s)
 
     async def may_exist(self) -> bool:
@@ -57,14 +59,14 @@ class LiveWorkers:
             for worker, _ in members:
                 pipe.exists(keys.worker(worker.decode(errors="replace")))
             exists = await pipe.execute()
-        now_ms = await server_time_ms(redis)
+        since_ms = await server_time_ms(redis) - int(self._silent_s * 1000)
         ended = [
             worker
             for (worker, beat_ms), is_alive in zip(members, exists, strict=True)
-            if not is_alive and now_ms - beat_ms > self._silent_s * 1000
+            if not is_alive and beat_ms < since_ms
         ]
         if ended:
-            await redis.zrem(key, *ended)
+            await self._remove_silent(keys=[key], args=[since_ms, *ended])
         alive = [
             worker.decode(errors="replace") for (worker, _), is_alive in zip(members, exists, strict=True) if is_alive
         ]
