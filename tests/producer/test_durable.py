@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from redis.crc import key_slot
 from tests.support.ports import HOST, reserve_ports
 from tests.support.redis_servers import IN_MEMORY, ClusterServers, Server, wait_until
 from typer.testing import CliRunner
@@ -99,3 +101,26 @@ async def test_each_master_of_a_cluster_waits_for_its_replica(
     with ClusterServers(tmp_path, n_replicas=1) as cluster:
         async with AsyncClient(cluster.url, queue, partitions=6) as client:
             assert len(await client.submit_many([{"prompt": "x"} for _ in range(60)], durable=1)) == 60
+
+
+async def test_the_node_that_has_the_job_confirms_it_although_its_hash_slot_is_moving(
+    tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings of the partition are still on the old node, whose replicas do not have the job."""
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 0.5)
+    with ClusterServers(tmp_path, n_replicas=1) as cluster:
+        async with AsyncClient(cluster.url, queue) as client:
+            job = await client.submit("x")
+            config, job_key = client.keys.config(queue, 0), client.keys.of_job(job.id).job
+            await client.connection.redis.hset(config, "partitions", "1")
+            slot = key_slot(config.encode())
+            new = next(server for server in cluster.masters if server is not cluster.master_of(slot))
+            (replica,) = cluster.replicas[new]
+            replica.signal(signal.SIGSTOP)
+            with cluster.slot_moves(slot, new, job_key):
+                confirming = asyncio.create_task(durability_module.confirm(client.connection, [job.id], 1))
+                await asyncio.wait([confirming], timeout=1)
+            with pytest.raises(NotDurable, match="0 of 1 replicas"):
+                await confirming
+            replica.signal(signal.SIGCONT)
+            await durability_module.confirm(client.connection, [job.id], 1)

@@ -187,7 +187,7 @@ def main() -> None:
 
 
 class _ClosedOutput(TextIOWrapper):
-    """A standard output that was closed before Python started. Without this stream, all text would be lost silently."""
+    """Stands for a standard output that was closed before the start. Otherwise all text would be lost."""
 
     def write(self, _: str, /) -> int:
         raise OSError("standard output is closed")

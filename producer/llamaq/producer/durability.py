@@ -39,29 +39,32 @@ async def confirm(connection: QueueConnection, job_ids: Sequence[str], durable: 
     """
     if not durable or not job_ids:
         return
-    partitions = {(parsed.queue, parsed.partition) for parsed in map(JobId.parse, job_ids)}
-    configs = [connection.keys.config(queue, partition) for queue, partition in partitions]
-    timeout_ms = int(REPLICA_WAIT_S * 1000)
+    keys, partitions = connection.keys, dict[str, list[str]]()
+    for job_id in job_ids:
+        parsed = JobId.parse(job_id)
+        config = keys.config(parsed.queue, parsed.partition)
+        partitions.setdefault(config, [config]).append(keys.of_job(job_id).job)
     confirmed = min(
-        await asyncio.gather(*(_wait_for_replicas(connection.redis, config, durable, timeout_ms) for config in configs))
+        await asyncio.gather(*(_wait_for_replicas(connection.redis, some, durable) for some in partitions.values()))
     )
     if confirmed < durable:
         raise NotDurable(tuple(job_ids), confirmed, durable)
 
 
-async def _wait_for_replicas(redis: Redis, config: str, n_replicas: int, timeout_ms: int) -> int:
+async def _wait_for_replicas(redis: Redis, keys: Sequence[str], n_replicas: int) -> int:
     """Wait until replicas have all earlier writes to the server of a partition, and return their number.
 
     WAIT only waits for writes of its own connection, and the earlier writes may have used another one. So this function
-    writes once more, to a field of the partition's settings (the key `config`) whose value has no meaning.
+    writes once more, to a field of the partition's settings whose value has no meaning. `keys` are that of the settings
+    and those of the jobs: while their hash slot moves, only a node that has all of them executes the write.
     """
     if not isinstance(redis, RetryingRedis):
         raise TypeError("connect() did not create this client of Redis")
     commands: list[Command] = [
-        (("HSET", config, "durable", n_replicas), {}),
-        (("WAIT", n_replicas, timeout_ms), {}),
+        (("EVAL", "redis.call('HSET', KEYS[1], 'durable', ARGV[1])", len(keys), *keys, n_replicas), {}),
+        (("WAIT", n_replicas, int(REPLICA_WAIT_S * 1000)), {}),
     ]
-    written, confirmed = await redis.call_with_retry(lambda: redis.send_together(config, commands))
+    written, confirmed = await redis.call_with_retry(lambda: redis.send_together(keys[0], commands))
     if isinstance(confirmed, ResponseError):
         raise confirmed
     return 0 if isinstance(written, ResponseError) else int(confirmed)

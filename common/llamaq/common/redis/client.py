@@ -31,8 +31,7 @@ class RetryingRedis(Redis):
     """Sends commands to one server. While the server cannot be reached, each command is retried until a deadline.
 
     redis-py's own client retries while it holds a connection of the pool. With 1,000 commands and 32 connections, the
-    last command would begin its retries only after about 30 earlier commands on the same connection had ended their
-    retries.
+    last command would begin its retries only after those of about 30 earlier commands.
 
     Concurrent commands are sent together, see `SharedRoundTrips`. Commands that may block, transactions, large
     pipelines and long commands have a connection of their own.
@@ -203,9 +202,8 @@ class RetryingPipeline(Pipeline):
 async def retry_until_deadline(call: Callable[[], Awaitable[T]], longest_s: float) -> T:
     """Return the result of `call`. While the server cannot be reached, call again, with growing pauses.
 
-    The deadline is `longest_s` seconds after the first failure. The limit is a deadline and not a number of retries. So
-    the call is retried for the same time if the server refuses connections and if it does not reply. There is at least
-    one retry, because the first failure may only mean that an idle connection was broken.
+    The deadline is `longest_s` seconds after the first failure, whether the server refuses connections or does not
+    reply. There is at least one retry, because the first failure may only mean that an idle connection was broken.
 
     The call must not keep a connection of a pool between two tries, see `RetryingRedis`.
 

@@ -1,8 +1,7 @@
 """A client of Redis Cluster. A node that does not answer delays only the commands for its own keys.
 
 redis-py's cluster client is not used. After each error it reads the map of the cluster again, from one node after
-another, before it sends any other command. For a node that does not answer, it waits up to the socket timeout. So one
-silent master would stop the commands to all other masters.
+another, before it sends any other command. So one silent master would stop the commands to all other masters.
 """
 
 from __future__ import annotations

@@ -171,20 +171,17 @@ def _explain(error: RedisError, uses_tls: bool) -> RedisError | None:
 def robust_connection(kind: type[C]) -> type[C]:
     """Return a subclass of this connection class that fixes seven defects.
 
-    - Lost cancellations, and a task for each command. redis-py sends with `asyncio.wait_for`. On Python 3.11, this
-      function creates a task, and loses a cancellation or timeout that arrives when the send completes (cpython issue
-      86296). The caller would then wait forever.
+    - Lost cancellations, and a task for each command. redis-py sends with `asyncio.wait_for`. On Python 3.11, it
+      creates a task, and loses a cancellation or timeout that arrives when the send completes (cpython issue 86296).
     - Sends without a limit. redis-py sends with `writelines`. On Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1, `drain`
-      does not wait for data that `writelines` has buffered (CVE-2024-12254). A send would never time out, and the
-      memory for unsent data would have no bound.
-    - Repeated timeouts. After a timeout on one connection, every older connection reconnects before its next use,
-      because the same outage may have broken it.
+      does not wait for what it has buffered (CVE-2024-12254): no send times out, and unsent data has no bound.
+    - Repeated timeouts. After a timeout, every older connection reconnects before its next use, because the same outage
+      may have broken it.
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
-    - Connections that close during a command. redis-py's cluster client closes the connections of a failed node, also
-      while a command is about to be sent over one of them. The command then fails with an `AttributeError`.
+    - Connections that close during a command, when a node leaves a cluster. redis-py raises an `AttributeError`.
     - Slow closes. A TLS connection waits for its server: a silent server took 5 s, and caused an error.
     - Slow commands. The asyncio connections of redis-py encode commands in Python, which takes eight times as long as
-      the C code of hiredis: 19 us for the 25 arguments of a submit. Its other connections use hiredis.
+      hiredis: 19 us for the 25 arguments of a submit.
     """
     last_timeout_s = 0.0
 
@@ -271,7 +268,7 @@ async def _send(connection: Any, command: Any) -> None:
 
 
 async def _wait_for_close(writer: Any, closing: Awaitable[None]) -> None:
-    """Close a connection. It is aborted if it uses TLS, and the server does not end it in time."""
+    """Close a connection. Abort it if a server with TLS does not end it in time."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await closing

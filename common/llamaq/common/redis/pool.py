@@ -22,9 +22,8 @@ class BoundedPool(ConnectionPool):
     When a connection attempt fails, all commands that wait for a connection fail too. Otherwise 1,000 commands to a
     server that does not answer would fail one group after another, each after its own connection timeout.
 
-    redis-py's `BlockingConnectionPool` is not used for two reasons. In that pool, a waiting command fails only after it
-    has got a connection itself. A waiting command that is cancelled may consume the wake-up of another command (cpython
-    issue 112202).
+    redis-py's `BlockingConnectionPool` is not used: there a waiting command fails only after it has got a connection
+    itself, and a cancelled one may consume the wake-up of another (cpython issue 112202).
     """
 
     def __init__(self, **options: Any) -> None:

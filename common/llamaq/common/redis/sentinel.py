@@ -24,7 +24,7 @@ from llamaq.common.redis.url import RedisUrl
 C = TypeVar("C", bound=AbstractConnection)
 
 SENTINEL_TIMEOUT_S = 1.0
-"""A Sentinel that does not answer within this time is skipped, and the next Sentinel is asked."""
+"""A Sentinel that does not answer within this time is skipped."""
 ASK_EVERY_S = 1.0
 MAX_ANSWER_AGE_S = 2.0
 """A command waits for a new answer if the last one is older."""

@@ -62,10 +62,10 @@ class Call:
 class SharedRoundTrips:
     """Sends the commands of concurrent calls together, so that each of them does not need a connection of its own.
 
-    To open a connection takes as long as dozens of commands, and the last of 32 jobs that a backend submits at once
-    would wait for 32 connections. A call is sent at once if no other is in progress. Otherwise calls in the same
-    iteration of the event loop form one round trip. So do all calls that arrive while no connection is free: for up to
-    `CONNECT_AFTER_S`, while another one is opened, or while `MAX_ROUND_TRIPS` others are in progress.
+    To open a connection takes as long as dozens of commands. A call is sent at once if no other is in progress.
+    Otherwise calls in the same iteration of the event loop form one round trip. So do all calls that arrive while no
+    connection is free: for up to `CONNECT_AFTER_S`, while another one is opened, or while `MAX_ROUND_TRIPS` others are
+    in progress.
 
     A call that is cancelled does not affect the other calls of its round trip. When the connection is lost, each call
     without a reply raises the error. When the server cannot be reached or does not answer in time, the calls that wait
