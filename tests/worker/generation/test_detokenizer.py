@@ -57,6 +57,25 @@ def test_the_withheld_text_is_what_the_end_would_release(text: str, stop: list[s
         assert detokenizer.withheld == stream(parts[: token + 1], stop)[0][-1]
 
 
+@given(
+    data=st.lists(st.sampled_from([b"a", b"\n", b"\xed", b"\xa0", b"\x80", b"\xf0\x9f", b"\xc3"]), max_size=12),
+    stop=st.lists(st.sampled_from(["\ufffd", "\ufffd\ufffd", "a\ufffd", "\ufffda"]), max_size=2),
+    includes_stop=st.booleans(),
+    min_tokens=st.integers(0, 3),
+    n_indent=st.integers(0, 1),
+)
+@example(data=[b"\xed", b"\xa0"], stop=[], includes_stop=False, min_tokens=0, n_indent=0)
+@example(data=[b"\xed", b"\xa0"], stop=["\ufffd"], includes_stop=True, min_tokens=0, n_indent=0)
+def test_the_withheld_text_of_bytes_that_are_not_utf8_is_what_the_end_would_release(
+    data: list[bytes], stop: list[str], includes_stop: bool, min_tokens: int, n_indent: int
+) -> None:
+    options: Any = {"includes_stop": includes_stop, "min_tokens": min_tokens, "n_indent": n_indent}
+    detokenizer = StreamDetokenizer(data.__getitem__, stop, **options)
+    for token in range(len(data)):
+        detokenizer.feed(token)
+        assert detokenizer.withheld == stream(data[: token + 1], stop, **options)[0][-1]
+
+
 def up_to_dedent(text: str, n_indent: int) -> str:
     """Return a text up to the first line after the first one with fewer than `n_indent` spaces and tabs before it."""
     first, *lines = text.split("\n")

@@ -11,9 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from llamaq.worker.generation.indentation import IndentationCheck
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""The text of bytes that are not UTF-8."""
-
 
 class StreamDetokenizer:
     """The detokenizer of one job; implements `core.job_parts.Detokenizer`.
@@ -55,12 +52,16 @@ class StreamDetokenizer:
     @property
     def withheld(self) -> str:
         """The text that `finish` would return now."""
-        if self.has_ended or not self._utf8.getstate()[0]:
+        incomplete = self._utf8.getstate()[0]
+        if self.has_ended or not incomplete:
             return self._withheld
         if self._can_end and self._indentation is not None and self._indentation.lacks_indentation:
             return self._withheld
-        stop = self._matcher.peek(REPLACEMENT) if self._matcher and self._can_end else ""
-        return self._up_to(stop, self._withheld + REPLACEMENT)
+        text = incomplete.decode(errors="replace")  # half of a surrogate pair becomes two characters
+        if self._matcher is None or not self._can_end:
+            return self._withheld + text
+        n_read, stop = self._matcher.peek(text)
+        return self._up_to(stop, self._withheld + text[:n_read])
 
     def feed(self, token: int) -> str:
         """Add a token, and return the text that can be released now. It is often empty."""
@@ -187,9 +188,12 @@ class StopMatcher:
             self._state = self._step(self._state, character)
         return len(text), ""
 
-    def peek(self, character: str) -> str:
-        """Return the stop string that would be complete after this character. Empty: none would be."""
-        return self._matched[self._step(self._state, character)]
+    def peek(self, text: str) -> tuple[int, str]:
+        """Return what `read` would return for this text, without reading it."""
+        state = self._state
+        found = self.read(text)
+        self._state = state
+        return found
 
     def _step(self, state: int, character: str) -> int:
         while state and character not in self._next[state]:
