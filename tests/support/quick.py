@@ -22,7 +22,7 @@ STARTING_FOLDERS = (
     *("tests/common/vocab/test_llama_vocab.py", "tests/common/vocab/test_text_tokenizer.py"),
     *("tests/common/vocab/test_chat_tokenizer.py", "tests/common/vocab/test_special_token_masking.py"),
     *("tests/worker/engine/", "tests/worker/kv_cache/test_cache_on_llama.py"),
-    "tests/worker/slot_files/test_slots_on_llama.py",
+    *("tests/worker/slot_files/test_slots_on_llama.py", "tests/worker/scheduling/test_faulty_job_on_llama.py"),
 )
 EXCLUDING_MARKS = ("starts_processes", "slow")
 STARTING_FIXTURES = frozenset({

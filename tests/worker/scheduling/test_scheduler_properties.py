@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.draft import Draft, Drafting
+from llamaq.worker.core.finish_rules import NOT_NUMBERS
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, NewToken
 from llamaq.worker.core.slot import Slot
@@ -219,6 +220,14 @@ class Jobs(RuleBasedStateMachine):
     def fail_a_job(self, job_id: str) -> None:
         self.engine.fail_job(job_id)
 
+    @rule(job_id=submitted)
+    def spoil_cells(self, job_id: str) -> None:
+        self.engine.spoil_cells(job_id)
+
+    @rule()
+    def find_spoiled_cells(self) -> None:
+        self.engine.sequences.is_spoiled = True
+
     @rule(seconds=st.floats(0, 4))
     def advance_the_clock(self, seconds: float) -> None:
         self.clock.now_s += seconds
@@ -243,6 +252,8 @@ class Jobs(RuleBasedStateMachine):
         assert isinstance(job, Job)
         assert (end.reason is None) != (end.error is None)
         assert end.stats.generated_tokens == len(generated)
+        if end.error is not None and end.error.message == NOT_NUMBERS:
+            assert self.engine.is_spoiling(job.id), "a job fails that is not the cause"
         if end.reason is FinishReason.LENGTH:
             assert len(job.prompt) + len(generated) >= job.max_length
         if end.reason is not FinishReason.STOP:
@@ -265,9 +276,12 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def let_all_jobs_end(self) -> None:
-        # Each tick computes at least one token of a job. Preempted jobs compute some tokens twice.
+        # Each tick computes at least one token of a job. Preempted jobs compute some tokens twice. All running jobs
+        # compute their tokens again when spoiled cells are found, and once more when the faulty job is found.
         work = sum(job.max_length for job in self.jobs.values())
-        for _ in range(2 * work + len(self.jobs) + 200):
+        n_searches = 1 + sum(map(self.engine.is_spoiling, self.jobs))
+        n_again = 2 * n_searches * len(self.scheduler.snapshot()) * CONTEXT_LIMIT
+        for _ in range(2 * work + len(self.jobs) + 200 + n_again):
             if not self.scheduler.has_work:
                 break
             self.collect_outputs()

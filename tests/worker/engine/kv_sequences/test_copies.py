@@ -97,3 +97,18 @@ def test_copies_share_cells(make_engine: MakeEngine) -> None:
     for seq_id in range(7):
         engine.sequences.remove(seq_id)
     assert count_free_cells(engine) == 256
+
+
+def test_cleared_sequences_can_be_computed_and_loaded(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens, others = make_engine(name), prompt(150), prompt(80, seed=2)
+    compute(engine, 0, tokens)
+    data = engine.sequences.save(0, 0, 150)
+    assert engine.sequences.copy(0, 1, 150) == 150
+    engine.sequences.isolated.add(0)
+    engine.sequences.clear()
+    assert lengths(engine, 0, 1, 2) == [0, 0, 0]
+    assert engine.sequences.isolated == set()
+    assert engine.sequences.load(1, 0, 150, data, 0)
+    other = compute(engine, 0, others)
+    assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, 1, [*tokens, *TAIL]))
+    assert_as_recomputed(make_engine, name, others, other)

@@ -16,6 +16,11 @@ JobFinish = FinishReason | JobRejected
 """How a job finishes: a finish reason, or the error when the job fails."""
 
 
+def are_not_numbers(error: JobRejected | None) -> bool:
+    """Return whether a job fails because its logits are not numbers."""
+    return error is not None and error.message == NOT_NUMBERS
+
+
 def is_end(job: Job, token: int, end_tokens: frozenset[int]) -> bool:
     """Return whether a token ends a job.
 

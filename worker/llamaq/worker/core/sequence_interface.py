@@ -25,6 +25,9 @@ class SequenceOps(Protocol):
     def remove(self, seq_id: int) -> None:
         """Remove all cells of the sequence. The sequence may already be empty."""
 
+    def clear(self) -> None:
+        """Remove all cells of all sequences, and overwrite the data of the cells."""
+
     def copy(self, source: int, target: int, n_tokens: int) -> int:
         """Copy the first `n_tokens` cells of `source` to the empty sequence `target`.
 

@@ -93,6 +93,13 @@ class KvSequences:
         self.isolated.discard(seq_id)
         self.cut(seq_id, 0)
 
+    def clear(self) -> None:
+        """Remove all cells of all sequences, and overwrite the data of the cells."""
+        self.isolated.clear()
+        if self._guards is not None:
+            self._guards.clear()
+        self._context.clear(with_data=True)
+
     def cut(self, seq_id: int, n_tokens: int) -> int:
         """Remove the cells of a sequence after the first `n_tokens`.
 

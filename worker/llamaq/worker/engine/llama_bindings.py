@@ -324,10 +324,14 @@ class Context:
         n_values = 1 if self.pooling is Pooling.RANK else self.n_embd
         return _floats_at(fast_calls.get_embeddings_seq(self.pointer, seq_id), n_values)
 
-    def clear(self) -> None:
-        """Remove all sequences."""
+    def clear(self, *, with_data: bool = False) -> None:
+        """Remove all sequences.
+
+        Args:
+            with_data: Whether the data of the cells are overwritten with zeros. This takes longer.
+        """
         if self._memory:  # a model like BERT has no memory
-            fast_calls.clear_memory(self._memory, False)
+            fast_calls.clear_memory(self._memory, with_data)
 
     def remove(self, seq_id: int, start: int) -> bool:
         """Remove a sequence's cells from position `start` on. True does not prove success: check `last_position`."""

@@ -45,5 +45,9 @@ class SwaGuards:
             self._context.remove(seq_id + self._offset, n_tokens)
             self._n_guarded[seq_id] = n_tokens
 
+    def clear(self) -> None:
+        """Record that the cells of all sequences and of their guards were removed."""
+        self._n_guarded.clear()
+
     def __repr__(self) -> str:
         return f"<SwaGuards {sum(n > 0 for n in self._n_guarded.values())} sequences>"

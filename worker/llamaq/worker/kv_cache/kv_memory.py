@@ -229,6 +229,23 @@ class KvMemory:
             run.n_past = n_tokens  # otherwise `record_progress` would take the removed cells for lost cells
             self.record_progress(slot, self._sequences.cut(run.seq_id, n_tokens))
 
+    def clear(self) -> None:
+        """Remove all entries and all cells of the running jobs, and overwrite the data of the cells.
+
+        The running jobs compute their tokens again. Stored blocks stay: no running job loads them again.
+        """
+        while self.drop_coldest():
+            pass
+        for slot in self._pool.active:
+            run = slot.active
+            self._offload.cancel_transfers(run.seq_id)
+            run.leader = None
+            if slot.state is not SlotState.PREFILL:
+                slot.transition_to(SlotState.PREFILL)
+            self.record_progress(slot, 0)
+            run.add_prompt_rows(b"")
+        self._sequences.clear()
+
     def _cache_state(self, run: Run) -> None:
         """Cache a copy of a state that cannot be cut. Called at the end of a chunk.
 

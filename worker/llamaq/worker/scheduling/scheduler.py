@@ -48,6 +48,7 @@ from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.adapter_turns import AdapterTurns
 from llamaq.worker.scheduling.bulk_share import BulkShare
+from llamaq.worker.scheduling.faulty_job_search import FaultyJobSearch
 from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
 from llamaq.worker.scheduling.job_admission import JobAdmission
 from llamaq.worker.scheduling.preemption import Preemption
@@ -100,6 +101,7 @@ class Scheduler:
         self._tokens_ahead = TokensAhead(memory, strategy, speculation)
         self._clock = clock
         self._adapter_turns = AdapterTurns(clock)
+        self._faulty_job_search = FaultyJobSearch(memory)
         self._waiting = WaitingQueue()
         self._bulk_share = BulkShare(bulk_share, n_slots)
         self._measurements = TickMeasurements(
@@ -244,7 +246,7 @@ class Scheduler:
         if not any(slot.state in COMPUTING for slot in self._memory.slots):  # cheap: usually the first slot computes
             return Batch()
         self._measurements.begin()
-        slots = self._adapter_turns.slots_of_turn(self._memory.slots)
+        slots = self._adapter_turns.slots_of_turn(self._faulty_job_search.slots_of_turn())
         batch = self._strategy.plan(slots, max(queue_depth, self.n_waiting))
         now_s = self._clock()
         for chunk in batch.prefill:
@@ -270,16 +272,17 @@ class Scheduler:
         stopped = self.repeater.take_stopped()  # the texts of an earlier repeated tick have ended their jobs
         parts = {part.slot: part for part in batch.parts}
         without_room = None
-        for result in results:
-            if result.slot not in parts:
-                raise LookupError(f"{result.slot!r} was not in the batch")
+        for computed in results:
+            if computed.slot not in parts:
+                raise LookupError(f"{computed.slot!r} was not in the batch")
+            result = self._faulty_job_search.judge(computed)
             if result.slot in stopped:
                 self._finish_stopped(result)
                 continue
             n_accepted += self._apply_result(result, parts[result.slot], now_s)
             if result.no_room:
                 without_room = result.slot
-        if without_room:
+        if not self._faulty_job_search.end_tick() and without_room:
             self._make_room_for(without_room)
         self._preemption.keep_room()
         self._measurements.record_time(batch, self._clock())
@@ -382,11 +385,8 @@ class Scheduler:
         self._outputs.append(PromptAdvanced(run.job, progress_of(run, now_s)))
 
     def _report_scores(self, run: Run, sampled: SampledToken) -> None:
-        """Report the probabilities of the prompt's tokens. If `sampled` ends the job, report its probability too.
-
-        Args:
-            run: A run whose prompt is computed.
-            sampled: The first token that was sampled after the prompt.
+        """Report the probabilities of the prompt's tokens, and of `sampled`, the first token after them, if it ends the
+        job.
         """
         has_ended = is_end(run.job, sampled.token, self._end_tokens) and run.max_length > run.n_prompt
         end_token = None

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
+from llamaq.worker.core.finish_rules import NOT_NUMBERS
 from llamaq.worker.core.slot import Run, SlotState
 from llamaq.worker.testing.fake_job import ByteVocab
 from llamaq.worker.testing.fake_memory import FakeMemory
@@ -64,6 +65,7 @@ class FakeEngine:
         self._reports_no_room = reports_no_room
         self._failing: dict[str, JobRejected] = {}
         self._losing: dict[str, int] = {}
+        self._spoiling: set[str] = set()
         self._refusals = 0
 
     @property
@@ -96,6 +98,14 @@ class FakeEngine:
         """In the job's next batch, lose all of its cells except the first `n_past`."""
         self._losing[job_id] = n_past
 
+    def spoil_cells(self, job_id: str) -> None:
+        """Compute cells for the job whose data are not numbers. All logits are spoiled until the cells are cleared."""
+        self._spoiling.add(job_id)
+
+    def is_spoiling(self, job_id: str) -> bool:
+        """Whether `spoil_cells` was called for the job."""
+        return job_id in self._spoiling
+
     def refuse(self, n_batches: int = 1) -> None:
         """Report every part of the next `n_batches` batches as `SlotResult.no_room`."""
         self._refusals += n_batches
@@ -115,10 +125,13 @@ class FakeEngine:
         n_own = part.n_tokens - len(draft) - len(forced)
         self.sequences.append(run.seq_id, [*run.tokens[run.n_past : run.n_past + n_own], *draft, *forced])
         self.computed += part.n_tokens
+        self.sequences.is_spoiled |= run.job.id in self._spoiling
         n_past = self.sequences.n_held(run.seq_id)
         prompt_rows = self._score(run, part.n_scored) if isinstance(part, PrefillChunk) else b""
         if n_past < len(run.tokens):
             return SlotResult(slot, n_past, prompt_rows=prompt_rows)
+        if self.sequences.is_spoiled:
+            return SlotResult(slot, n_past, error=JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS))
         sampled = [SampledToken(token) for token in forced]
         try:
             for drafted in (*draft, None):

@@ -49,6 +49,8 @@ class FakeMemory:
         """All copies (source, target, tokens), saves and loads (sequence, start, end), in order."""
         self.used_cells = 0
         """Number of cells in use. A cell that several sequences share counts once."""
+        self.is_spoiled = False
+        """Whether the data of a cell, used or free, are not numbers."""
         self._cells: dict[int, list[FakeCell]] = {}
         self._bad_saves = 0
         self._bad_loads = 0
@@ -84,6 +86,11 @@ class FakeMemory:
 
     def remove(self, seq_id: int) -> None:
         self._cut_cells(seq_id, 0)
+
+    def clear(self) -> None:
+        for seq_id in self.memory:
+            self.remove(seq_id)
+        self.is_spoiled = False
 
     def copy(self, source: int, target: int, n_tokens: int) -> int:
         """Copy cells, see `SequenceOps.copy`. Raises `AssertionError` for cells that cannot be copied."""
