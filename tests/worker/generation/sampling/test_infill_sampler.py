@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.support.llama_samplers import llama_chain
 
+from llamaq.common.protocol.sampler_names import SamplerName
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.sampling.candidates import Candidates
@@ -66,6 +67,34 @@ def test_the_same_tokens_are_kept_as_by_llama_cpp(
     found = sampler._filtered(Candidates(logits), [1], 0)
     assert {found.token_at(index) for index in range(len(found))} == expected
     assert sampler.sample(logits, [1], 0) in expected
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0, 0.5]))
+def test_tokens_that_top_n_sigma_has_masked_are_counted_as_in_llama_cpp(
+    vocab: Vocab, seed: int, dynatemp_range: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    n, top_k = float(rng.uniform(0.5, 4)), int(rng.integers(20, 60))
+    logits = np.full(vocab.n_tokens, -60, np.float32)
+    logits[words_of(vocab)] = rng.normal(size=len(words_of(vocab))) * rng.uniform(0.5, 3)
+    logits[sorted(vocab.end_tokens)] += rng.uniform(-4, 2)
+
+    def kept_by_llama_cpp(scale: float) -> set[int]:
+        makers = [
+            llama_cpp.llama_sampler_init_top_n_sigma(n),
+            llama_cpp.llama_sampler_init_top_k(top_k),
+            llama_cpp.llama_sampler_init_infill(vocab.pointer),
+        ]
+        return set(llama_chain((logits * scale).astype(np.float32), makers))
+
+    expected = kept_by_llama_cpp(1.0)
+    assume(all(kept_by_llama_cpp(scale) == expected for scale in (0.998, 1.002)))
+    order: list[SamplerName] = ["top_n_sigma", "top_k", "infill", "temperature"]
+    params = SamplingDefaults(samplers=order, top_n_sigma=n, top_k=top_k, dynatemp_range=dynatemp_range)
+    known = InfillTokens(vocab.piece, vocab.end_tokens, vocab.end_of_turn, 0)
+    sampler = LogitSampler(params, seed=seed, end_tokens=vocab.end_tokens, infill_tokens=known)
+    found = sampler._filtered(Candidates(logits), [1], 0)
+    assert {found.token_at(index) for index in range(len(found))} == expected
 
 
 def test_the_example_of_llama_cpp() -> None:

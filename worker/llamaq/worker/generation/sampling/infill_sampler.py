@@ -34,7 +34,7 @@ class InfillTokens(NamedTuple):
     """The first tokens of the job, of which none may end it."""
 
 
-def infill(candidates: Candidates, tokens: InfillTokens, position: int) -> Candidates:
+def infill(candidates: Candidates, tokens: InfillTokens, position: int, n_masked: int = 0) -> Candidates:
     """Return the candidates that are probable enough, or a token that ends the text.
 
     - Only the end tokens are left if their probability, times three and times the number of candidates, is larger than
@@ -50,12 +50,13 @@ def infill(candidates: Candidates, tokens: InfillTokens, position: int) -> Candi
         candidates: The candidates, none of which is masked.
         tokens: What is known about the tokens.
         position: The number of tokens that the job has generated.
+        n_masked: Number of candidates with the probability 0 that an earlier filter dropped, but llama.cpp keeps.
     """
     weights = candidates.weights()
     total = float(weights.sum(dtype=np.float64))
     ends = _indices_of(tokens.end_tokens, candidates)
     end_chance = float(weights.take(ends).sum(dtype=np.float64)) / total
-    if END_FACTOR * end_chance * len(candidates) > 1 - end_chance:
+    if END_FACTOR * end_chance * (len(candidates) + n_masked) > 1 - end_chance:
         return candidates.take(ends)
     likely = top_k(candidates, MAX_COMPARED)
     ids = [likely.token_at(index) for index in range(len(likely))]

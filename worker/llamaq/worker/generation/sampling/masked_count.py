@@ -11,7 +11,7 @@ class MaskedCount:
     """The number of candidates that llama.cpp still has here, with the probability 0, and that this chain has dropped.
 
     In llama.cpp, top-n-sigma only masks candidates. The samplers after it drop them, unless fewer candidates are left
-    than they keep. The dynamic temperature depends on the number of all candidates, also of the masked ones.
+    than they keep. The dynamic temperature and `infill` depend on the number of all candidates, with the masked ones.
     """
 
     def __init__(self) -> None:

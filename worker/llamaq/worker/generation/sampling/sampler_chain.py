@@ -15,6 +15,7 @@ from llamaq.worker.generation.sampling.sampler_steps import (
     build_steps,
     dynamic_temperature_step,
     has_fixed_temperature,
+    infill_step,
     is_greedy,
 )
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
@@ -58,11 +59,11 @@ class SamplerChain:
         self.top_k_draw = _top_k_draw(others, params)
         if others and others[0].name == "top_k":
             self.reduce = others[0].apply
-            joined = _count_masked(_join_top_p_min_p(others[1:], params), params)
+            joined = _count_masked(_join_top_p_min_p(others[1:], params), params, infill_tokens)
             self.filters = [step.apply for step in joined]
         else:
             self.reduce = _drop_masked_of_few
-            joined = _count_masked(_join_top_p_min_p(others, params), params)
+            joined = _count_masked(_join_top_p_min_p(others, params), params, infill_tokens)
             self.filters = _filters_without_masked(joined, draw_accepts_masked=draw_accepts_masked)
 
 
@@ -116,25 +117,30 @@ def _join_top_p_min_p(chain: Sequence[Step], params: SamplingDefaults) -> list[S
     return joined
 
 
-def _count_masked(chain: Sequence[Step], params: SamplingDefaults) -> Sequence[Step]:
-    """Return the chain with steps that count masked candidates, if it has top-n-sigma and a dynamic temperature."""
+def _count_masked(
+    chain: Sequence[Step], params: SamplingDefaults, infill_tokens: InfillTokens | None
+) -> Sequence[Step]:
+    """Return the chain with steps that count masked candidates, if it has top-n-sigma and a sampler that needs them."""
     names = [step.name for step in chain]
-    if has_fixed_temperature(params) or "top_n_sigma" not in names or "temperature" not in names:
+    needs_count = "infill" in names or ("temperature" in names and not has_fixed_temperature(params))
+    if "top_n_sigma" not in names or not needs_count:
         return chain
     first, masked = names.index("top_n_sigma"), MaskedCount()
-    counting = [step._replace(apply=_counting(step, params, masked)) for step in chain[first:]]
+    counting = [step._replace(apply=_counting(step, params, masked, infill_tokens)) for step in chain[first:]]
     counting[0] = counting[0]._replace(apply=masked.begun_by(counting[0].apply))
     return [*chain[:first], *counting]
 
 
-def _counting(step: Step, params: SamplingDefaults, masked: MaskedCount) -> Apply:
+def _counting(step: Step, params: SamplingDefaults, masked: MaskedCount, infill_tokens: InfillTokens | None) -> Apply:
     """Return a step that does the same, and changes or uses the count."""
-    if step.name == "temperature":
+    if step.name == "temperature" and not has_fixed_temperature(params):
         return dynamic_temperature_step(params, masked)
     if step.name == "top_n_sigma":
         return masked.raised_by(step.apply)
+    if step.name == "infill" and infill_tokens is not None:
+        return masked.lowered_by(infill_step(infill_tokens, masked), 0)
     # Typical sampling of llama.cpp is not defined with masked candidates, because ln(0) is not.
-    n_least = {"top_k": params.top_k, "typ_p": 0, "top_p": params.min_keep, "min_p": params.min_keep, "infill": 0}
+    n_least = {"top_k": params.top_k, "typ_p": 0, "top_p": params.min_keep, "min_p": params.min_keep}
     return masked.lowered_by(step.apply, n_least[step.name]) if step.name in n_least else step.apply
 
 

@@ -85,7 +85,7 @@ def build_steps(
         "penalties": lambda: _penalties(params),
         "dry": lambda: _dry(params, breakers),
         "xtc": lambda: _xtc(params, uniform),
-        "infill": lambda: _infill(infill_tokens),
+        "infill": lambda: None if infill_tokens is None else infill_step(infill_tokens, NONE_MASKED),
         "temperature": lambda: _temperature(params),
     }
     steps = [(name, makers[name]() if name in makers else _filter(name, params)) for name in order]
@@ -157,10 +157,9 @@ def _xtc(params: SamplingDefaults, uniform: UniformNumbers) -> Apply | None:
     return apply
 
 
-def _infill(tokens: InfillTokens | None) -> Apply | None:
-    if tokens is None:
-        return None
-    return lambda candidates, _history, position: infill(candidates, tokens, position)
+def infill_step(tokens: InfillTokens, masked: MaskedCount) -> Apply:
+    """Return the sampler `infill`, which depends on the number of candidates, masked ones included."""
+    return lambda candidates, _history, position: infill(candidates, tokens, position, masked.n)
 
 
 def _temperature(params: SamplingDefaults) -> Apply | None:
