@@ -169,6 +169,38 @@ def test_times_count_from_the_first_slot_of_the_attempt_and_not_of_its_last_run(
     assert ends["urgent"].stats.preempted_ms is None
 
 
+def test_a_preempted_job_that_ends_without_a_slot_has_the_stats_of_its_last_run() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit("bulk", [1] * 20, bulk=True, max_tokens=10)
+    for _ in range(4):
+        rig.clock.now_s += 0.5
+        rig.tick()
+    rig.submit("urgent", [2] * 20, max_tokens=30)
+    rig.clock.now_s += 0.5
+    rig.tick(4)
+    rig.scheduler.cancel("bulk")
+    stats = rig.finish()["bulk"].stats
+    assert (stats.slot, stats.generated_tokens, stats.ttft_ms, stats.generation_rate) == (0, 3, 500, 1.33)
+    assert (stats.prompt_eval_rate, stats.prefix_cache_ratio) == (40, 0)
+    assert stats.seq_id is not None
+
+
+def test_a_preempted_job_keeps_the_time_of_its_first_token_while_its_next_run_has_none() -> None:
+    rig = Rig(n_slots=1, host_bytes=0)
+    rig.submit("bulk", [1] * 150, bulk=True, max_tokens=10)
+    rig.tick(12)
+    n_generated = len(rig.tokens("bulk"))
+    rig.submit("urgent", [2] * 900, max_tokens=1)
+    rig.tick()
+    while rig.running == ["urgent"]:
+        rig.tick()
+    rig.clock.now_s += 3
+    rig.scheduler.cancel("bulk")
+    stats = rig.finish()["bulk"].stats
+    assert n_generated > 0
+    assert (stats.generated_tokens, stats.ttft_ms, stats.generation_rate) == (n_generated, 0, None)
+
+
 def test_jobs_that_are_preempted_repeatedly_generate_the_same_tokens_as_alone() -> None:
     rig = Rig(n_ctx=260, n_slots=3, host_bytes=20_000)
     for at in range(6):

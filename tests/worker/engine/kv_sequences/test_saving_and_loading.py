@@ -16,6 +16,7 @@ from tests.support.kv_memory_kinds import (
 )
 
 from llamaq.common.errors import EngineError
+from llamaq.tools.random_gguf import SLIDING
 
 
 def test_a_saved_sequence_continues_in_another_engine(make_engine: MakeEngine, name: str) -> None:
@@ -103,6 +104,17 @@ def test_a_sequence_that_cannot_be_cut_is_saved_and_loaded_only_as_a_whole(make_
     assert not engine.sequences.load(1, 0, 149, data, 0)
     assert not engine.sequences.load(0, 150, 151, data, 150)
     assert lengths(engine, 0, 1) == [150, 0]
+
+
+def test_a_sequence_that_lost_all_cells_outside_its_window_to_another_one_is_saved(make_engine: MakeEngine) -> None:
+    engine, tokens = make_engine("window"), prompt(150)
+    compute(engine, 0, tokens)
+    compute(engine, 1, prompt(500, 3))
+    assert engine.context.first_position(0) == 150 + 1 - SLIDING.n_swa
+    data = engine.sequences.save(0, 0, 150)
+    engine.sequences.remove(0)
+    assert engine.sequences.load(0, 0, 150, data, 0)
+    assert_as_recomputed(make_engine, "window", [*tokens, *TAIL], compute(engine, 0, [*tokens, *TAIL]))
 
 
 def test_cells_that_a_sequence_does_not_hold_are_not_saved(make_engine: MakeEngine, name: str) -> None:

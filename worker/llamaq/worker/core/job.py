@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.job_request import JobRequest, Priority
@@ -79,6 +80,8 @@ class Job(BaseJob):
     """Time of this attempt's first sampled token. A preemption does not reset this time."""
     protected_tokens: int = 0
     """A job of higher priority cannot preempt this job until this job has generated this number of tokens."""
+    preempted_run: dict[str, Any] = field(default_factory=dict)
+    """The fields of `JobStats` that describe the last run that was preempted. Empty: none was."""
     n_out_of_cells: int = 0
     """How often this job lost its slot because cells ran out. Each time doubles the margin of its next admission."""
     scope: Scope = field(default_factory=Scope)

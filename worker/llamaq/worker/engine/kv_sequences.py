@@ -73,7 +73,8 @@ class KvSequences:
             # position of the state. So if the state is ahead of the attention cells, only the first position shows
             # this.
             return self._context.first_position(seq_id) == last
-        return not self._n_swa or self._context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
+        first_needed = max(0, n_tokens + 1 - self._n_swa)  # the next token attends to `n_swa` tokens, itself included
+        return not self._n_swa or self._context.first_position(seq_id) <= first_needed
 
     @property
     def has_guards(self) -> bool:

@@ -14,8 +14,8 @@ from llamaq.worker.core.slot import Run, Slot
 def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> JobStats:
     """Return the stats of a job that ends now.
 
-    Times are measured from the first slot of this attempt. Rates describe only the last run, which began with the last
-    admission:
+    Times are measured from the first slot of this attempt. Slot, prefix cache and rates describe only the last run,
+    which began with the last admission:
 
     - `prompt_eval_rate` counts the prompt and resumed tokens that did not come from the prefix cache. The time for this
       rate ends with the first token of the run.
@@ -23,7 +23,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
 
     Args:
         job: The job.
-        slot: The job's slot. None for a job that ends without one.
+        slot: The job's slot. None for a job that ends without one. If it was preempted, its last run counts.
         now_s: The time on the scheduler's clock.
         worker: The id of this worker.
     """
@@ -41,14 +41,19 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
     }
     if job.drafting is not None:
         measured |= {"drafted_tokens": job.drafting.n_drafted, "accepted_tokens": job.drafting.n_accepted}
-    if slot is not None:
-        measured |= _measure_run(job, slot, now_s)
+    measured |= job.preempted_run if slot is None else measure_run(slot, now_s)
     return JobStats(**measured)
 
 
-def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
-    """Return the stats of the last run of a job."""
+def measure_run(slot: Slot, now_s: float) -> dict[str, Any]:
+    """Return the fields of `JobStats` that describe a run which ends now.
+
+    Args:
+        slot: The slot of the run.
+        now_s: The time on the scheduler's clock.
+    """
     run = slot.active
+    job = run.job
     measured: dict[str, Any] = {
         "generated_tokens": run.n_generated,
         "prefix_cache_tokens": min(run.cached_tokens, run.n_prompt),
@@ -59,11 +64,12 @@ def _measure_run(job: Job, slot: Slot, now_s: float) -> dict[str, Any]:
         "seq_id": run.seq_id,
         "slot": slot.index,
     }
+    if (first_token_s := job.first_token_s or run.prefilled_s) is not None:
+        measured["ttft_ms"] = _ms(first_token_s - (job.times.first_slot_s or run.admitted_s))
     if run.prefilled_s is not None:
         n_evaluated = run.n_prompt + len(job.generated_before) - run.cached_tokens
         n_after_first = run.n_generated - len(job.generated_before) - 1
         measured |= {
-            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - (job.times.first_slot_s or run.admitted_s)),
             "prompt_eval_rate": _rate(n_evaluated, run.prefilled_s - run.admitted_s),
             "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
         }

@@ -34,7 +34,7 @@ class Preemption:
     """
 
     def __init__(
-        self, memory: KvMemory, waiting: WaitingQueue, bulk_share: BulkShare, on_preempted: Callable[[Job], None]
+        self, memory: KvMemory, waiting: WaitingQueue, bulk_share: BulkShare, on_preempted: Callable[[Slot], None]
     ) -> None:
         """Create the object.
 
@@ -42,7 +42,7 @@ class Preemption:
             memory: The slots and the KV memory.
             waiting: The queue to which preempted jobs return.
             bulk_share: The share of the slot time that bulk jobs get.
-            on_preempted: Called for each preempted job, after it has lost its slot.
+            on_preempted: Called with the slot of each preempted job, before the job loses it.
         """
         self._memory = memory
         self._waiting = waiting
@@ -143,12 +143,12 @@ class Preemption:
         run = slot.active
         job = run.job
         log.info("job.preempted id=%s slot=%d generated_tokens=%d", job.id, slot.index, run.n_generated)
+        self._on_preempted(slot)
         job.generated_before = run.tokens[run.n_prompt :]
         job.packed = run.packed_history(len(run.tokens))
         self._memory.release(slot, reusable=True)
         self._waiting.requeue(job)
         self.n_preempted += 1
-        self._on_preempted(job)
 
     def __repr__(self) -> str:
         return f"<Preemption {self.n_preempted} preempted>"

@@ -49,7 +49,7 @@ from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.adapter_turns import AdapterTurns
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.faulty_job_search import FaultyJobSearch
-from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
+from llamaq.worker.scheduling.finished_job_stats import measure, measure_run, progress_of
 from llamaq.worker.scheduling.job_admission import JobAdmission
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.repeated_ticks import RepeatedTicks
@@ -344,8 +344,10 @@ class Scheduler:
         run = slot.active
         log.info("job.admitted id=%s slot=%d prompt_tokens=%d %s", run.job.id, slot.index, run.n_prompt, run.admission)
 
-    def _report_preemption(self, job: Job) -> None:
-        job.times.lose_slot(self._clock())
+    def _report_preemption(self, slot: Slot) -> None:
+        job, now_s = slot.active.job, self._clock()
+        job.preempted_run = measure_run(slot, now_s)
+        job.times.lose_slot(now_s)
         self._outputs.append(SlotLost(job))
 
     # ---- results of a tick
