@@ -151,7 +151,7 @@ def test_a_turn_begins_when_enough_slot_ticks_are_owed_and_ends_when_none_are_ow
 
 
 def test_only_bulk_jobs_that_waited_for_some_time_without_a_slot_are_withdrawn() -> None:
-    rig = Rig(n_slots=2, share=0.1)
+    rig = Rig(n_slots=2, share=0)
     rig.saturated = False
     rig.submit("has had a slot")
     rig.tick()
@@ -163,5 +163,5 @@ def test_only_bulk_jobs_that_waited_for_some_time_without_a_slot_are_withdrawn()
     rig.clock.now_s += SURPLUS_AFTER_S / 2
     assert rig.scheduler.withdraw_surplus(3) == []
     rig.clock.now_s += SURPLUS_AFTER_S
-    assert [job.id for job in rig.scheduler.withdraw_surplus(3)] == ["bulk3", "bulk2", "bulk1", "bulk0"]
+    assert [job.id for job in rig.scheduler.withdraw_surplus(2)] == ["bulk3", "bulk2", "bulk1", "bulk0"]
     assert rig.scheduler.n_waiting == 1

@@ -20,6 +20,19 @@ def test_a_job_waits_for_one_job_of_another_tenant_and_not_for_all_that_were_cla
     assert order == ["a0", "b", "a1", "a2"]
 
 
+def test_a_job_that_another_worker_began_waits_for_no_job_of_another_tenant() -> None:
+    rig = TickedJobs(n_slots=1)
+    rig.submit(make_job("aaaa", job_id="a0", tenant="a", max_tokens=3))
+    rig.tick()
+    rig.submit(make_job("bbbb", job_id="b", tenant="b", max_tokens=3))
+    rig.submit(make_job("aaaa", job_id="a1", tenant="a", resumed=[66, 67], max_tokens=5))
+    while rig.running == ["a0"]:
+        rig.tick()
+    rig.tick()
+    assert rig.running == ["a1"]
+    rig.finish()
+
+
 def test_a_free_slot_goes_to_the_tenant_with_the_fewest_running_jobs() -> None:
     rig = TickedJobs(n_slots=3)
     rig.submit(*(make_job("x", job_id=f"a{number}", tenant="a", max_tokens=50) for number in range(4)))
