@@ -81,6 +81,16 @@ def test_an_entry_that_a_job_has_shared_is_evicted_when_only_the_entry_holds_its
     scheduler.withdraw_all()
 
 
+def test_the_cells_of_the_jobs_that_a_stopping_worker_withdraws_are_cached() -> None:
+    scheduler, engine = scheduler_with()
+    scheduler.submit(make_job([1] * 40, max_tokens=100))
+    for _ in range(4):
+        run_tick(scheduler, engine)
+    scheduler.withdraw_all()
+    assert scheduler.cache_snapshot().entries == 1
+    assert scheduler.cache_snapshot().used_cells > 40
+
+
 def test_entries_with_a_common_prefix_hold_at_most_held_cells_when_one_of_them_was_saved() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=30)
     for tail in (2, 3):
