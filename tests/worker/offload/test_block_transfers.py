@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 
@@ -16,7 +17,7 @@ from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache_interface import CachedSequence
 from llamaq.worker.offload.block_files_interface import NoBlockFiles
-from llamaq.worker.offload.block_transfers import MIN_ENTRY_TOKENS, BlockTransfers
+from llamaq.worker.offload.block_transfers import MIN_ENTRY_TOKENS, BlockTransfers, TransferPacer
 from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.testing import FakeEngine, make_job
 
@@ -25,6 +26,7 @@ BLOCK_TOKENS = 8
 TOKENS = list(range(20))
 SCOPE = Scope()
 EMPTY_SEQUENCE = 5
+OTHER_SEQUENCE = 6
 
 
 class FakeDisk:
@@ -86,6 +88,17 @@ class Setup:
             self.transfers.check_integrity()
         assert finished == [self.entry]
 
+    def save_other(self, tokens: list[int]) -> None:
+        """Save another entry as a whole."""
+        self.sequences.remove(OTHER_SEQUENCE)
+        self.sequences.append(OTHER_SEQUENCE, tokens)
+        assert self.transfers.start_save(CachedSequence(OTHER_SEQUENCE, pack(tokens), SCOPE))
+        while self.transfers.has_transfers:
+            self.transfers.step(0)
+
+    def is_in_host(self, tokens: list[int]) -> bool:
+        return all(block.data is not None for block in self.store.match(pack(tokens), SCOPE).blocks)
+
     def n_stored(self) -> int:
         stored = self.transfers.match(pack(TOKENS), SCOPE)
         return stored.n_tokens if stored else 0
@@ -111,6 +124,36 @@ def test_a_step_saves_one_block_and_the_last_step_reports_the_entry() -> None:
     assert lengths == [8, 16, 20]
     assert setup.transfers.host_bytes > 0
     assert not setup.transfers.start_save(setup.entry), "all blocks of the entry are stored"
+
+
+def test_the_blocks_of_an_entry_that_are_stored_already_are_evicted_last() -> None:
+    setup = Setup()
+    setup.save()
+    n_bytes = setup.transfers.host_bytes
+    setup = Setup(host_bytes=2 * n_bytes)
+    setup.save()
+    others = [[*range(start, start + 20)] for start in (100, 200)]
+    setup.save_other(others[0])
+    assert not setup.transfers.start_save(setup.entry)
+    setup.save_other(others[1])
+    in_host = [setup.is_in_host(tokens) for tokens in (TOKENS, *others)]
+    assert in_host == [True, False, True]
+
+
+def test_transfers_continue_while_the_next_one_probably_ends_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    pacer = TransferPacer()
+    counts = []
+    for _ in range(20):
+        counts.append(0)
+        for _ in pacer.rounds(4.5):
+            counts[-1] += 1
+            now_s += 1
+    assert counts[0] == 4
+    assert pacer.transfer_s == pytest.approx(1, rel=0.01)
 
 
 def test_an_entry_that_is_too_short_is_not_saved() -> None:
