@@ -283,6 +283,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["a", "b"]}]},
         "may match the same value",
     ),
+    "overlap of a list of items and all items": (
+        {
+            "type": "array",
+            "minItems": 1,
+            "oneOf": [{"prefixItems": [INTEGER], "items": {"type": "null"}}, {"items": INTEGER}],
+        },
+        "may match the same value",
+    ),
     "overlap": ({"oneOf": [{"minimum": 1}, {"maximum": 1}]}, "schemas 0 and 1 may match the same value: use anyOf"),
     "oneOf of no type": ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "may match the same value"),
     "keywords beside a reference of draft 7": (
@@ -316,6 +324,7 @@ def test_a_keyword_that_no_grammar_holds_is_refused_with_its_place(schema: dict[
         {"properties": 5, "required": 3, "oneOf": 1, "$ref": "#", "allOf": {}, "type": 3},
         {"oneOf": [], "dependentRequired": 3, "propertyNames": 7, "minProperties": "x", "format": 3},
         {"propertyNames": {"type": 3}},
+        {"propertyNames": {"enum": 7}},
         {"oneOf": [3, None], "anyOf": [True, False], "enum": 7, "items": "x", "maxItems": "y"},
     ],
 )
