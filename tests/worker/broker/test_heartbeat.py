@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from tests.support.ports import HOST
 from tests.support.tick_loop_rig import idle_tick_loop
 from tests.support.worker_cards import make_card
@@ -21,6 +21,7 @@ from llamaq.producer import AsyncClient
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 
 def heartbeat_of(redis: Any, queue: str) -> Heartbeat:
@@ -75,6 +76,24 @@ async def test_a_queue_without_a_heartbeat_for_more_than_a_week_is_no_longer_lis
         await heartbeat_of(client.redis, queue).beat()
         ages = [await client.redis.zscore(Keys().queues(), f"{queue}{end}") for end in ("-left", "-stopped", "")]
         assert [age is not None for age in ages] == [False, True, True]
+
+
+@pytest.mark.starts_processes
+async def test_a_heartbeat_renews_the_times_of_its_worker_and_its_queue_while_redis_is_full(queue: str) -> None:
+    with EmbeddedRedis() as server:  # of its own, because `maxmemory` applies to the whole server
+        async with AsyncClient(server.url, queue) as client:
+            redis, heartbeat = client.redis, heartbeat_of(client.redis, queue)
+            members = {Keys().workers(queue): queue, Keys().queues(): queue}
+            await heartbeat.beat()
+            for key, member in members.items():
+                await redis.zadd(key, {member: 1})
+            await redis.config_set("maxmemory", 1)
+            with pytest.raises(ResponseError, match="maxmemory"):
+                await redis.set("full", 1)
+            await heartbeat.beat()
+            await redis.config_set("maxmemory", 0)
+            times: list[Any] = [await redis.zscore(key, member) for key, member in members.items()]
+            assert min(times) > 1
 
 
 async def test_no_card_is_stored_without_an_expiry_when_the_connection_breaks_within_a_heartbeat(
