@@ -20,6 +20,7 @@ from tests.support.worker_scripts import worker_scripts
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP
+from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, AsyncJob, IdempotencyConflict, InvalidRequest, JobState, TenantDepth
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
@@ -251,6 +252,20 @@ async def test_the_depth_of_a_queue_and_the_list_of_jobs_tell_the_tenants(redis_
         assert await client.redis.xlen(client.keys.jobs(queue, 0, Priority.INTERACTIVE)) == 3, (
             "jobs that have not ended"
         )
+
+
+async def test_the_depth_has_at_most_the_demanded_number_of_tenants_and_those_that_wait_first(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await submit(client, *"abc")
+        await start(worker, 3)
+        await submit(client, *"de")
+        found = []
+        for max_tenants in range(7):
+            depth = await queue_depth(client.redis, client.keys, queue, 1, max_tenants=max_tenants)
+            found.append((sum(one.waiting for one in depth.tenants), sum(one.claimed for one in depth.tenants)))
+        assert found == [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (2, 3)]
 
 
 async def test_a_client_may_have_a_tenant(redis_url: str, queue: str) -> None:
