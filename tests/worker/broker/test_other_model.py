@@ -14,6 +14,7 @@ from tests.worker.broker.test_suspects import FOREVER
 from llamaq.common.errors import JobFailed
 from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.producer import AsyncClient, AsyncJob
+from llamaq.producer.queries.job_records import read_output
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 
@@ -75,8 +76,10 @@ async def test_with_restart_a_job_without_a_stream_starts_again_on_another_model
             claimed = await second.claim_job(claim)
             assert claimed is not None
             assert (claimed.attempt.generated, claimed.published.tokens) == (0, ())
-            await _store(worker, claimed, 1)
-        assert (await job.status()).generated_tokens == 1
+            await _store(worker, claimed, 2)
+        assert (await job.status()).generated_tokens == 2
+        output = await read_output(worker.redis, worker.keys.of_job(job.id))
+        assert (tuple(output.tokens), output.text) == ((0, 1), "xx")
 
 
 async def test_with_restart_a_job_with_published_tokens_fails(redis_url: str, queue: str) -> None:
