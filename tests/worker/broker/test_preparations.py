@@ -21,6 +21,7 @@ from llamaq.common.protocol.script_types import Attempt, JobEntry
 from llamaq.producer import AsyncClient, JobFailed
 from llamaq.worker.broker import preparations as preparations_module
 from llamaq.worker.broker.job_claims import ClaimedJob
+from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.preparations import N_THREADS, N_THREADS_OF_KIND, Preparation, PreparationPanic, Preparations
 from llamaq.worker.broker.published_output import NO_OUTPUT
 from llamaq.worker.broker.read_order import ReadOrder
@@ -237,3 +238,16 @@ async def test_a_job_that_is_prepared_after_the_close_is_freed_and_not_handed_ov
         await until(lambda: preparer.closed == ["slow"])
     await asyncio.sleep(0)
     assert preparer.closed == ["slow"]
+
+
+async def test_a_job_whose_lease_was_lost_while_it_was_prepared_is_freed() -> None:
+    outbox, preparer, admitted = Mock(n_claimed=0), NamedPreparer(), Mock()
+    outbox.set_prepared = lambda prepared: prepared.job.id == "quick kept"
+    found = preparations_of("quick lost", "quick kept")
+    with ThreadPoolExecutor(1) as executor:
+        starts = JobStarts(Mock(), outbox, preparer, executor, admitted, n_slots=2)
+        starts._preparations.add(found)
+        await until(lambda: admitted.called)
+    (call,) = admitted.call_args_list
+    assert [job.id for job in call.args[0]] == ["quick kept"]
+    assert preparer.closed == ["quick lost"]
