@@ -221,7 +221,7 @@ def test_an_interactive_job_does_not_wait_for_a_bulk_job_behind_one_that_waits_f
         make_job([4] * 20, job_id="first", slot=0, max_tokens=3),
         make_job(large, job_id="first", max_tokens=3),
     ):
-        rig = Rig(n_ctx=3200)
+        rig = Rig(n_ctx=3200, host_bytes=0)
         rig.submit("running", [1] * 300, slot=0, max_tokens=300)
         rig.tick()
         rig.submit("bulk", [2] * 20, bulk=True, max_tokens=2000)
