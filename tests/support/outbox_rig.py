@@ -61,11 +61,19 @@ class OutboxRig:
     """The claimed attempt of each job."""
 
     async def claim(
-        self, metadata: dict[str, Any] | None = None, queue_timeout_s: float | None = None
+        self,
+        metadata: dict[str, Any] | None = None,
+        queue_timeout_s: float | None = None,
+        *,
+        cancel_on_disconnect: bool = False,
     ) -> tuple[AsyncJob, Lease, JobRequest]:
         """Submit a job, and register it at the outbox as claimed."""
         job = await self.client.submit(
-            "hello", stream=self.streams, metadata=metadata or {}, queue_timeout_s=queue_timeout_s
+            "hello",
+            stream=self.streams,
+            metadata=metadata or {},
+            queue_timeout_s=queue_timeout_s,
+            cancel_on_disconnect=cancel_on_disconnect,
         )
         claim = await self.claimer.claim()
         assert claim is not None

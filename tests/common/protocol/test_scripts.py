@@ -225,6 +225,20 @@ async def test_a_flush_returns_the_number_of_subscribers(redis_url: str, queue: 
             await pubsub.get_message(timeout=5)
             assert (await attempt.emit([], "")).listeners == 1
             assert (await attempt.emit([1], "a")).listeners == 1
+            unwatched = replace(attempt.increment([2], "b"), is_watched=False)
+            (reply,) = await worker.scripts.flush([unwatched], LEASE_MS, renew=True)
+            assert (reply.stored, reply.listeners) == (2, 0)
+
+
+async def test_a_client_that_subscribes_to_a_pattern_is_no_subscriber_of_a_job(redis_url: str, queue: str) -> None:
+    # An operator who watches all jobs with PSUBSCRIBE must not keep alive the jobs of clients that have gone.
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        _, attempt = await start(client, worker)
+        async with worker.redis.pubsub() as pubsub:
+            await pubsub.psubscribe("llamaq:*:tokens:*")
+            await pubsub.get_message(timeout=5)
+            assert (await attempt.emit([], "")).listeners == 0
+            assert (await attempt.emit([1], "a")).listeners == 0
 
 
 # finish

@@ -178,6 +178,30 @@ async def test_between_two_flushes_of_all_jobs_a_flush_contains_only_the_jobs_wi
         assert flushed.count(silent.id) == 1
 
 
+async def test_subscribers_are_counted_only_if_the_job_is_cancelled_without_one(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[tuple[str, bool]] = []
+    flush = WorkerScripts.flush
+
+    async def recorded(scripts: WorkerScripts, flushes: Sequence[JobFlush], *args: Any, **options: Any) -> Any:
+        counted.extend((one.job_id, one.is_watched) for one in flushes)
+        return await flush(scripts, flushes, *args, **options)
+
+    monkeypatch.setattr(WorkerScripts, "flush", recorded)
+    unused = cast(Any, None)
+    async with working(redis_url, queue) as at:
+        for is_watched in (False, True):
+            job, lease, request = await at.claim(cancel_on_disconnect=is_watched)
+            counted.clear()
+            await at.outbox.flush()
+            assert (job.id, True) in counted, "the request of a job that is not prepared is not known"
+            assert at.outbox.set_prepared(PreparedJob(Job(lease, request, [1], unused, unused), []))
+            counted.clear()
+            await at.outbox.flush()
+            assert (job.id, is_watched) in counted
+
+
 # the report of ended jobs
 
 

@@ -62,7 +62,7 @@ class AttemptScripts:
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
             values += [item.publish, item.has_started, item.has_slot, item.slot_ms, item.token_times, item.progress]
-            values.append(item.withheld)
+            values += [item.withheld, item.is_watched]
         args: list[str | int | bytes] = [GROUP, self.worker, lease_ms, int(renew), codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [

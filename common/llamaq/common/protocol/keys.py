@@ -37,7 +37,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{hex}:file                | list of blocks   | as the record of the file                          |
 | llamaq:{hex}:file-output         | list of blocks   | as the record; answers of a batch; also -errors    |
 | llamaq:{hex}:batch               | hash             | a month after the batch ended                      |
-| llamaq:http:{name}:batches       | sorted set       | a month; batch ids of an API key, by creation      |
+| llamaq:http:{name}:batches       | sorted set       | 90 days; batch ids of an API key, by creation      |
 | llamaq:http:{name}:turn          | string: batch id | a lease; the batch of a key with limits that runs  |
 | llamaq:http:batches              | sorted set       | batches that have not ended, by end of their lease |
 | llamaq:reply:<command id>        | list             | reply to a command; expires after a minute         |

@@ -25,7 +25,7 @@ ClaimCode = Literal["gone", "done", "ended", "stale", "paused", "left"]
 FlushCode = Literal["ok", "cancel", "lost"]
 """What a worker must do with a job after a flush; flush.lua explains the values."""
 FinishCode = Literal["ok", "lost", "resend"]
-"""The effect of a call of `finish`; `FinishReply` explains the values. For `resend`, finish.lua returns a number."""
+"""The effect of a call of `finish`; `FinishReply` explains the values."""
 CancelCode = Literal["gone", "done", "cancelled", "requested", "running"]
 """The effect of a call of `cancel`; cancel.lua explains the values."""
 ExpireCode = Literal["none", "ended", "given"]
@@ -252,8 +252,9 @@ class JobFlush:
         slot_ms: Milliseconds that the job has had a slot, over all attempts.
         token_times: The times of all tokens of the job so far, as `TokenTimes.encode` returns them.
         progress: The encoded events `prompt_progress` since the last flush, which are published before the tokens.
-        withheld: An encoded event `tokens` that has no tokens, but the text that is withheld after the new tokens. It
-            is emitted if the job ends before a worker continues it. Empty if no text is withheld.
+        withheld: The encoded event `tokens` with the text that is withheld after the new tokens. It is emitted if the
+            job ends before a worker continues it. Empty if there is none.
+        is_watched: Whether to count the subscribers.
     """
 
     job_id: str
@@ -270,6 +271,7 @@ class JobFlush:
     token_times: str = ""
     progress: tuple[bytes, ...] = ()
     withheld: bytes = b""
+    is_watched: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,7 @@ class FlushReply:
     Attributes:
         code: What the worker must do with the job.
         stored: Number of tokens of the job that Redis has now.
-        listeners: Number of subscribers of the job.
+        listeners: Number of subscribers of the job; 0 if they are not counted.
         refusal: Error text of Redis if it refused to store the event; otherwise empty.
     """
 
@@ -295,9 +297,9 @@ class FinishReply:
 
     Attributes:
         code: `ok`: the job has ended now. `lost`: a newer attempt exists, or the job had already ended. `resend`: the
-            job has not ended, because Redis has stored only the first `stored` of its tokens, and the flush begins
-            after them. Call again with all tokens after these.
-        stored: Number of tokens of the job that Redis has, for `resend`; otherwise 0.
+            job has not ended, because Redis has only the first `stored` of its tokens. Call again with all tokens
+            after these.
+        stored: Number of tokens that Redis has, for `resend`; otherwise 0.
     """
 
     code: FinishCode

@@ -182,6 +182,7 @@ class JobProgress:
             token_times=self.token_times.encode() if payload else "",
             progress=self.unsent_progress,
             withheld=output.encode_withheld() if payload and self.terminal_write is None else b"",
+            is_watched=self.request is None or self.cancel_on_disconnect,
         )
 
     def _is_due(self, now_s: float) -> bool:

@@ -13,7 +13,7 @@
 -- ARGV[2]  worker    id of the worker
 -- ARGV[3]  lease_ms  how long the worker keeps a job without a renewal, in ms
 -- ARGV[4]  renew     '1': renew the leases; '0': do not
--- ARGV[5]  values    msgpack of an array with 13 values for each job. One argument is cheaper to send than many.
+-- ARGV[5]  values    msgpack of an array with 14 values for each job. One argument is cheaper to send than many.
 --     1  attempt       number of the worker's attempt
 --     2  entry         id of the job's entry
 --     3  channel       channel of the job's events
@@ -28,13 +28,14 @@
 --     12 progress      array with the msgpack of each event `prompt_progress` since the last flush. They are published
 --                      before the tokens, and not stored
 --     13 withheld      msgpack of an event `tokens` with the text that is withheld after the new tokens; '': there is none
+--     14 is_watched    whether to count the subscribers
 --
 -- Returns an array with four values for each job:
 --     1  code       'ok'      the worker may continue
 --                   'cancel'  the worker should end the job: a client has called cancel
 --                   'lost'    the worker should release the job: a newer attempt exists, or the job has ended
 --     2  stored     number of tokens that Redis has now
---     3  listeners  number of subscribers of the channel
+--     3  listeners  number of subscribers of the channel; 0 if they are not counted
 --     4  refusal    error text of Redis when it refused to store the event; '' otherwise. The worker tries again later.
 --
 -- An event is stored only if its offset equals the number of stored tokens. Otherwise the worker
@@ -44,7 +45,7 @@ local group, worker, lease_ms, renew = ARGV[1], ARGV[2], ARGV[3], ARGV[4] == '1'
 local values = cmsgpack.unpack(ARGV[5])
 
 -- Appends an event. Returns the error text of Redis, or ''. If another client overwrote the key, the worker must send all
--- tokens again: it has them all.
+-- tokens again.
 local function append(job, events, payload)
   local added = redis.pcall('XADD', events, '*', 'e', payload)
   if type(added) ~= 'table' then
@@ -65,8 +66,7 @@ local function keep_lease(stream, consumer, entry)
   return outcome and outcome[2] or ''
 end
 
--- Starts an attempt that has its first slot, or has lost its first slot already. Returns the error text of Redis, or
--- ''.
+-- Starts an attempt that has, or had, its first slot. Returns the error text of Redis, or ''.
 local function start(job, events, attempt, channel)
   local set = redis.pcall('HSET', job, 'started_attempt', attempt)
   if type(set) == 'table' then
@@ -100,7 +100,7 @@ end
 
 -- Flushes one job. Returns the four values for the job, and the consumer of its entry.
 local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started,
-                     has_slot, slot_ms, token_times, progress, withheld)
+                     has_slot, slot_ms, token_times, progress, withheld, is_watched)
   local status, newest, last_worker, started_attempt, generated, cancel = fields_if_hash(job,
     'status', 'attempt', 'worker', 'started_attempt', 'generated', 'cancel')
   if not is_open(status) or not is_newest_attempt(tonumber(newest), last_worker, attempt, worker) then
@@ -119,7 +119,7 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
   for _, event in ipairs(progress) do
     redis.call('PUBLISH', channel, event)
   end
-  local stored, listeners = whole_number(generated) or 0, nil
+  local stored = whole_number(generated) or 0
   if payload ~= '' and offset == stored and refusal == '' then
     refusal = append(job, events, payload)
     if refusal == 'overwritten' then
@@ -128,7 +128,7 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
       stored = stored + count
       redis.call('HSET', job, 'generated', stored, 'slot_ms', slot_ms, 'token_times', token_times, 'withheld', withheld)
       if is_published then
-        listeners = redis.call('PUBLISH', channel, payload)
+        redis.call('PUBLISH', channel, payload)
       end
     end
   end
@@ -136,7 +136,8 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
     refusal = set_status(job, stream, entry, attempt, 'queued', slot_ms)
     status = refusal == '' and 'queued' or status
   end
-  listeners = listeners or redis.call('PUBSUB', 'NUMSUB', channel)[2]
+  -- The reply to PUBLISH also counts the subscribers of patterns, such as an operator.
+  local listeners = is_watched and redis.call('PUBSUB', 'NUMSUB', channel)[2] or 0
   return cancel and 'cancel' or 'ok', stored, listeners, refusal, status == 'running' and worker or WAITING
 end
 
@@ -144,7 +145,7 @@ local reply, consumers = {}, {}
 for i = 0, #KEYS / 3 - 1 do
   local job, events, stream = unpack(KEYS, 3 * i + 1, 3 * i + 3)
   local code, stored, listeners, refusal, consumer = flush(
-    job, events, stream, unpack(values, 13 * i + 1, 13 * i + 13))
+    job, events, stream, unpack(values, 14 * i + 1, 14 * i + 14))
   if is_demoted(refusal) then
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
   end
@@ -152,10 +153,10 @@ for i = 0, #KEYS / 3 - 1 do
   consumers[i] = consumer
 end
 -- Renew after the events are stored. A full Redis checks its memory limit only at the first write of a script, and
--- never refuses XCLAIM. If XCLAIM were the first write, Redis would store the events although it is full.
+-- never refuses XCLAIM. If XCLAIM were the first write, a full Redis would store the events.
 if renew then
   for i = 0, #KEYS / 3 - 1 do
-    local code, stream, entry = reply[4 * i + 1], KEYS[3 * i + 3], values[13 * i + 2]
+    local code, stream, entry = reply[4 * i + 1], KEYS[3 * i + 3], values[14 * i + 2]
     local refusal = code ~= 'lost' and keep_lease(stream, consumers[i], entry) or ''
     if is_demoted(refusal) then
       return {err = 'READONLY ' .. refusal}
