@@ -41,7 +41,7 @@ async def test_a_line_may_refer_to_items_of_stored_responses(redis_url: str, que
     assert "input.0: there is no stored item" in error["error"]["message"]
 
 
-async def test_a_prompt_that_is_too_long_has_the_code_of_the_endpoint(redis_url: str, queue: str) -> None:
+async def test_a_prompt_that_is_too_long_has_the_code_and_the_type_of_the_endpoint(redis_url: str, queue: str) -> None:
     row = {"custom_id": "a", "url": RESPONSES, "body": {"input": "hi"}}
     async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         begun = await begin(http, jsonl(row), endpoint=RESPONSES)
@@ -49,6 +49,7 @@ async def test_a_prompt_that_is_too_long_has_the_code_of_the_endpoint(redis_url:
         done = await end_of(http, begun)
         (error,) = await lines_of(http, done["error_file_id"])
     assert (error["error"]["code"], error["response"]["body"]["error"]["code"]) == ("context_length_exceeded",) * 2
+    assert error["response"]["body"]["error"]["type"] == "exceed_context_size_error"
 
 
 async def test_a_line_for_embeddings_in_the_form_of_llama_server_fails_alone(redis_url: str, queue: str) -> None:

@@ -29,7 +29,7 @@ from llamaq.common.errors import (
     WorkerEnded,
 )
 from llamaq.common.redis.write_refusals import is_full
-from llamaq.producer.openai_format.response_body import CONTEXT_LENGTH_EXCEEDED, job_error_code
+from llamaq.producer.openai_format.response_body import CONTEXT_EXCEEDED_TYPE, CONTEXT_LENGTH_EXCEEDED, job_error_code
 
 RETRY_AFTER_S = 5
 """The value of `Retry-After` if no better value is known."""
@@ -123,7 +123,7 @@ def status_of(exc: Exception) -> HTTPStatus:
 def type_of(status: HTTPStatus, code: str | None = None) -> str:
     """Return the `type` of an error."""
     if code in (ErrorCode.PROMPT_TOO_LONG, CONTEXT_LENGTH_EXCEEDED):
-        return "exceed_context_size_error"
+        return CONTEXT_EXCEEDED_TYPE
     return TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
 
 

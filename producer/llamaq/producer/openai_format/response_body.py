@@ -11,6 +11,8 @@ from llamaq.producer.openai_format.endpoints import Endpoint
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """OpenAI's `code` of a prompt that is too long. Clients look for it, for example to shorten the conversation."""
+CONTEXT_EXCEEDED_TYPE = "exceed_context_size_error"
+"""llama-server's `type` of this error."""
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -115,9 +117,10 @@ def error_object(error: LlamaqError) -> dict[str, Any]:
     """Return the value of `error` in the answer to a request that failed."""
     status = int(error.http_status)
     code, message = (job_error_code(error), error.message) if isinstance(error, JobFailed) else (None, str(error))
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return {
         "message": message,
-        "type": "invalid_request_error" if status < 500 else "server_error",
+        "type": CONTEXT_EXCEEDED_TYPE if code == CONTEXT_LENGTH_EXCEEDED else kind,
         "param": message.partition(":")[0] if isinstance(error, InvalidRequest) and ":" in message else None,
         "code": code,
     }
