@@ -51,6 +51,9 @@ def test_the_client_submits_reads_resumes_and_cancels_jobs(url: str, monkeypatch
         assert "".join(client["stream"](job_id)) == "".join(TEXT)
         assert "".join(client["stream"](job_id, 10)) == "".join(TEXT)[10:]
     job_id = client["submit"](prompt="wait")
+    with redis.Redis.from_url(url) as server:
+        request = msgpack.unpackb(server.hget(f"llamaq:{{default:0}}:job:{job_id}", "request"))
+    assert request["has_random_seed"], "the default seed of a worker replaces a seed that the client has drawn"
     client["cancel"](job_id)
     assert "".join(client["stream"](job_id)) == ""
     with pytest.raises(RuntimeError, match="the job does not exist"):

@@ -97,8 +97,8 @@ class ServeSettings(ClientSettings):
     )
     require_key: bool = Field(
         False,
-        description="Whether requests need an API key of `llamaq keys add`. `/`, `/health` and `/openapi.json` need "
-        "none.",
+        description="Whether requests need an API key of `llamaq keys add`. `/`, `/health`, `/v1/health` and "
+        "`/openapi.json` need none.",
     )
     keys_file: Path | None = Field(
         None,
