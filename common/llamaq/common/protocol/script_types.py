@@ -246,9 +246,9 @@ class JobFlush:
         offset: Number of tokens of the job before the first token of this flush.
         count: Number of tokens in this flush.
         payload: The encoded event `tokens`; empty if there are no new tokens.
-        publish: Whether subscribers receive the event. False: it is only stored.
+        publish: Whether subscribers receive the event.
         has_started: Whether the job has a slot, or had one in this attempt.
-        has_slot: Whether the job has a slot now. A job without one becomes `queued` when all its tokens are stored.
+        has_slot: Whether the job has a slot now.
         slot_ms: Milliseconds that the job has had a slot, over all attempts.
         token_times: The times of all tokens of the job so far, as `TokenTimes.encode` returns them.
         progress: The encoded events `prompt_progress` since the last flush, which are published before the tokens.

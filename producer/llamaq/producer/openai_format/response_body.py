@@ -115,9 +115,8 @@ def job_error_code(error: JobFailed) -> str:
 
 def error_object(error: LlamaqError) -> dict[str, Any]:
     """Return the value of `error` in the answer to a request that failed."""
-    status = int(error.http_status)
     code, message = (job_error_code(error), error.message) if isinstance(error, JobFailed) else (None, str(error))
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "invalid_request_error" if error.http_status < 500 else "server_error"
     return {
         "message": message,
         "type": CONTEXT_EXCEEDED_TYPE if code == CONTEXT_LENGTH_EXCEEDED else kind,

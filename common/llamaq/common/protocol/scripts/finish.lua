@@ -12,7 +12,7 @@
 -- ARGV[2]  group     consumer group of the job streams
 -- ARGV[3]  dead_ttl  shortest life of a dead job's keys, in ms
 -- ARGV[4]  max_dead  number of entries stored in the stream of dead letters
--- ARGV[5]  values    msgpack of an array with 13 values for each job. One argument is cheaper to send than many.
+-- ARGV[5]  values    msgpack of an array with 13 values for each job, as in flush.lua
 --     1  attempt      number of the caller's attempt
 --     2  entry        id of the job's entry
 --     3  channel      channel of the job's events
@@ -31,8 +31,7 @@
 --     'ok'             the job has ended
 --     'lost'           a newer attempt exists, or the job has ended, perhaps by an earlier try of this call
 --     a number         the number of tokens that Redis has, if the payload does not begin there: the reply to a flush was
---                      lost, or Redis has lost tokens. The worker calls again with the tokens from there on, so that no event
---                      repeats tokens
+--                      lost, or Redis has lost tokens. The worker calls again with the tokens from there on
 --     {'error', text}  the keys of this job cannot be written: another client has overwritten them
 
 local dead = KEYS[1]
