@@ -143,7 +143,7 @@ class Result(WireModel):
     text: str = Field(description="The generated text.")
     tokens: tuple[int, ...] = Field(description="The generated token ids.")
     logprobs: tuple[TokenLogprobs, ...] | None = Field(
-        None, description="For each token, its `logprob` and the list `top`. None: there is no token, or the job did not ask."
+        None, description="For each token, its `logprob` and the list `top`. None: not asked for, or no token."
     )
     prompt_logprobs: (
         Annotated[
