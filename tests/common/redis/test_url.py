@@ -70,6 +70,9 @@ def test_a_cluster_url_contains_some_nodes() -> None:
         ("redis+sentinel://host/main/zero", "number of a database"),
         ("redis+sentinel://,/main", "is not a host"),
         ("redis+cluster://host:many", "[Pp]ort"),
+        ("redis://user:1@host:0/1", "0 is not the number of a port"),
+        ("redis+cluster://one:00,[::1]:7001", "0 is not the number of a port"),
+        ("redis+sentinel://one,two:0/main", "0 is not the number of a port"),
         ("redis+cluster://host/1", "only database 0"),
     ],
 )

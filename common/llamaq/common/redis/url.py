@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -63,6 +64,8 @@ def read_url(url: str) -> RedisUrl:
         scheme, plus, topology = url.partition("://")[0].partition("+")
         _check_login(url, scheme)
         _check_options(url, scheme, topology)
+        if re.search(r":0+(,|$)", _split(url)[0].rpartition("@")[2]):
+            raise ValueError("0 is not the number of a port")  # redis-py would use the default port
         if not plus:
             return _read_server(url, scheme)
         if scheme not in ("redis", "rediss") or topology not in ("sentinel", "cluster"):
