@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import resource
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -222,6 +224,52 @@ def test_the_error_for_a_port_in_use_names_the_options_that_help(free_port: int)
         assert Redis.from_url(first.url).ping()
 
 
+def test_a_path_that_no_socket_can_have_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    began_s = time.monotonic()
+    with pytest.raises(EmbeddedRedisError, match=r"more than 10\d bytes: .*: set TMPDIR to a shorter path"):
+        EmbeddedRedis().start()
+    assert time.monotonic() - began_s < embedded_redis.START_TIMEOUT_S / 2
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("log_text", "reason"),
+    [
+        (
+            "1:M 1 Jan # Warning: Could not create server TCP listening socket: bind: Address already in use",
+            "port 7 is",
+        ),
+        ("1:M 1 Jan # Opening Unix socket: bind: Address already in use", "Opening Unix socket: bind: Address"),
+        ("1:M 1 Jan # Out of memory\n1:M 1 Jan # WARNING Memory overcommit must be enabled!", "0: Out of memory$"),
+    ],
+)
+def test_the_error_has_the_reason_and_no_advice_on_the_system(log_text: str, reason: str) -> None:
+    server = EmbeddedRedis(port=7)
+    assert re.search(reason, str(server._start_error(log_text)))
+    server.stop()
+
+
+def test_an_interrupted_start_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EmbeddedRedis()
+    pids: list[int] = []
+
+    def interrupt() -> bool:
+        assert server.pid is not None
+        pids.append(server.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "_poll_start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    assert server.pid is None
+    wait_for_end_of(pids[0])
+
+
 def test_the_error_contains_the_log_of_the_server(tmp_path: Path) -> None:
     (tmp_path / "appendonly.aof").write_bytes(b"this is no command\r\n" * 100)
     (tmp_path / "appendonlydir").write_text("not a folder")  # Redis 7 stores its append-only files in this folder
@@ -256,7 +304,12 @@ def test_a_binary_on_the_path_is_used_if_none_is_bundled(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl exists on Linux only")
-def test_the_server_ends_with_the_process_that_started_it() -> None:
+def test_the_server_ends_with_the_process_that_started_it_and_the_next_one_removes_its_folder(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = str(tmp_path_factory.mktemp("t"))
+    monkeypatch.setenv("TMPDIR", temporary)
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
     with subprocess.Popen(
         [sys.executable, "-c", START_AND_WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -266,6 +319,13 @@ def test_the_server_ends_with_the_process_that_started_it() -> None:
             assert redis.ping()
         process.kill()
     wait_for_end_of(int(pid))
+    folder = Path(url.removeprefix("unix://")).parent
+    assert folder.exists(), "nothing removes the folder when the process is killed"
+    deadline = time.monotonic() + 10
+    while folder.exists():  # the kernel closes the files of the server a moment after its end
+        assert time.monotonic() < deadline
+        EmbeddedRedis().stop()
+        time.sleep(0.01)
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_server() -> None:

@@ -11,11 +11,11 @@ import errno
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from llamaq.common.errors import EmbeddedRedisError
+from llamaq.worker.local.private_folder import PrivateFolder
 from llamaq.worker.offload.atomic_files import lock_folder
 from llamaq.worker.process.restart_delay import RestartDelay
 from llamaq.worker.process.stop_process import stop_process
@@ -40,6 +41,8 @@ LOCK_TIMEOUT_S = 2.0
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """The errors of a file system without locks."""
 POLL_S = 0.01
+MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+"""Longest path that the address of a Unix socket can have. Redis would cut a longer one, and listen elsewhere."""
 LONGEST_DELAY_S = 5.0
 """Upper bound on the delay of a restart."""
 MAX_FAILED_RESTARTS = 5
@@ -121,8 +124,8 @@ class EmbeddedRedis:
         """
         self._port = port
         self._data_dir = data_dir
-        self._scratch = tempfile.TemporaryDirectory(prefix="llamaq-redis-")
-        self._log_file = Path(self._scratch.name) / "redis.log"
+        self._scratch = PrivateFolder()
+        self._log_file = self._scratch.path / "redis.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: int | None = None
         """File descriptor of the lock of `data_dir`. The server inherits it, so the lock holds while it runs."""
@@ -145,7 +148,7 @@ class EmbeddedRedis:
 
     @property
     def _socket(self) -> str:
-        return f"{self._scratch.name}/redis.sock"
+        return f"{self._scratch.path}/redis.sock"
 
     def start(self) -> None:
         """Start the server and wait until it answers.
@@ -158,7 +161,7 @@ class EmbeddedRedis:
             self._spawn()
             while not self._poll_start():
                 time.sleep(POLL_S)
-        except EmbeddedRedisError:
+        except BaseException:
             self.stop()
             raise
 
@@ -199,9 +202,14 @@ class EmbeddedRedis:
         """Start the process of the server. It loads the data that an earlier process has stored.
 
         Raises:
-            EmbeddedRedisError: The machine has no memory, file descriptors or disk space for it, or another server
-                uses the folder.
+            EmbeddedRedisError: The machine has no memory, file descriptors or disk space for it, another server uses
+                the folder, or the path of the private folder is too long.
         """
+        if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH_BYTES:
+            raise EmbeddedRedisError(
+                f"the path of the socket of Redis has more than {MAX_SOCKET_PATH_BYTES} bytes: {self._socket}: "
+                "set TMPDIR to a shorter path"
+            )
         self._has_answered = False
         self._started_s = time.monotonic()
         self._start_deadline_s = self._started_s + START_TIMEOUT_S
@@ -211,7 +219,7 @@ class EmbeddedRedis:
             with self._log_file.open("wb") as out:
                 self._process = subprocess.Popen(
                     self._command(),
-                    pass_fds=() if self._lock is None else (self._lock,),
+                    pass_fds=[lock for lock in (self._lock, self._scratch.lock) if lock is not None],
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -241,18 +249,21 @@ class EmbeddedRedis:
         return False
 
     def _start_error(self, log_text: str) -> EmbeddedRedisError:
-        """Return the error for a server that did not start. In the log of Redis, # marks a warning."""
-        if "in use" in log_text:
+        """Return the error for a server that did not start. In the log of Redis, # marks a warning.
+
+        Warnings that begin with WARNING are advice on the settings of the system, and never the reason.
+        """
+        if re.search("TCP .*in use", log_text):
             return EmbeddedRedisError(
                 f"port {self._port} is in use: choose another with --port, or use the Redis server on this port "
                 f"with --redis-url {self.url}"
             )
-        lines = log_text.strip().splitlines()[-3:]
+        lines = [line for line in log_text.strip().splitlines() if " # WARNING" not in line][-3:]
         warnings = [line.partition(" # ")[2] for line in lines if " # " in line]
         return EmbeddedRedisError(f"redis-server does not start at {self.url}: {' / '.join(warnings or lines)}")
 
     def _command(self) -> list[str]:
-        folder = self._data_dir or Path(self._scratch.name)
+        folder = self._data_dir or self._scratch.path
         folder.mkdir(parents=True, exist_ok=True)  # it may have been deleted since the lock
         listen = ["--port", str(self._port), "--bind", "127.0.0.1"] if self._port is not None else ["--port", "0"]
         return [
@@ -288,7 +299,7 @@ class EmbeddedRedis:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-        self._scratch.cleanup()
+        self._scratch.remove()
 
     def __enter__(self) -> Self:
         self.start()
