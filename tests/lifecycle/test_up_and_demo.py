@@ -159,6 +159,21 @@ def test_up_restarts_a_killed_redis_with_its_jobs_and_no_stream_has_a_gap(
     assert not environment.running_processes()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_up_that_is_stopped_while_it_starts_leaves_nothing_behind(
+    environment: Environment, free_port: int, number: signal.Signals
+) -> None:
+    folder = environment.folder / "t"
+    folder.mkdir()
+    up = environment.start("up", "--port", str(free_port), "--http-port", "0", TMPDIR=str(folder))
+    up.await_output("redis.started")
+    up.signal(number)
+    assert up.end() == 0
+    assert not environment.running_processes()
+    assert not list(folder.iterdir())
+    assert "Traceback" not in up.output
+
+
 def test_up_ends_with_the_reason_when_its_redis_cannot_be_restarted(environment: Environment, free_port: int) -> None:
     up = start_paced_up(environment, free_port)
     up.signal(signal.SIGSTOP)  # so that the other server gets the port before `up` restarts its own

@@ -129,6 +129,13 @@ def test_up_refuses_a_data_dir_for_a_redis_that_it_does_not_start(tmp_path: Path
     assert "--data-dir: unset --redis-url (LLAMAQ_REDIS_URL)" in ended.stderr
 
 
+@pytest.mark.parametrize("port", ["0", "65536", "-1"])
+def test_up_refuses_a_number_that_is_no_port(port: str) -> None:
+    ended = run("up", "--port", port)
+    assert ended.returncode == 2
+    assert "Invalid value for '--port'" in ended.stderr
+
+
 def test_the_example_of_up_has_only_options_that_are_not_the_default() -> None:
     plain = WorkerSettings.model_construct(set())
     assert example_command(plain, None) == "llamaq generate 'Once upon a time'"

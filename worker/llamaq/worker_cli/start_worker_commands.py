@@ -6,20 +6,22 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import FrameType, NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
+from llamaq.cli.exit_codes import EXIT_OK
 from llamaq.cli.generated_options import option, setting_help, with_options
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.common.settings import QueueSettings
 from llamaq.gateway.settings import ServeSettings, serve_settings
 from llamaq.worker.local.supervise_local import DEFAULT_PORT
+from llamaq.worker.process.stop_requests import handle_stop_signals
 from llamaq.worker.settings import WorkerSettings, load_settings
 from llamaq.worker_cli.http_server_process import HttpServerProcess
 
@@ -90,7 +92,9 @@ def run_worker(
 def run_up(
     *,
     config: Config = None,
-    port: Annotated[int, typer.Option(help="TCP port of the embedded Redis, on 127.0.0.1.")] = DEFAULT_PORT,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="TCP port of the embedded Redis, on 127.0.0.1.")
+    ] = DEFAULT_PORT,
     data_dir: Annotated[
         Path | None,
         typer.Option(
@@ -105,6 +109,7 @@ def run_up(
     settings_options: dict[str, Any],
 ) -> None:
     """Start Redis, workers and an HTTP server on this machine. Redis is embedded, unless --redis-url is given."""
+    handle_stop_signals(_end)
     from llamaq.worker.local.embedded_redis import EmbeddedRedis
     from llamaq.worker.local.supervise_local import supervise
 
@@ -128,6 +133,12 @@ def run_up(
         _print_note(settings, f"HTTP:  {server.state}")
         _print_note(settings, f"Try:   {example_command(settings, redis.url)}")
         raise typer.Exit(supervise(settings, redis, also_check=server.check))
+
+
+def _end(_: int, __: FrameType | None) -> NoReturn:
+    """End `up` before its workers run. The next signals do not interrupt the end of Redis and the HTTP server."""
+    handle_stop_signals(lambda *_: None)
+    raise SystemExit(EXIT_OK)
 
 
 def _http_server(
