@@ -1,10 +1,12 @@
-"""Prints rows as columns of plain text. No cell is ever cut, so that ids can be copied from terminals and pipes."""
+"""Text for terminals. Rows are printed as columns. No cell is ever cut, so that ids can be copied."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
+from typing import TextIO
 
 import typer
 from rich.cells import cell_len
@@ -17,6 +19,21 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *rang
 def visible(text: str) -> str:
     """Return a text that cannot control the terminal: any client of Redis may have written it."""
     return text.translate(CONTROLS)
+
+
+def replace_in_terminal(stream: TextIO | None) -> None:
+    """Let a terminal show `?` for characters that its encoding does not have.
+
+    In a file or a pipe they are an error, because a program would not notice that characters are missing.
+    """
+    if stream is not None and not stream.closed and stream.isatty():
+        replace_in(stream)
+
+
+def replace_in(stream: TextIO | None) -> None:
+    """Let an output contain `?` for characters that its encoding does not have."""
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="replace")
 
 
 def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]], *, missing: str) -> None:

@@ -26,6 +26,11 @@ def setting_help(name: str, field: FieldInfo, description: str | None = None) ->
     return f"{description or field.description} ({shown}{ENV_PREFIX}{name.upper()})"
 
 
+def spelling(name: str) -> str:
+    """Return the option of a parameter."""
+    return "--" + name.replace("_", "-")
+
+
 def option(name: str, kind: Any, *, help_text: str | None, panel: str) -> inspect.Parameter:
     """Return the parameter of an option `--name`. Its value is None if the option is not given.
 
@@ -35,10 +40,10 @@ def option(name: str, kind: Any, *, help_text: str | None, panel: str) -> inspec
         help_text: The help text.
         panel: The title of the option's section of `--help`.
     """
-    spelling = "--" + name.replace("_", "-")
+    flags = spelling(name)
     if kind is bool:
-        spelling += "/--no-" + name.replace("_", "-")
-    typer_option = typer.Option(spelling, help=help_text, show_default=False, rich_help_panel=panel)
+        flags += "/" + spelling(f"no_{name}")
+    typer_option = typer.Option(flags, help=help_text, show_default=False, rich_help_panel=panel)
     annotation = Annotated[kind | None, typer_option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

@@ -1,9 +1,10 @@
-"""The options of a job, generated from the fields of `JobParams`."""
+"""The options of a job, generated from the fields of `JobParams`, and hints for options of other programs."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import NoneType, UnionType
@@ -11,10 +12,11 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from llamaq.cli.generated_options import option, with_options
+from llamaq.cli.generated_options import option, spelling, with_options
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.common.protocol.sampling import SamplingParams
+from llamaq.producer.option_synonyms import HINTS, SYNONYMS
 
 _JSON = ("json_schema", "logit_bias", "lora", "metadata", "tools", "chat_template_kwargs")
 _LISTS = {
@@ -93,7 +95,7 @@ def read_job_options(values: dict[str, Any]) -> dict[str, Any]:
             try:
                 given[name] = json.loads(given[name])
             except (ValueError, RecursionError) as exc:
-                raise InvalidRequest(f"--{name.replace('_', '-')}: not JSON: {exc}") from exc
+                raise InvalidRequest(f"{spelling(name)}: not JSON: {exc}") from exc
     return given
 
 
@@ -103,4 +105,23 @@ def _read_text(name: str, value: str) -> str:
     try:
         return Path(value[1:]).read_text()
     except (OSError, UnicodeDecodeError) as exc:
-        raise InvalidRequest(f"--{name.replace('_', '-')}: {exc}") from exc
+        raise InvalidRequest(f"{spelling(name)}: {exc}") from exc
+
+
+def add_hint(error: Exception) -> None:
+    """Add what to use instead to the error for an unknown option that other programs have. Other errors do not change.
+
+    The class of the error is in a private module of typer. Therefore the error is recognized by its attributes.
+    """
+    written, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if written is None or context is None:
+        return
+    known = {parameter.name for parameter in context.command.params}
+    name = written.lstrip("-").replace("-", "_")
+    meant = SYNONYMS.get(name)
+    if meant is not None and meant in known:
+        error.possibilities = [spelling(meant)]  # type: ignore[attr-defined]
+    elif name in HINTS and "max_tokens" in known:
+        fields = "|".join(JobParams.model_fields)
+        hint = re.sub(rf"\b({fields})\b", lambda match: spelling(match[1]), HINTS[name])
+        error.message, error.possibilities = f"No such option: {written}; {hint}", None  # type: ignore[attr-defined]

@@ -32,11 +32,11 @@ from llamaq.cli import (
     queue_status_commands,
     slot_commands,
 )
+from llamaq.cli.columns import replace_in_terminal
 from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
-from llamaq.cli.foreign_option_hints import add_hint
+from llamaq.cli.job_options import add_hint
 from llamaq.cli.top import command as top_command
-from llamaq.cli.unencodable_characters import replace_in_terminal
 from llamaq.common.errors import LlamaqError, MissingExtra
 
 COMMANDS_GROUP = "llamaq.commands"

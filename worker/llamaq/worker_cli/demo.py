@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from rich.console import Console
 from rich.live import Live
 
-from llamaq.cli.unencodable_characters import replace_in
+from llamaq.cli.columns import replace_in
 from llamaq.producer import AsyncClient, JobFailed, LlamaqError
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.local.stop_signals import interrupt_on_sigterm, recorded_signals
