@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llamaq.common.logging_setup import JsonFormatter
+from llamaq.common.logging_setup import FORMAT, JsonFormatter, TextFormatter
 
 
 def formatted(message: object, *arguments: object, **values: Any) -> dict[str, Any]:
@@ -48,6 +48,13 @@ def test_a_number_that_is_not_finite_is_a_text() -> None:
 
 def test_line_breaks_and_special_characters_stay_on_one_line() -> None:
     assert formatted("a.b text=%s", 'two\nlines "and" \u2028 \udc80')["text"] == 'two\nlines "and" \u2028 \udc80'
+
+
+def test_a_text_message_shows_control_characters_and_keeps_line_breaks() -> None:
+    record = logging.LogRecord(
+        "a", logging.WARNING, __file__, 1, "b.c error=%s", ("\x00\x1b[31m\x9b\ttab\nline",), None
+    )
+    assert TextFormatter(FORMAT).format(record).endswith("b.c error=\\x00\\x1b[31m\\x9b\ttab\nline")
 
 
 def test_passwords_of_urls_are_masked_everywhere() -> None:

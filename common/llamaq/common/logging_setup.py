@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _PASSWORD = re.compile(r"(://[^\s/@:]*:)[^\s/@]+@")
 """The password in a URL, such as that of Redis."""
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+"""Maps each control character, except the tab and the line feed, to its code."""
 _EVENT = re.compile(r"[a-z_]+(?:\.[a-z_]+)+(?=[\s:]|$)")
 """The event at the beginning of a message: `job.admitted id=%s slot=%d`."""
 _PLACEHOLDER = re.compile(r"(?:\b(\w+)=)?%(?:%|[-+ #0]*\d*(?:\.\d+)?[a-zA-Z])")
@@ -33,6 +35,14 @@ class LogFormat(StrEnum):
     """Lines for people."""
     JSON = "json"
     """One JSON object on each line, for programs that collect logs."""
+
+
+class TextFormatter(logging.Formatter):
+    """Formats each message as text that cannot control a terminal: an error of redis-py may contain any bytes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message as text."""
+        return super().format(record).translate(CONTROLS)
 
 
 class JsonFormatter(logging.Formatter):
@@ -60,7 +70,7 @@ class JsonFormatter(logging.Formatter):
             entry["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             entry["stack"] = self.formatStack(record.stack_info)
-        masked = {name: _mask(value) if isinstance(value, str) else value for name, value in entry.items()}
+        masked = {name: mask_passwords(value) if isinstance(value, str) else value for name, value in entry.items()}
         return json.dumps(masked)
 
 
@@ -83,7 +93,8 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | str)
 
 
-def _mask(text: str) -> str:
+def mask_passwords(text: str) -> str:
+    """Return a text with `***` in place of the passwords of URLs."""
     return _PASSWORD.sub(r"\1***@", text)
 
 
@@ -92,12 +103,11 @@ def configure_logging(level: str, form: LogFormat = LogFormat.TEXT) -> None:
 
     With `LogFormat.JSON`, warnings of Python and errors that end a thread or the process are messages too.
     """
-    if form is LogFormat.TEXT:
-        logging.basicConfig(stream=sys.stderr, level=level.upper(), format=FORMAT)
-        return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(TextFormatter(FORMAT) if form is LogFormat.TEXT else JsonFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper())
+    if form is LogFormat.TEXT:
+        return
     logging.captureWarnings(True)
     sys.excepthook = _log_crash
     threading.excepthook = _log_thread_crash

@@ -11,14 +11,14 @@ from typing import TextIO
 import typer
 from rich.cells import cell_len
 
+from llamaq.common.logging_setup import CONTROLS
+
 GAP = "  "
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *range(127, 160))}
-"""Maps each control character except the tab to its code."""
 
 
 def visible(text: str) -> str:
     """Return a text that cannot control the terminal: any client of Redis may have written it."""
-    return text.translate(CONTROLS)
+    return text.translate(CONTROLS).replace("\n", "\\x0a")
 
 
 def replace_in_terminal(stream: TextIO | None) -> None:
@@ -74,7 +74,7 @@ def format_blocks(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 def show_fields(fields: Sequence[tuple[str, str]]) -> None:
     """Print the name and the value of each field in one line."""
-    names, values = zip(*((name, "\n".join(map(visible, value.split("\n")))) for name, value in fields), strict=True)
+    names, values = zip(*((name, value.translate(CONTROLS)) for name, value in fields), strict=True)
     typer.echo("\n".join(format_blocks(names, [values])))
 
 

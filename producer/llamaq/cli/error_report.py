@@ -25,6 +25,7 @@ from llamaq.common.errors import (
     RedisFull,
     ResultTimeout,
 )
+from llamaq.common.logging_setup import mask_passwords
 from llamaq.common.redis.connect import NotTheMaster
 
 _CODES: dict[type[LlamaqError], int] = {
@@ -54,7 +55,7 @@ def exit_code_of(error: LlamaqError | RedisError | OSError | UnicodeError) -> in
 
 def explain(error: LlamaqError | RedisError | OSError | UnicodeError) -> str:
     """Return an error as one line."""
-    line = visible(" ".join(str(error).split())) or type(error).__name__
+    line = visible(mask_passwords(" ".join(str(error).split()))) or type(error).__name__
     if not isinstance(error, RedisError):
         return line
     if isinstance(error, NotTheMaster):
