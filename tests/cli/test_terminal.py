@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.support.command_line import submit
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal
 
-from llamaq.cli.line_history import history_file
+from llamaq.cli.line_history import history_file, line_editing
 from llamaq.producer import Client, FinishReason, JobState
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 
@@ -59,6 +62,24 @@ async def test_ctrl_c_cancels_the_job_and_ends_the_command_without_a_traceback(
             assert await run(terminal.end) == 130
             assert "Traceback" not in terminal.output
             assert "Error" not in terminal.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("arguments", [("generate", "x"), ("chat", "x", "--json"), ("chat",)])
+async def test_a_signal_cancels_the_job_and_ends_the_command(
+    redis_url: str, selected: str, arguments: tuple[str, ...], number: signal.Signals
+) -> None:
+    async with listed_worker(redis_url, selected) as worker:
+        with Terminal(*arguments) as terminal:
+            if arguments == ("chat",):
+                await run(terminal.read_until, "> ")
+                terminal.press("hello\r")
+            attempt = await worker.start_next()
+            for _ in range(2):  # a shell that ends sends SIGHUP too
+                os.kill(terminal.process.pid, number)
+            await emit_until_cancelled(attempt)
+            assert await run(terminal.end) == 128 + number
+            assert "Traceback" not in terminal.output
 
 
 async def test_ctrl_c_ends_a_command_that_waits_for_a_worker(redis_url: str, selected: str) -> None:
@@ -201,6 +222,13 @@ def test_lines_can_be_edited_and_recalled_in_the_next_conversation(
             terminal.read_until("> ")
             terminal.press("\x1b[A\r")  # arrow up
             terminal.read_until("user: hello")
+
+
+def test_a_user_without_a_home_has_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with line_editing(keeps_history=True):
+        pass
 
 
 def test_the_history_file_is_in_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,13 +5,24 @@ traceback.
 from __future__ import annotations
 
 import gc
+import signal
 import sys
+from types import FrameType
 
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 
 
+def _exit(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a shell sends SIGHUP too, which must not interrupt the cancellation
+    sys.exit(128 + number)
+
+
 def main() -> None:
-    """Import the commands, and run the called one."""
+    """Import the commands, and run the called one. SIGTERM and SIGHUP cancel its job, as Ctrl-C does."""
+    if {"generate", "chat", "embed", "rerank"}.intersection(sys.argv[1:2]):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _exit)
     gc.disable()  # imports create objects that live until the exit, so a collection would free nothing
     try:
         from llamaq.cli.main import main as run

@@ -31,16 +31,16 @@ def line_editing(*, keeps_history: bool) -> Iterator[None]:
     except ImportError:  # some builds of Python have no readline
         yield
         return
-    path = history_file()
     readline.set_history_length(MAX_LINES)
     if keeps_history:
-        with suppress(OSError):
-            readline.read_history_file(path)
+        with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+            readline.read_history_file(history_file())
     try:
         yield
     finally:
         if keeps_history:
-            with suppress(OSError):
+            with suppress(OSError, RuntimeError):
+                path = history_file()
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 path.touch(mode=0o600)  # messages may be private
                 readline.write_history_file(path)
