@@ -19,6 +19,7 @@ from tests.support.http_server import serving_http
 from llamaq.cli.exit_codes import EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
 from llamaq.cli.http_answer_errors import ServerRefused
 from llamaq.cli.http_answer_source import ServerAnswers
+from llamaq.cli.job_commands import open_answers
 from llamaq.common.errors import JobFailed, ResultTimeout
 from llamaq.producer import ErrorCode, FinishReason
 
@@ -80,6 +81,9 @@ async def test_errors_name_the_way_out(
         (["generate", "x", "--api-key", "schl\u00fcssel"], "--api-key (LLAMAQ_API_KEY): a key has only printable"),
         (["generate", "h\udcff"], "prompt: the text is not valid Unicode"),
         (["chat", "h\udcff", "--json"], "messages: the text is not valid Unicode"),
+        (["generate", "x", "--temperature", "nan"], "temperature: Input should be a finite number"),
+        (["chat", "x", "--temperature", "inf", "--json"], "temperature: Input should be a finite number"),
+        (["generate", "x", "--metadata", '{"a": NaN}'], "metadata.a: JSON has no nan"),
     ],
 )
 def test_values_that_http_cannot_send_are_refused_by_name(
@@ -87,6 +91,47 @@ def test_values_that_http_cannot_send_are_refused_by_name(
 ) -> None:
     error = failing(monkeypatch, capsys, *arguments, "--server", "http://127.0.0.1:1", code=EXIT_USAGE)
     assert complaint in error
+
+
+@pytest.mark.parametrize("wait_s", ["inf", "1e300"])
+def test_a_wait_may_be_longer_than_sockets_can_wait(
+    wait_s: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("generate", "x", "--server", "http://127.0.0.1:1", "--wait-s", wait_s)
+    assert "does not answer" in failing(monkeypatch, capsys, *arguments, code=EXIT_NO_REDIS)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HTTP_PROXY", "bogus://x"), ("HTTP_PROXY", "http://a:b:c"), ("SSL_CERT_FILE", "/no/such/file")],
+)
+def test_a_variable_that_httpx_cannot_use_is_an_error_in_one_line(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    error = failing(monkeypatch, capsys, "generate", "x", "--server", "http://127.0.0.1:1", code=EXIT_USAGE)
+    assert variable in error
+
+
+def test_an_error_does_not_show_the_password_of_the_url(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url, code in (("http://user:secret@127.0.0.1:1", EXIT_NO_REDIS), ("ftp://user:secret@127.0.0.1", EXIT_USAGE)):
+        error = failing(monkeypatch, capsys, "generate", "x", "--server", url, code=code)
+        assert "user:***@127.0.0.1" in error
+
+
+def test_the_wait_is_that_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timeout_s(wait_s: float | None) -> float:
+        with open_answers(None, None, wait_s, None, "http://127.0.0.1:1", None) as answers:
+            assert isinstance(answers, ServerAnswers)
+            return answers._timeout_s
+
+    assert timeout_s(None) == 300
+    monkeypatch.setenv("LLAMAQ_TIMEOUT_S", "7")
+    assert (timeout_s(None), timeout_s(3)) == (7, 3)
 
 
 async def test_leaving_a_stream_cancels_its_job(redis_url: str, queue: str) -> None:

@@ -15,10 +15,13 @@ from llamaq.cli.answer_sources import AnswerStream, Messages, Options, WholeAnsw
 from llamaq.cli.http_answer_errors import ServerRefused, ServerUnreachable
 from llamaq.cli.views import notice
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobFailed, LlamaqError, ResultTimeout
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.producer import FinishReason
 
 CONNECT_TIMEOUT_S = 10.0
+MAX_TIMEOUT_S = 2e6
+"""Sockets accept up to 2**31 ms."""
 CHAT = "chat/completions"
 TEXT = "completions"
 _WAYS_OUT = {
@@ -55,18 +58,21 @@ class ServerAnswers:
             timeout_s: Longest wait for an answer, or for its next piece.
 
         Raises:
-            InvalidRequest: `url` is not an HTTP URL, or no header can have this key.
+            InvalidRequest: `url` is not an HTTP URL, no header can have this key, or the environment is not valid.
         """
         if not _is_http_url(url):
             raise InvalidRequest(f"--server: {url[:100]!r} is not a URL such as http://localhost:8080")
         _check_key("--api-key (LLAMAQ_API_KEY)", api_key)
         self._model = {} if model is None else {"model": model}
         self._timeout_s = timeout_s
-        self._http = httpx.Client(
-            base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
+                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+                timeout=httpx.Timeout(min(timeout_s, MAX_TIMEOUT_S), connect=CONNECT_TIMEOUT_S),
+            )
+        except (ValueError, OSError, ImportError, httpx.InvalidURL) as exc:
+            raise InvalidRequest(f"--server: SSL_CERT_FILE, HTTP_PROXY or a similar variable: {exc}") from exc
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +100,7 @@ class ServerAnswers:
         """Return the body and the headers of a request. Servers accept job options under the names of llamaq."""
         body = {"max_tokens": JobParams.model_fields["max_tokens"].default, **self._model, **prompt, **options}
         _check_key("--idempotency-key", key := body.pop("idempotency_key", None))
+        codec.build_model(JobParams, options)
         for name, value in body.items():
             try:
                 json.dumps(value, ensure_ascii=False).encode()

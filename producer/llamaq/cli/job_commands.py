@@ -16,7 +16,7 @@ from llamaq.cli.job_options import with_job_options
 from llamaq.cli.line_history import line_editing
 from llamaq.common.errors import InvalidRequest, MissingExtra
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.settings import ClientSettings
+from llamaq.common.settings import client_settings
 from llamaq.producer import Client, FinishReason, Job, JobState, NoWorker, Priority, Result
 
 PromptArgument = Annotated[str, typer.Argument(help="The text to continue. `-` reads it from standard input.")]
@@ -123,7 +123,7 @@ def stream(job_id: JobArgument, redis_url: RedisUrl = None, wait_s: WaitForJob =
         job = client.job(job_id)
         _check_worker_of(client, job)
         views.show_stream(job.stream(), as_json=as_json)
-        _check_end(job)
+        _check_reason(job.status().finish_reason)
 
 
 def result(job_id: JobArgument, redis_url: RedisUrl = None, wait_s: WaitForJob = None, as_json: AsJson = False) -> None:
@@ -199,8 +199,7 @@ def open_answers(
         if exc.name != "httpx":
             raise
         raise MissingExtra("--server", "http") from exc
-    default_s: float = ClientSettings.model_fields["timeout_s"].default
-    return ServerAnswers(server, api_key, queue, default_s if wait_s is None else wait_s)
+    return ServerAnswers(server, api_key, queue, client_settings(timeout_s=wait_s).timeout_s)
 
 
 def check_worker(client: Client) -> None:
@@ -250,12 +249,8 @@ def _show_pieces(stream: AnswerStream) -> None:
         _check_reason(stream.finish_reason())
 
 
-def _check_end(job: Job) -> None:
-    """Fail if the text of an ended job is incomplete."""
-    _check_reason(job.status().finish_reason)
-
-
 def _check_reason(reason: FinishReason | None) -> None:
+    """Fail if the text of an ended job is incomplete."""
     if reason in views.UNFINISHED:
         views.notice(views.UNFINISHED[reason])
         raise typer.Exit(EXIT_FAILED)
