@@ -77,14 +77,29 @@ async def test_a_timeout_bounds_the_wait_for_the_end_and_the_cancellation(
             assert server.pid is not None
             await worker.announce()
             waiting = asyncio.create_task(client.generate("hello", timeout=60))
-            await worker.start_next()
+            reading = asyncio.create_task((await client.stream("hello", timeout=60)).__anext__())
+            for _ in range(2):
+                await worker.start_next()
             os.kill(server.pid, signal.SIGSTOP)
             advance_loop_clock(monkeypatch, 60)
             try:
-                with pytest.raises(ResultTimeout, match="has not finished within 60 s"):
+                with pytest.raises(
+                    ResultTimeout, match="has not finished within 60 s; its cancellation is not confirmed"
+                ):
                     await waiting
+                with pytest.raises(ResultTimeout, match="its cancellation is not confirmed"):
+                    await reading
             finally:
                 os.kill(server.pid, signal.SIGCONT)
+
+
+async def test_the_error_of_a_timeout_tells_that_the_job_was_cancelled(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        with pytest.raises(ResultTimeout, match=r"; it was cancelled$"):
+            await client.generate("hello", timeout=0.1)
+        with pytest.raises(ResultTimeout, match=r"; it was cancelled$"):
+            await anext(await client.stream("hello", timeout=0.1))
 
 
 async def test_a_submit_ends_after_the_timeout_of_the_client(queue: str) -> None:

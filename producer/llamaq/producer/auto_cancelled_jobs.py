@@ -65,8 +65,8 @@ class AutoCancelledJobs:
         try:
             return await job.result_within(limit)
         except ResultTimeout as exc:
-            await self.cancel_soon(job)
-            raise await self.explain(exc, job) from exc
+            is_cancelled = await self.cancel_soon(job)
+            raise await self.explain(exc, job, is_cancelled=is_cancelled) from exc
         except (JobFailed, JobNotFound):
             raise
         except BaseException:
@@ -117,12 +117,14 @@ class AutoCancelledJobs:
             job.early_progress.stop()
         return self._background.start(self._wait_briefly(self._background.start(self._cancel(job))))
 
-    async def explain(self, timeout: ResultTimeout, job: AsyncJob) -> LlamaqError:
-        """Return the error to raise after a timeout for which the job was cancelled."""
+    async def explain(self, timeout: ResultTimeout, job: AsyncJob, *, is_cancelled: bool) -> LlamaqError:
+        """Return the error to raise after `timeout`. `cancel_soon` returned `is_cancelled`."""
         queue = self._connection.settings.queue
         search = self._background.start(self._connection.workers.search(queue))
         await asyncio.wait([search], timeout=LAST_WAIT_S)
-        fate = "it continues, because it has an idempotency key" if job.is_shared else "it was cancelled"
+        fate = "it was cancelled" if is_cancelled else "its cancellation is not confirmed"
+        if job.is_shared:
+            fate = "it continues, because it has an idempotency key"
         if search.done() and search.exception() is None and not search.result():
             error: LlamaqError = NoWorker(queue)
             error.args = (f"{error} (job {job.id}: {fate})",)

@@ -22,8 +22,8 @@ class JobOwner(Protocol):
     def cancel_soon(self, job: AsyncJob) -> asyncio.Task[bool]:
         """Cancel a job in a separate task."""
 
-    async def explain(self, timeout: ResultTimeout, job: AsyncJob) -> Exception:
-        """Return the error to raise after `timeout`, which cancelled the job."""
+    async def explain(self, timeout: ResultTimeout, job: AsyncJob, *, is_cancelled: bool) -> Exception:
+        """Return the error to raise after `timeout`. `cancel_soon` returned `is_cancelled`."""
 
 
 class AsyncStream:
@@ -109,7 +109,8 @@ class AsyncStream:
             raise
         except ResultTimeout as exc:
             await self.aclose()
-            raise await self._owner.explain(exc, self.job) from exc
+            is_cancelled = self._cancelling is not None and self._cancelling.result()
+            raise await self._owner.explain(exc, self.job, is_cancelled=is_cancelled) from exc
         except BaseException:
             self._cancel_soon()
             raise
