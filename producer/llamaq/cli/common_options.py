@@ -8,15 +8,28 @@ import typer
 
 from llamaq.cli.generated_options import setting_help
 from llamaq.common.logging_setup import LogFormat
-from llamaq.common.settings import ENV_PREFIX, ClientSettings
+from llamaq.common.settings import ENV_PREFIX, ClientSettings, client_settings
 from llamaq.producer import Priority
 
 _FIELDS = ClientSettings.model_fields
 MIN_WAIT_S = 0.001
 """Shortest wait of `--wait-s`. The setting itself may be any number above 0."""
+MAX_INTERVAL_S = 86400
 
 RedisUrl = Annotated[str | None, typer.Option(help=setting_help("redis_url", _FIELDS["redis_url"]))]
 Queue = Annotated[str | None, typer.Option(help=setting_help("queue", _FIELDS["queue"]))]
+
+
+def _check_queues(names: list[str] | None) -> list[str] | None:
+    for name in names or ():
+        client_settings(queue=name)  # raises if it is not a name
+    return names
+
+
+OnlyQueues = Annotated[
+    list[str] | None,
+    typer.Option("--queue", help="Only this queue; may be given several times. (default: all)", callback=_check_queues),
+]
 WaitForJob = Annotated[
     float | None,
     typer.Option(

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from redis.exceptions import RedisError
 
-from llamaq.cli.common_options import OfLogFormat, RedisUrl
+from llamaq.cli.common_options import OfLogFormat, OnlyQueues, RedisUrl
 from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.common.metrics.metric_definitions import Samples
 from llamaq.common.metrics.optional_server import server_class
@@ -33,9 +33,7 @@ def register(app: typer.Typer) -> None:
 
 def serve_metrics(
     redis_url: RedisUrl = None,
-    queue: Annotated[
-        list[str] | None, typer.Option("--queue", help="Only this queue; may be given several times. (default: all)")
-    ] = None,
+    queue: OnlyQueues = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port to listen on. 0: any free port.")
     ] = DEFAULT_PORT,
@@ -45,8 +43,6 @@ def serve_metrics(
     """Serve the metrics of all queues and workers for Prometheus, at /metrics. /health tells whether Redis answers."""
     settings = client_settings(redis_url=redis_url)
     read_url(settings.redis_url)  # raises if it is not valid
-    for name in queue or ():
-        client_settings(queue=name)  # raises if it is not a name
     configure_logging("info", log_format)
     reader = MetricsReader(queue or ())
     server = server_class("llamaq metrics")(

@@ -11,6 +11,7 @@ import typer
 
 from llamaq.cli import views
 from llamaq.cli.common_options import (
+    MAX_INTERVAL_S,
     AsJson,
     OfPriority,
     OfTenant,
@@ -128,7 +129,7 @@ def depth(
     queue: Queue = None,
     repeated: Annotated[bool, typer.Option("--watch", help="Print a line again and again, until Ctrl-C.")] = False,
     interval_s: Annotated[
-        float, typer.Option("--interval", min=0.1, help="With --watch: seconds between lines.")
+        float, typer.Option("--interval", min=0.1, max=MAX_INTERVAL_S, help="With --watch: seconds between lines.")
     ] = 2.0,
     as_json: AsJson = False,
 ) -> None:

@@ -57,6 +57,22 @@ def test_without_a_terminal_the_view_names_the_other_form(
     assert "llamaq[top]" in failing(monkeypatch, capsys, "top", "--redis-url", redis_url)
 
 
+@pytest.mark.parametrize("name", ["a*", "a}b", "a[/b]"])
+def test_a_name_that_no_queue_can_have_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--queue" in failing(monkeypatch, capsys, "top", "--once", "--queue", "a", "--queue", name, code=2)
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("depth", "--watch")])
+@pytest.mark.parametrize("interval_s", ["inf", "1e300"])
+def test_the_interval_has_an_upper_bound(command: tuple[str, ...], interval_s: str, redis_url: str) -> None:
+    arguments = [*command, "--interval", interval_s, "--redis-url", redis_url]
+    ended = CliRunner().invoke(build_app(command[0]), arguments)
+    assert ended.exit_code == 2
+    assert "'--interval'" in ended.output
+
+
 @pytest.mark.starts_processes
 def test_the_view_runs_in_a_terminal_until_ctrl_c(redis_url: str, queue: str) -> None:
     with Terminal("top", "--redis-url", redis_url, "--queue", queue, TERM="xterm-256color") as terminal:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from llamaq.cli.common_options import RedisUrl
+from llamaq.cli.common_options import MAX_INTERVAL_S, OnlyQueues, RedisUrl
 from llamaq.cli.top import report
 from llamaq.cli.top.header_texts import server_name
 from llamaq.cli.top.line_types import Overview
@@ -19,10 +19,9 @@ from llamaq.cli.top.summarize_reading import summarize
 from llamaq.common.errors import InvalidRequest, MissingExtra
 from llamaq.producer import AsyncClient
 
-OnlyQueues = Annotated[
-    list[str] | None, typer.Option("--queue", help="Show only this queue; may be given several times. (default: all)")
+Interval = Annotated[
+    float, typer.Option("--interval", min=0.1, max=MAX_INTERVAL_S, help="Seconds between two readings of Redis.")
 ]
-Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two readings of Redis.")]
 Once = Annotated[
     bool, typer.Option("--once", help="Print tables and end. Redis is read twice, for the rates between the readings.")
 ]
