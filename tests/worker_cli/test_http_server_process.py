@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -75,3 +76,10 @@ def test_a_server_that_cannot_be_started_again_now_is_started_later(
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse_once)
     wait_until_served(server)
     assert "http.not_started error=[Errno 11]" in caplog.text
+
+
+@pytest.mark.starts_processes
+def test_a_server_whose_parent_ends_before_it_has_sent_the_settings_ends_without_an_error() -> None:
+    command = [sys.executable, "-m", "llamaq.gateway.child_main", "0"]
+    ended = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")

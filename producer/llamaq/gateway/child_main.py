@@ -26,7 +26,10 @@ def _end_with_parent() -> None:
 
 def main(listening_fd: int) -> None:
     """Serve at a socket until SIGTERM."""
-    settings = ServeSettings.model_validate_json(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return  # a signal has ended the parent before it wrote the settings
+    settings = ServeSettings.model_validate_json(line)
     configure_logging(settings.log_level, settings.log_format)
     threading.Thread(target=_end_with_parent, name="llamaq-lifeline", daemon=True).start()
     with socket.socket(fileno=listening_fd) as listening:
