@@ -351,10 +351,16 @@ def test_no_process_outlives_a_demo_that_receives_a_signal(environment: Environm
     assert "Traceback" not in demo.output
 
 
-def test_a_demo_whose_model_cannot_be_loaded_prints_the_reason(environment: Environment) -> None:
+@pytest.mark.parametrize("by", ["flag", "variable"])
+def test_a_demo_whose_model_cannot_be_loaded_prints_the_reason(environment: Environment, by: str) -> None:
     (environment.folder / "broken.gguf").write_bytes(b"this is no model")
-    demo = environment.start("demo", "--model", "broken.gguf")
-    assert demo.end() == 1
+    demo = (
+        environment.start("demo", "--model", "broken.gguf")
+        if by == "flag"
+        else environment.start("demo", LLAMAQ_MODEL="broken.gguf")
+    )
+    assert demo.end() == 2
+    assert "8 slots, broken.gguf." in demo.output
     printed = " ".join(demo.output.split())  # the console wraps long lines of the log at spaces
     assert "the worker cannot start; its log:" in printed
     assert "broken.gguf is not a GGUF file" in printed

@@ -139,6 +139,9 @@ def test_up_refuses_a_number_that_is_no_port(port: str) -> None:
 def test_the_example_of_up_has_only_options_that_are_not_the_default() -> None:
     plain = WorkerSettings.model_construct(set())
     assert example_command(plain, None) == "llamaq generate 'Once upon a time'"
+    assert example_command(WorkerSettings(key_prefix="foo"), None) == (
+        "LLAMAQ_KEY_PREFIX=foo llamaq generate 'Once upon a time'"
+    )
     named = WorkerSettings(queue="stories")
     assert example_command(named, "redis://127.0.0.1:7/0") == (
         "llamaq generate 'Once upon a time' --queue stories --redis-url redis://127.0.0.1:7/0"

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.live import Live
 
 from llamaq.cli.columns import replace_in
+from llamaq.cli.error_report import exit_code_of
+from llamaq.common.errors import InvalidSettings
 from llamaq.producer import AsyncClient, JobFailed, LlamaqError
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.local.stop_signals import interrupt_on_sigterm, recorded_signals
@@ -53,19 +55,19 @@ def run(count: int, model: str | None) -> int:
 
     Args:
         count: The number of jobs.
-        model: The path of a GGUF file. None: the demo model.
+        model: The path of a GGUF file. None: that of LLAMAQ_MODEL, or the demo model.
 
     Returns:
         The exit code.
     """
     replace_in(sys.stdout)  # a person reads this output, also through a pipe
     console = Console(highlight=False)
-    # With the demo model, one thread is faster: two threads need longer to synchronize than a tick takes.
-    n_threads = 1 if model is None else None
-    settings = load_settings(
-        model=model, n_parallel=min(count, 8), n_threads=n_threads, heartbeat_s=POLL_S, max_queue=0
-    )
-    model_name = "the small demo model of llamaq" if model is None else model
+    settings = load_settings(model=model, n_parallel=min(count, 8), heartbeat_s=POLL_S, max_queue=0)
+    model_name = settings.model
+    if model_name is None:
+        model_name = "the small demo model of llamaq"
+        # With this model, one thread is faster: two threads need longer to synchronize than a tick takes.
+        settings = settings.model_copy(update={"n_threads": 1})
     console.print(f"{count} jobs, one worker with {settings.n_parallel} slots, {model_name}.", markup=False)
     view = DemoView(demo_jobs(count))
     with tempfile.TemporaryFile() as log_file:
@@ -79,7 +81,7 @@ def run(count: int, model: str | None) -> int:
             console.print(f"{type(exc).__name__}: {exc}", style="red", markup=False)
             log_file.seek(0)
             console.print(log_file.read().decode(errors="replace")[-LOG_TAIL_CHARS:], markup=False)
-            return 1
+            return exit_code_of(exc)
     console.print(stats_table(view.jobs))
     console.print(f"{count} jobs together:{view.footer()}", markup=False)
     return 1 if any(job.has_failed for job in view.jobs) else 0
@@ -104,12 +106,13 @@ def _check(supervisor: Supervisor, signals: list[int]) -> None:
 
     Raises:
         KeyboardInterrupt: A signal has arrived.
-        LlamaqError: The worker or Redis cannot start.
+        InvalidSettings: The worker cannot start with its settings.
+        EmbeddedRedisError: Redis cannot be restarted.
     """
     if signals:
         raise KeyboardInterrupt
     if supervisor.check() is not None:
-        raise LlamaqError("the worker cannot start; its log:")
+        raise InvalidSettings("the worker cannot start; its log:")
 
 
 async def _run_jobs(console: Console, client: AsyncClient, check: Callable[[], None], view: DemoView) -> None:

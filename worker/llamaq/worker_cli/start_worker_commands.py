@@ -153,7 +153,9 @@ def _http_server(
 
 def run_demo(
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Number of jobs, submitted at the same time.")] = 8,
-    model: Annotated[str | None, typer.Option(help="A GGUF file. If not set: the demo model of llamaq.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A GGUF file. If not set: LLAMAQ_MODEL, or the demo model of llamaq.")
+    ] = None,
 ) -> None:
     """Show eight jobs that stream side by side through one llama.cpp batch. The demo starts Redis and a worker."""
     from llamaq.worker_cli import demo
@@ -170,7 +172,8 @@ def example_command(settings: WorkerSettings, url: str | None) -> str:
         url: The Redis URL to show. None for a URL from the user, which may contain a password.
     """
     queue = f" --queue {settings.queue}" if "queue" in settings.model_fields_set else ""
-    return f"llamaq generate 'Once upon a time'{queue}" + (f" --redis-url {url}" if url else "")
+    prefix = f"LLAMAQ_KEY_PREFIX={settings.key_prefix} " if "key_prefix" in settings.model_fields_set else ""
+    return f"{prefix}llamaq generate 'Once upon a time'{queue}" + (f" --redis-url {url}" if url else "")
 
 
 def note_demo_model(settings: WorkerSettings) -> None:
