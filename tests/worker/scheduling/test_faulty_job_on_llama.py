@@ -11,6 +11,7 @@ from tests.support.lora_files import write_lora
 from tests.support.outputs import tokens_of
 from tests.support.ticked_jobs import ends_of
 
+from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.tools.random_gguf import PLAIN, Weights, write_model
@@ -76,6 +77,21 @@ def parts(files: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[
     clock = ManualClock()
     yield Scheduler(memory, strategy, end_tokens=frozenset(), clock=clock), engine, clock
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_the_options_of_a_job_that_make_its_logits_infinite_disturb_no_other_job(
+    parts: ModelParts, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, *_ = parts
+    job = make_job([7, *range(40, 60)], max_tokens=12)
+    params = SamplingDefaults(samplers=("penalties",) * 20, repeat_penalty=0.01)
+    job.sampler = LogitSampler(params, seed=1)
+    scheduler.submit(job)
+    error = ends_of(run(parts))[job.id].error
+    assert error is not None
+    assert error.code is ErrorCode.DECODE_FAILED
+    assert "cache.cleared" not in caplog.text
 
 
 @pytest.mark.parametrize("n_prompt", [10, 100])

@@ -90,6 +90,36 @@ def test_the_search_continues_without_a_job_that_leaves(how: str) -> None:
         assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
 
 
+@pytest.mark.parametrize("how", ["cancel", "release"])
+def test_no_other_job_is_blamed_if_the_faulty_one_leaves_while_it_computes_alone(how: str) -> None:
+    rig = TickedJobs(n_slots=3)
+    faulty, *others = [make_job("the prompt of a job " * 2 + str(number), max_tokens=30) for number in range(3)]
+    rig.submit(faulty, *others)
+    outputs = rig.tick(12)
+    rig.engine.spoil_cells(faulty.id)
+    outputs += rig.tick(2)
+    assert [part.slot.active.job for part in rig.engine.batches[-1].parts] == [faulty]
+    leave(rig.scheduler, faulty, how)
+    outputs += rig.finish()
+    for job in others:
+        assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+
+
+def test_no_job_is_admitted_during_a_search() -> None:
+    rig = TickedJobs(n_slots=3)
+    first, second, late = (make_job(f"job number {number}", max_tokens=30) for number in range(3))
+    rig.submit(first, second)
+    outputs = rig.tick(12)
+    rig.engine.sequences.is_spoiled = True
+    outputs += rig.tick()
+    rig.submit(late)
+    outputs += rig.tick()
+    assert [snapshot.job_id for snapshot in rig.scheduler.snapshot()] == [first.id, second.id, None]
+    outputs += rig.finish()
+    for job in (first, second, late):
+        assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+
+
 def test_entries_of_the_prefix_cache_are_removed() -> None:
     scheduler, engine = scheduler_with()
     run_all(scheduler, engine, make_job(SHARED, max_tokens=2))
@@ -100,7 +130,7 @@ def test_entries_of_the_prefix_cache_are_removed() -> None:
     assert scheduler.cache_snapshot().entries == 1
 
 
-def test_a_job_that_has_loaded_blocks_with_such_cells_computes_its_tokens() -> None:
+def test_a_job_that_has_loaded_blocks_with_such_cells_computes_its_tokens_and_discards_the_blocks() -> None:
     scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job(SHARED, max_tokens=2))
     run_an_unrelated_job(scheduler, engine)  # the entry is saved in host memory
@@ -108,8 +138,10 @@ def test_a_job_that_has_loaded_blocks_with_such_cells_computes_its_tokens() -> N
     scheduler.submit(job)
     while not any(name == "load" for name, *_ in engine.sequences.calls):
         run_tick(scheduler, engine)
+    stored_bytes = scheduler.cache_snapshot().host_bytes
     engine.sequences.is_spoiled = True
     outputs = run_to_end(scheduler, engine)
     end = ends_of(outputs)[job.id]
     assert (end.reason, end.stats.prefix_cache_tokens) == (FinishReason.LENGTH, 0)
     assert tokens_of(outputs, job.id) == letters_after(job.prompt, 9)
+    assert scheduler.cache_snapshot().host_bytes < stored_bytes

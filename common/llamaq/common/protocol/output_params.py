@@ -38,8 +38,7 @@ ListedTokenId = Annotated[TokenId, BeforeValidator(refuse_boolean)]
 """A token in an option. `TokenId` is faster: a prompt may have a million of them."""
 LogitBias = Annotated[float, Field(ge=-1e9, le=1e9), BeforeValidator(refuse_boolean)]
 LoraScale = Annotated[float, Field(ge=-100, le=100), BeforeValidator(refuse_boolean)]
-"""With larger scales, keys and values of usual adapters exceed the range of 16-bit numbers. Without flash attention,
-other jobs would fail too."""
+"""With larger scales, keys and values of usual adapters exceed the range of 16-bit numbers."""
 LoraScales = Annotated[dict[str, LoraScale], Field(max_length=MAX_ADAPTERS)]
 
 

@@ -149,3 +149,19 @@ def test_no_operation_scans_all_blocks() -> None:
     n_lines = [count_executed_lines(lambda: insert_and_use(n)) for n in range(15_000, 15_100)]  # noqa: B023
     assert max(n_lines) < 1_000  # a scan has thousands
     store.check_integrity()
+
+
+def test_a_discarded_branch_takes_the_blocks_before_it_along_up_to_one_that_another_text_continues() -> None:
+    store = BlockStore(2, room_for(10), can_cut=True)
+    insert_blocks(store, [1, 1, 2, 2, 3, 3, 4, 4])
+    insert_blocks(store, [1, 1, 9, 9])
+    pinned = store.match(pack([1, 1, 9, 9]), A)
+    store.discard_branch(pack([1, 1, 2, 2, 3, 3, 7]), A)
+    assert [n_matched(store, query) for query in ([1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 9, 9])] == [2, 4]
+    store.pin(pinned)
+    store.discard_branch(pack([1, 1]), A)
+    assert n_matched(store, [1, 1, 9, 9]) == 4
+    store.unpin(pinned)
+    store.discard_branch(pack([1, 1]), A)
+    assert len(store) == 0
+    store.check_integrity()

@@ -7,18 +7,24 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
 
 NOT_NUMBERS = (
-    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, or "
-    "its values may be too large for this device (try --flash-attn off, or another quantization)"
+    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, "
+    "its values too large for this device (try --flash-attn off, or another quantization), or the job's options of "
+    "sampling too extreme"
 )
 """Why a job fails whose next token cannot be drawn."""
+ALL_NAN = (
+    "all logits that the model computed are not numbers (NaN). Its file may be damaged, or its values may be too large "
+    "for this device (try --flash-attn on, another quantization, or smaller scales of LoRA adapters)"
+)
+"""Why a job fails if the values of the model have become NaN before the logits."""
 
 JobFinish = FinishReason | JobRejected
 """How a job finishes: a finish reason, or the error when the job fails."""
 
 
-def are_not_numbers(error: JobRejected | None) -> bool:
-    """Return whether a job fails because its logits are not numbers."""
-    return error is not None and error.message == NOT_NUMBERS
+def are_all_nan(error: JobRejected | None) -> bool:
+    """Return whether a job fails because all logits that the model computed are NaN."""
+    return error is not None and error.message == ALL_NAN
 
 
 def is_end(job: Job, token: int, end_tokens: frozenset[int]) -> bool:

@@ -81,6 +81,8 @@ class Run:
     """The cells after the first `n_adjacent_copied` tokens are scattered in the sequence that they were copied from."""
     is_released: bool = False
     """Whether the run has left its slot."""
+    is_suspected: bool = False
+    """Whether the data of its cells may be NaN. They are not cached then."""
     prompt_rows: bytearray = field(default_factory=bytearray)
     """The rows of `PromptLogprobs` of the tokens whose probabilities are known, if the job asks for them."""
     prompt_planned_s: float | None = None

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
-from llamaq.worker.core.finish_rules import NOT_NUMBERS
+from llamaq.worker.core.finish_rules import ALL_NAN, NOT_NUMBERS
 from llamaq.worker.core.job_parts import BEST, RowDraw
 from llamaq.worker.core.slot import Run
 from llamaq.worker.engine.backend_samplers import BackendSamplers, LargestLogits, Logits
@@ -310,6 +310,7 @@ def _score(run: Run, rows: LogitRows | Sequence[Row]) -> bytes:
     """
     if run.job.prompt_scorer is None or not isinstance(rows, np.ndarray):
         raise TypeError(f"{run.job!r} has no rows of all logits, or needs none")
+    _check_not_nan(rows[0])
     start = run.n_past + 1
     return run.job.prompt_scorer.score(rows, run.tokens[start : start + len(rows)])
 
@@ -339,6 +340,7 @@ def _draw(run: Run, row: Row, drawn: int | None) -> int:
     Raises:
         JobRejected: No token can be drawn.
     """
+    _check_not_nan(row)
     sampler = run.job.sampler
     if isinstance(row, LargestLogits):
         return sampler.sample_largest(row.tokens, row.logits, run.tokens, run.n_prompt)
@@ -348,6 +350,15 @@ def _draw(run: Run, row: Row, drawn: int | None) -> int:
         if not math.isfinite(row.item(drawn)):  # NaN if any logit is NaN
             raise JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS)
     return sampler.sample(row, run.tokens, run.n_prompt, drawn)
+
+
+def _check_not_nan(row: Row) -> None:
+    """Raise `JobRejected` if all logits are NaN. A value that is NaN in an earlier layer makes them all NaN, so one of
+    them tells it. The options of a job may also give NaN or infinity, but after this check.
+    """
+    logits = row.logits if isinstance(row, LargestLogits) else row
+    if math.isnan(logits.item(0)):
+        raise JobRejected(ErrorCode.DECODE_FAILED, ALL_NAN)
 
 
 def _seq_id(part: Part) -> int:

@@ -20,6 +20,8 @@ from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit, PrefixLoo
 from llamaq.worker.kv_cache.remembered_hits import RememberedHits
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 
+STORED_TIERS = (CacheTier.HOST, CacheTier.DISK)
+
 
 class KvMemory:
     """Applies the decisions about KV cells (slot pool, prefix cache, eviction, offload) to the engine's sequences.
@@ -232,13 +234,16 @@ class KvMemory:
     def clear(self) -> None:
         """Remove all entries and all cells of the running jobs, and overwrite the data of the cells.
 
-        The running jobs compute their tokens again. Stored blocks stay: no running job loads them again.
+        The running jobs compute their tokens again. Stored blocks are discarded if a run without a token has loaded
+        them: their data may be what had to be cleared.
         """
         while self.drop_coldest():
             pass
         for slot in self._pool.active:
             run = slot.active
             self._offload.cancel_transfers(run.seq_id)
+            if run.tier in STORED_TIERS and run.prefilled_s is None:
+                self._offload.discard_branch(run.packed, run.job.scope)
             run.leader = None
             if slot.state is not SlotState.PREFILL:
                 slot.transition_to(SlotState.PREFILL)
@@ -252,7 +257,7 @@ class KvMemory:
         A later prompt that begins with the same tokens can then reuse this state.
         """
         run.checkpoints = [position for position in run.checkpoints if position > run.n_past]
-        if not 0 < run.n_past < len(run.tokens):
+        if run.is_suspected or not 0 < run.n_past < len(run.tokens):
             return
         if self._pool.n_free_sequences <= self._pool.n_idle:
             self._eviction.evict_coldest()  # frees a sequence, for the next state that is cached
@@ -273,7 +278,7 @@ class KvMemory:
             self._cache.remove_run(run)
             self._count(run)
         entry = None
-        if reusable and run.job.request.cache_prompt and run.n_past:
+        if reusable and run.job.request.cache_prompt and run.n_past and not run.is_suspected:
             entry = self.entries.insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
             if entry is not None and self._sequences.can_save_parts:
                 entry.n_adjacent = run.n_adjacent

@@ -86,6 +86,11 @@ class Offload(Protocol):
         Does not remove a block that another stored prefix or another namespace uses.
         """
 
+    def discard_branch(self, tokens: bytes, scope: Scope) -> None:
+        """Remove the last stored block of `tokens` with all blocks after it, and the blocks before it that no other
+        text continues.
+        """
+
     def cancel_transfers(self, seq_id: int) -> None:
         """Cancel the saves and loads of a sequence that is removed or gets another owner."""
 
@@ -137,6 +142,9 @@ class NoOffload:
         raise LookupError(f"{block!r} is not stored")
 
     def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
+        pass
+
+    def discard_branch(self, tokens: bytes, scope: Scope) -> None:
         pass
 
     def cancel_transfers(self, seq_id: int) -> None:

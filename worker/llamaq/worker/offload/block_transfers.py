@@ -166,6 +166,10 @@ class BlockTransfers:
         self.store.discard(tokens, scope, n_kept)
         self._submit_disk_operations()
 
+    def discard_branch(self, tokens: bytes, scope: Scope) -> None:
+        self.store.discard_branch(tokens, scope)
+        self._submit_disk_operations()
+
     def cancel_transfers(self, seq_id: int) -> None:
         self._saves = deque(save for save in self._saves if save.entry.seq_id != seq_id)
         for load in [each for each in self._loads if each.run.seq_id == seq_id]:

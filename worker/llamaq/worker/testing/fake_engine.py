@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SampledToken, SlotResult
-from llamaq.worker.core.finish_rules import NOT_NUMBERS
+from llamaq.worker.core.finish_rules import ALL_NAN
 from llamaq.worker.core.slot import Run, SlotState
 from llamaq.worker.testing.fake_job import ByteVocab
 from llamaq.worker.testing.fake_memory import FakeMemory
@@ -131,7 +131,7 @@ class FakeEngine:
         if n_past < len(run.tokens):
             return SlotResult(slot, n_past, prompt_rows=prompt_rows)
         if self.sequences.is_spoiled:
-            return SlotResult(slot, n_past, error=JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS))
+            return SlotResult(slot, n_past, error=JobRejected(ErrorCode.DECODE_FAILED, ALL_NAN))
         sampled = [SampledToken(token) for token in forced]
         try:
             for drafted in (*draft, None):

@@ -177,6 +177,14 @@ class BlockStore:
                     return
                 self._remove(block)
 
+    def discard_branch(self, tokens: bytes, scope: Scope) -> None:
+        """Remove the last block of `tokens` with all blocks after it; then `discard` the blocks before it."""
+        if stored := self.match(tokens, scope):
+            for block in reversed(list(stored.blocks[-1].subtree())):
+                if not (block.children or block.pin_count):
+                    self._remove(block)
+        self.discard(tokens, scope, 0)
+
     def drain_disk_operations(self) -> list[DiskOperation]:
         """Return the disk operations that were planned since the last call, in the order to execute them.
 
