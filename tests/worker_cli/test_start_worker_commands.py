@@ -29,6 +29,23 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return run_script([str(LLAMAQ), *arguments], cwd=Path.cwd(), variables=environment, timeout_s=60)
 
 
+SECTIONS = [
+    "Options",
+    "Redis and the queue",
+    "Model and context",
+    "Threads",
+    "GPUs and memory",
+    "Positions beyond the context that the model was trained on",
+    "Slots, batches and waiting jobs",
+    "Speculation",
+    "The prefix cache",
+    "Leases, heartbeats and shutdown",
+    "Stored output, retries and disconnected clients",
+    "Hooks, logs and metrics",
+    "Defaults of jobs",
+]
+
+
 @pytest.mark.parametrize("command", ["worker", "up"])
 def test_help_shows_every_setting_in_its_group_with_default_and_variable(command: str) -> None:
     shown = run(command, "--help", COLUMNS="400").stdout
@@ -38,23 +55,17 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
         default = field.get_default(call_default_factory=True, validated_data={})
         if default not in (None, ()):
             assert f"(default {default}; LLAMAQ_{name.upper()})" in shown, name
-    titles = re.findall(r"╭─ (.*?) ─", shown)
-    assert titles == [
-        "Options",
-        "Redis and the queue",
-        "Model and context",
-        "Threads",
-        "GPUs and memory",
-        "Positions beyond the context that the model was trained on",
-        "Slots, batches and waiting jobs",
-        "Speculation",
-        "The prefix cache",
-        "Leases, heartbeats and shutdown",
-        "Stored output, retries and disconnected clients",
-        "Hooks, logs and metrics",
-        "Defaults of jobs",
-    ]
+    assert re.findall(r"╭─ (.*?) ─", shown) == SECTIONS
     assert "--config" in shown
+
+
+@pytest.mark.parametrize("command", ["worker", "up"])
+def test_help_in_a_narrow_terminal_has_the_same_sections(command: str) -> None:
+    shown = run(command, "--help", COLUMNS="80").stdout
+    assert re.findall(r"^(\w.*):$", shown, re.MULTILINE) == SECTIONS
+    model, _, threads = shown.partition("\nModel and context:\n")[2].partition("\nThreads:\n")
+    assert "  --model <str>" in model
+    assert "  --n-threads <int>" in threads
 
 
 def test_an_invalid_setting_prints_one_line_without_a_traceback() -> None:

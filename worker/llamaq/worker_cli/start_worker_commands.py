@@ -13,6 +13,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.console import Console
+from typer.core import TyperCommand
 
 from llamaq.cli.exit_codes import EXIT_OK
 from llamaq.cli.generated_options import option, setting_help, with_options
@@ -32,10 +33,25 @@ _SERVE_FIELDS = ServeSettings.model_fields
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.", show_default=False)]
 
 
+class CommandWithSections(TyperCommand):
+    """A command whose help has a section for each group of options in narrow terminals and pipes too."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections. typer itself shows groups only in the tables of rich."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    app.command("worker")(with_settings(run_worker))
-    app.command("up")(with_settings(run_up))
+    app.command("worker", cls=CommandWithSections)(with_settings(run_worker))
+    app.command("up", cls=CommandWithSections)(with_settings(run_up))
     app.command("demo")(run_demo)
 
 
