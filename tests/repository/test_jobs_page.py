@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from llamaq.producer import Client
+import llamaq.producer
+from llamaq.producer import Client, JobFailed, LlamaqError
 from llamaq.producer.testing import serving
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "jobs.md").read_text()
@@ -29,3 +30,12 @@ def test_the_examples_run_one_after_the_other(redis_url: str, queue: str, capsys
         exec(tenants, names)
     assert names["answer"].content == "Hello"
     assert capsys.readouterr().out == " Hello ()\nHello"
+
+
+def test_the_table_of_errors_has_each_error_of_the_clients_with_its_status() -> None:
+    table = PAGE.partition("| error | `http_status` | meaning |")[2].partition("\n\n")[0]
+    shown = {name: int(status) for name, status in re.findall(r"^\| `(\w+)` \| (\d+) \|", table, re.MULTILINE)}
+    public = [getattr(llamaq.producer, name) for name in llamaq.producer.__all__]
+    errors = [each for each in public if isinstance(each, type) and issubclass(each, LlamaqError)]
+    assert shown == {kind.__name__: kind.http_status for kind in errors if kind is not LlamaqError}
+    assert JobFailed("prompt_too_long", "").http_status == 400

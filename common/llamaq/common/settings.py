@@ -67,7 +67,7 @@ class ClientSettings(QueueSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
     timeout_s: float = Field(
-        300.0, gt=0, description="Longest time that `generate()`, `chat()` and `result()` wait, in seconds."
+        300.0, gt=0, description="Longest wait of a call, or of a stream for each chunk, in seconds."
     )
     require_worker: bool = Field(
         False,
