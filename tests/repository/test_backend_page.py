@@ -9,8 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
+from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.support.node import run_node
 
+from llamaq.producer import AsyncJob
 from llamaq.producer.testing import FakeWorker
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "backend.md").read_text()
@@ -34,7 +37,7 @@ globalThis.EventSource = class {
       this.readyState = 0;
       this.onerror();
       this.onmessage({data: '"Hello\\\\n"'});
-      this.listeners.end({data: ""});
+      this.listeners.end({data: "length"});
       onEnd();
     });
   }
@@ -46,9 +49,10 @@ globalThis.EventSource = class {
 
 READERS = """
 const show = (text) => console.log(JSON.stringify(text));
+const ended = (kind, reason) => console.log(kind, reason);
 const read = async () => {
   const end = new Promise((resolve) => { onEnd = resolve; });
-  await answer("hi", show);
+  await answer("hi", show, ended);
   await end;
   show(sessionStorage);
 };
@@ -93,10 +97,10 @@ def test_the_backend_answers_errors_with_a_status_or_an_event(test_module: Any, 
         assert http.get(f"/jobs/{queue}.0.{'0' * 32}/events").status_code == 404
         path = f"/jobs/{http.post('/jobs', params={'prompt': 'hello'}).json()['id']}"
         with pytest.raises(ValueError, match="broken"), test_module.serving(redis_url, queue, fail):
-            assert http.get(f"{path}/events").text.startswith("event: failed\n")
+            assert http.get(f"{path}/events").text == "event: failed\ndata: internal\n\n"
         waiting = f"/jobs/{http.post('/jobs', params={'prompt': 'hello'}).json()['id']}"
         assert http.delete(waiting).json() is True
-        assert http.get(f"{waiting}/events").text == "event: end\ndata: \n\n"
+        assert http.get(f"{waiting}/events").text == "event: end\ndata: cancelled\n\n"
 
 
 @pytest.mark.usefixtures("test_module")
@@ -112,9 +116,60 @@ async def test_a_backend_that_stops_cancels_the_jobs_of_its_open_streams(redis_u
         assert (await attempt.emit([2], "two")).code == "cancel"
 
 
+@pytest.mark.usefixtures("test_module")
+async def test_a_reader_receives_a_comment_in_each_pause(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = sys.modules["app"]
+    monkeypatch.setattr(backend, "PAUSE_S", 0.2)
+    async with backend.client, FakeWorker(redis_url, queue) as worker:
+        read = backend.events(await backend.client.submit("hello"), 1)
+        assert await anext(read) == ": waiting\n\n"
+        attempt = await worker.start_next()
+        await attempt.emit([1], "one")
+        assert await anext(read) == 'id: 3\ndata: "ne"\n\n'
+        assert await anext(read) == ": waiting\n\n"
+        await attempt.emit([2], " two")
+        assert await anext(read) == 'id: 7\ndata: " two"\n\n'
+        await attempt.finish()
+        assert [event async for event in read] == ["event: end\ndata: stop\n\n"]
+
+
+@pytest.mark.usefixtures("test_module")
+async def test_a_reader_receives_the_rest_of_the_text_after_an_outage(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = sys.modules["app"]
+
+    async def broken(_: Any) -> None:
+        raise RedisConnectionError
+
+    async with backend.client, FakeWorker(redis_url, queue) as worker:
+        job = await backend.client.submit("hello")
+        read = backend.events(job, 0)
+        attempt = await worker.start_next()
+        await attempt.emit([1], "one")
+        assert await anext(read) == 'id: 3\ndata: "one"\n\n'
+        with monkeypatch.context() as outage:
+            outage.setattr(AsyncJob, "status", broken)
+            await attempt.finish(tokens=[2], text=" two")
+            assert await anext(read) == 'id: 7\ndata: " two"\n\n'
+            assert await anext(read) == ": waiting\n\n"
+        assert [event async for event in read] == ["event: end\ndata: stop\n\n"]
+
+
+@pytest.mark.usefixtures("test_module")
+def test_the_backend_answers_503_without_redis(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", f"redis://127.0.0.1:{free_port}")
+    app = module_of(examples("python")[0], "app")
+    with TestClient(app.app) as http:
+        response = http.post("/jobs", params={"prompt": "hello"})
+    assert (response.status_code, response.text) == (503, "ConnectionError")
+
+
 def test_the_page_in_the_browser_shows_the_text_and_forgets_the_ended_job(tmp_path: Path) -> None:
     (script,) = examples("javascript")
     program = tmp_path / "page.js"
     program.write_text(f"{BROWSER}{script}{READERS}")
-    read = ["/jobs/default.0.1/events", '"Hello\\n"', "closed", "{}"]
-    assert run_node(str(program)).splitlines() == [*read, "/jobs/unknown/events", "{}"]
+    read = ["/jobs/default.0.1/events", '"Hello\\n"', "closed", "end length", "{}"]
+    assert run_node(str(program)).splitlines() == [*read, "/jobs/unknown/events", "failed unavailable", "{}"]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 import typer
+from fastapi.testclient import TestClient
 from starlette.requests import Request
 from tests.support.http_server import serving_http
 from tests.support.node import run_node
@@ -107,6 +108,26 @@ def test_the_backend_example_streams_a_text() -> None:
     pieces = asyncio.run(use())
     assert len(pieces) > 3
     assert len("".join(pieces)) > 40
+
+
+def responses_of_the_backend(*prompts: str) -> list[tuple[int, str]]:
+    """Return the status and the text with which the backend of the README, with its handler of errors, answers."""
+    names = run_block("backend")
+    exec(compile(block("errors"), "README.md, errors", "exec"), names)
+    with TestClient(names["app"]) as http:
+        return [(got.status_code, got.text) for got in (http.post("/answer", params={"prompt": p}) for p in prompts)]
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_backend_answers_errors_with_a_status_and_a_code(
+    monkeypatch: pytest.MonkeyPatch, free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert responses_of_the_backend("Once upon a time " * 3000) == [(400, "prompt_too_long")]
+    assert "(job default.0." in caplog.text, "the text of the error is in the log"
+    monkeypatch.setenv("LLAMAQ_QUEUE", "nobody")
+    assert responses_of_the_backend("hello") == [(503, "NoWorker")]
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", f"redis://127.0.0.1:{free_port}")
+    assert responses_of_the_backend("hello") == [(503, "ConnectionError")]
 
 
 @pytest.mark.usefixtures("environment")
