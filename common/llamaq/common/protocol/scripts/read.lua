@@ -123,7 +123,7 @@ local function read_in_turns(stream, turns, shares, found)
   end
   while #found < count do
     local tenant = redis.call('ZRANGE', turns, 0, 0)[1]
-    local n_left = tenant and redis.call('ZCARD', turns .. ':' .. tenant) or 0
+    local n_left = tenant and redis.call('ZCARD', turns .. ':' .. tenant)
     if not tenant or (tenant == '' and n_left == 0 and redis.call('ZCARD', turns) == 1) then -- no tenant waits any more
       redis.call('ZREM', turns, '')
       read_in_order(stream, count - #found, found)
