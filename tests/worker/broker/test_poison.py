@@ -238,6 +238,14 @@ async def test_a_live_worker_that_writes_after_the_check_does_not_start_its_atte
             assert await field(worker, job.id, "started_attempt") == b"2"
 
 
+async def test_a_cancel_ends_a_job_at_once_whose_worker_has_died(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        assert await check_crash(worker, attempt.claim, worker.name) == "ok"
+        assert await job.cancel()
+        assert (await job.status()).state is JobState.FINISHED, "no worker has the job"
+
+
 async def test_an_entry_that_does_not_belong_to_the_job_counts_no_crash(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
