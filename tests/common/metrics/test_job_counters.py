@@ -87,6 +87,22 @@ async def test_a_finish_that_is_sent_twice_counts_the_job_once(redis_url: str, q
     assert count_of(samples, f.CACHE_LOOKUPS, "interactive", "device") == 1
 
 
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [("300 300 0 none", {"computed": 300, "lookups:none": 1}), ("300 0 0 unused", {}), ("300 0 0", {})],
+)
+async def test_only_a_prompt_with_a_slot_was_looked_up_and_only_a_hit_has_cached_tokens(
+    redis_url: str, queue: str, usage: str, counted: dict[str, int]
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        attempt = await start(client, worker)
+        write = replace(FINISHED, fields={**FINISHED.fields, "usage": usage})
+        await worker.scripts.finish(attempt.increment(), write)
+        stored: Any = await worker.redis.hgetall(worker.keys.metrics(worker.queue, 0))
+    counts = {name.partition(":")[2]: number for name, number in sum_partitions([stored]).items()}
+    assert {name: counts[name] for name in counts if name.startswith(("computed", "lookups", "cached"))} == counted
+
+
 async def test_two_jobs_add_up_in_their_buckets(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         for _ in range(2):
