@@ -222,6 +222,16 @@ async def test_lost_turns_are_repaired(redis_server: EmbeddedRedis, queue: str, 
         assert await tenant_keys(client) == []
 
 
+async def test_a_job_with_a_new_entry_waits_once(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        job, _ = await submit(client, *"ab")
+        entry: Any = await client.redis.hget(client.keys.of_job(job.id).job, "entry")
+        await client.redis.xdel(client.keys.jobs(queue, 0, Priority.INTERACTIVE), entry)
+        await UpkeepScripts(worker_queue(client)).sweep(0, ["fake"], pause_s=0, n_keys=100_000)
+        assert [(one.tenant, one.waiting) for one in (await client.queue_depth()).tenants] == [("a", 1), ("b", 1)]
+        assert await job.position() == 1
+
+
 async def test_claimed_jobs_are_counted_again_when_the_hash_of_one_was_deleted(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         jobs = await submit(client, *"aaa")
@@ -299,6 +309,13 @@ async def test_the_position_of_a_job_counts_the_jobs_before_it(redis_url: str, q
         assert [await job.position() for job in (jobs[0], jobs[2])] == [None, None]
         (later,) = await submit(client, "", delay_s=1000)
         assert await later.position() is None
+
+
+async def test_the_position_of_a_tenants_job_does_not_count_running_jobs(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        jobs = await submit(client, *"aaabb")
+        await start(worker, 1)
+        assert [await job.position() for job in jobs] == [None, 1, 3, 0, 2]
 
 
 async def test_the_position_of_a_tenants_job_counts_the_turns_of_the_others(redis_url: str, queue: str) -> None:
