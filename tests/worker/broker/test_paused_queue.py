@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
+from tests.support.started_jobs import field
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import until, until_true, working
 
@@ -67,6 +69,21 @@ async def test_jobs_that_wait_in_a_worker_return_to_a_paused_queue(redis_url: st
             await client.resume()
             await until(lambda: {*idle.admitted, *worker.admitted} == {job.id for job in waiting})
             assert {(await job.status()).crashes for job in waiting} == {0}
+
+
+async def test_a_pause_leaves_preempted_jobs_in_their_worker_and_requeues_no_job_again(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        preempted = await client.submit("has lost its slot")
+        attempt = await worker.start_next()
+        await worker.scripts.flush([replace(attempt.increment(), has_slot=False)], LEASE_MS, renew=True)
+        unclaimed = await client.submit("is read, and not claimed")
+        assert await worker.claim() is not None
+        assert [await state_of(job) for job in (preempted, unclaimed)] == [JobState.QUEUED] * 2
+        await client.pause()
+        assert (await attempt.emit([1], "a")).code == "ok"
+        assert [await field(worker, job.id, "attempt") for job in (preempted, unclaimed)] == [b"1", b"0"]
 
 
 async def test_an_interrupted_job_continues_in_a_paused_queue_and_others_are_not_taken(
