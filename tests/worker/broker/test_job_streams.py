@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.claim_scripts import ClaimScripts
@@ -122,6 +123,17 @@ async def test_deleted_groups_are_created_again(redis_url: str, queue: str) -> N
             assert await read == []
         await add(redis, queue, 0, INTERACTIVE, 1)
         assert counts(await streams.read(1)) == {"0 interactive": 1}
+
+
+async def test_a_partition_that_cannot_be_opened_is_an_error_although_another_one_was_opened(
+    redis_url: str, queue: str
+) -> None:
+    async with connect(redis_url, name="test-streams") as redis:
+        stream = Keys().jobs(queue, 1, BULK)
+        await redis.set(stream, "not a stream", ex=60)
+        streams = JobStreams(WorkerQueue(redis, Keys(), queue, 2), Claimant("w1", 60_000))
+        with pytest.raises(ResponseError, match=f"{stream} is not a stream"):
+            await streams.open()
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
