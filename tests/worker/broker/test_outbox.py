@@ -25,6 +25,18 @@ from llamaq.worker.core.job import Job, PreparedJob
 from llamaq.worker.core.outputs import NewToken
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 
+
+async def test_a_token_is_stored_at_once(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "POLL_S", 1000.0)
+    async with working(redis_url, queue) as at:
+        job, running = await at.begin()
+        flushing = asyncio.create_task(at.outbox.run())
+        for number in range(2):  # the first flush is also that of the start
+            await at.put(running, number)
+            await until(at.stored, job, list(range(number + 1)))
+        await cancel_tasks(flushing)
+
+
 # jobs without per-token events
 
 
