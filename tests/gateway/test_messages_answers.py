@@ -44,3 +44,14 @@ async def test_the_input_of_a_tool_is_always_json(
     assert answer.status_code == 200, answer.text
     (block,) = json.loads(answer.text, parse_constant=refuse)["content"]
     assert (block["type"], block["name"], block["input"]) == ("tool_use", "f", expected)
+
+
+async def test_all_events_of_a_block_have_its_index(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
+        asking = asyncio.create_task(http.post("/v1/messages", json={**BODY, "model": queue, "stream": True}))
+        attempt = await worker.start_next()
+        await attempt.finish(text='{"name": "f", "arguments": {"a": 1}}', tokens=[1])
+        answer = await asking
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
+    of_block = [(event["type"], event["index"]) for event in events if event["type"].startswith("content_block")]
+    assert list(dict.fromkeys(of_block)) == [(f"content_block_{kind}", 0) for kind in ("start", "delta", "stop")]
