@@ -16,6 +16,7 @@ from llamaq.gateway.batches import request_body
 from llamaq.gateway.batches.record import BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import compress
+from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.settings import serve_settings
 
 
@@ -43,6 +44,27 @@ async def test_a_repeated_request_with_an_idempotency_key_gets_the_same_batch(re
     assert listed.count(later["id"]) == 1
     assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "idempotency_conflict")
     assert conflict.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "is_valid"),
+    [
+        ({"n" * 64: "v" * 512, **{str(number): "" for number in range(15)}}, True),
+        ({"n" * 65: "v"}, False),
+        ({"n": "v" * 513}, False),
+        ({"n": 1}, False),
+        ({str(number): "" for number in range(17)}, False),
+        ([], False),
+    ],
+)
+def test_the_metadata_of_a_batch_are_up_to_16_texts(metadata: Any, is_valid: bool) -> None:
+    body = {"input_file_id": "file-x", "endpoint": CHAT, "metadata": metadata}
+    if is_valid:
+        request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
+        assert request.metadata == metadata
+    else:
+        with pytest.raises(RequestRefused, match="metadata: an object with at most 16 texts of 512 characters"):
+            request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
 
 
 async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_nothing(
