@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
 import pytest
 from tests.support.http_server import post_of, sending, serving_http
+from tests.support.worker_cards import announce_card
 
+from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import InvalidSettings
+from llamaq.common.protocol.embedding_task import JobKind, Pooling
+from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http.json_body import MAX_DEPTH, decode_object
 from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.gateway.settings import serve_settings
 from llamaq.producer import AsyncClient
@@ -104,6 +110,35 @@ async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
             refused = await http.post(CHAT, content=body)
             assert refused.status_code == 400, body[:50]
             assert set(refused.json()["error"]) == {"message", "type", "code", "param"}
+
+
+@pytest.mark.parametrize(("depth", "is_valid"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
+def test_a_body_has_at_most_64_levels(depth: int, is_valid: bool) -> None:
+    text = b'{"wide": [[], []], "deep": ' + b"[" * (depth - 1) + b"1" + b"]" * (depth - 1) + b"}"
+    with nullcontext() if is_valid else pytest.raises(RequestRefused, match="nested more than 64 levels deep"):
+        decode_object(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "n_texts", "error"),
+    [("/v1/embeddings", 1, "do not pool"), ("/embeddings", 33, "at most 32 texts"), ("/embeddings", 32, None)],
+)
+async def test_workers_that_do_not_pool_embed_up_to_32_texts_in_the_form_of_llama_server(
+    redis_url: str, queue: str, path: str, n_texts: int, error: str | None
+) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        await announce_card(worker, kind=JobKind.EMBEDDING, pooling=Pooling.NONE)
+        asking = asyncio.create_task(http.post(path, json={"input": ["x"] * n_texts}))
+        if error is None:
+            await worker.start_next()
+            await cancel_tasks(asking)
+        else:
+            refused = await asking
+            assert (refused.status_code, error in refused.json()["error"]["message"]) == (400, True), refused.text
 
 
 async def test_a_number_that_no_float_can_represent_is_400(redis_url: str, queue: str) -> None:
@@ -343,6 +378,14 @@ async def test_clients_are_told_not_to_repeat_a_request_that_conflicts_with_anot
     assert (first.status_code, other.status_code) == (200, 409)
     assert other.headers["x-should-retry"] == "false"
     assert "x-should-retry" not in first.headers
+
+
+@pytest.mark.parametrize(("length", "status"), [(0, 400), (255, 200), (256, 400)])
+async def test_an_idempotency_key_has_1_to_255_characters(redis_url: str, queue: str, length: int, status: int) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        body, headers = {"input": "hi", "background": True}, {"Idempotency-Key": "k" * length}
+        answer = await http.post("/v1/responses", json=body, headers=headers)
+    assert answer.status_code == status, answer.text
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
