@@ -65,6 +65,7 @@ async def test_errors_name_the_way_out(
         assert "no endpoint" in await run(error, "--server", f"{url}/x", code=EXIT_USAGE)
         both = await run(error, "--server", url, "--redis-url", redis_url, code=EXIT_USAGE)
         assert "leave out --redis-url" in both
+        assert "--require-worker" in await run(error, "--server", url, "--require-worker", code=EXIT_USAGE)
     assert "such as http://localhost:8080" in error("--server", "localhost:8080", code=EXIT_USAGE)
     assert f"{url} does not answer" in error("--server", url, code=EXIT_NO_REDIS)
     async with served_by_http(redis_url, served, require_key=True) as (url, run):

@@ -199,6 +199,20 @@ def test_the_text_of_a_cancelled_job_is_incomplete_which_the_exit_code_says(
     assert capsys.readouterr().err == "llamaq: the job was cancelled before its end\n"
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_the_exit_code_says_that_a_generated_text_is_incomplete(
+    served: str, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+) -> None:  # fmt: skip
+    with Client(redis_url, served) as client:
+        client.pause()
+    monkeypatch.setattr(sys, "argv", ["llamaq", "generate", "x", "--queue-timeout-s", "0.01", *options])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "llamaq: the job reached its time limit before its end\n"
+
+
 def test_a_real_process_streams_token_by_token(redis_url: str, queue: str) -> None:
     job_id = submit(redis_url, queue)
     process = subprocess.Popen(

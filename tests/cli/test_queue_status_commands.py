@@ -22,6 +22,7 @@ from llamaq.producer.testing import FakeWorker
 def test_snapshots_are_tables_for_people_and_json_for_programs(served: str) -> None:
     llamaq("generate", "one two three")
     assert llamaq("depth") == "0 waiting, 0 running\n"
+    assert served in llamaq("queues"), "it has a worker"
     found = json.loads(llamaq("depth", "--json"))
     assert found == {"waiting": 0, "running": 0, "delayed": 0, "mode": "open", "tenants": []}
     assert "fake" in llamaq("workers")
