@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import logging
 from contextlib import nullcontext
 from typing import Any
@@ -14,9 +15,9 @@ from tests.support.http_server import post_of, sending, serving_http
 from tests.support.worker_cards import announce_card
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.errors import InvalidSettings
+from llamaq.common.errors import ErrorCode, InvalidSettings, JobFailed
 from llamaq.common.protocol.embedding_task import JobKind, Pooling
-from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http.errors import RequestRefused, error_response
 from llamaq.gateway.http.json_body import MAX_DEPTH, decode_object
 from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.gateway.settings import serve_settings
@@ -110,6 +111,15 @@ async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
             refused = await http.post(CHAT, content=body)
             assert refused.status_code == 400, body[:50]
             assert set(refused.json()["error"]) == {"message", "type", "code", "param"}
+
+
+@pytest.mark.parametrize(
+    ("path", "code"), [("/completion", "prompt_too_long"), ("/v1/completions", "context_length_exceeded")]
+)
+def test_the_error_of_a_job_has_the_code_of_the_api(path: str, code: str) -> None:
+    scope = {"type": "http", "path": path, "headers": []}
+    answer = error_response(JobFailed(ErrorCode.PROMPT_TOO_LONG, "too long", "q.0.1"), scope)
+    assert json.loads(bytes(answer.body))["error"]["code"] == code
 
 
 @pytest.mark.parametrize(("depth", "is_valid"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
