@@ -59,6 +59,7 @@ def test_the_finish_rate_falls_while_no_job_ends() -> None:
     assert finish_rate(recent, NOW_MS) == pytest.approx(4 / 5)
     assert finish_rate(recent, NOW_MS + 15_000) == pytest.approx(4 / 20)
     assert finish_rate(recent, NOW_MS + 300_000) is None
+    assert finish_rate(recent[:2], NOW_MS) == pytest.approx(1 / 2)
     assert finish_rate(recent[:1], NOW_MS) is None
     assert finish_rate([], NOW_MS) is None
 
