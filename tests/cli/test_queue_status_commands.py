@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support.command_line import failing, llamaq
 from tests.support.fake_redis import replace_redis
+from tests.support.worker_cards import KilledWorker
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app
@@ -42,7 +43,7 @@ def test_health_requires_a_worker_on_this_host_with_a_recent_tick(
 
     def announce(**heartbeat: Any) -> None:
         async def send_heartbeat() -> None:
-            async with FakeWorker(redis_url, queue) as worker:
+            async with KilledWorker(redis_url, queue) as worker:
                 await worker.announce(**heartbeat)
 
         asyncio.run(send_heartbeat())
@@ -69,7 +70,7 @@ def test_health_without_a_name_checks_the_queues_of_the_workers_on_this_host(
     assert f"({socket.gethostname()}) serves any queue" in failing(monkeypatch, capsys, "health", *options, code=4)
 
     async def announce(queue: str, host: str, tick_age_ms: int = 0) -> None:
-        async with FakeWorker(url, queue, name=f"worker-of-{queue}") as worker:
+        async with KilledWorker(url, queue, name=f"worker-of-{queue}") as worker:
             await worker.announce(now_ms=int(time.time() * 1000), host=host, tick_age_ms=tick_age_ms)
 
     here = socket.gethostname()

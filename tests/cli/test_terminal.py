@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 from tests.support.command_line import submit
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal
+from tests.support.worker_cards import KilledWorker
 
 from llamaq.cli.line_history import history_file, line_editing
 from llamaq.producer import Client, FinishReason, JobState
@@ -243,7 +244,7 @@ def test_tables_fit_80_columns_and_no_id_is_cut(redis_url: str, selected: str) -
     worker_id = "a-host-with-a-long-name-12345-abcdef"
 
     async def announce() -> str:
-        async with FakeWorker(redis_url, selected, name=worker_id) as worker:
+        async with KilledWorker(redis_url, selected, name=worker_id) as worker:
             await worker.announce()
             with Client(redis_url, selected) as client:
                 await asyncio.to_thread(client.submit, "x")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.worker_cards import KilledWorker
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.chat import Message
@@ -261,9 +262,9 @@ async def test_a_full_queue_refuses_with_its_depth(redis_url: str, queue: str) -
 async def test_workers_lists_live_workers_without_expired_ones(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         assert await client.workers() == ()
-        async with FakeWorker(redis_url, queue, name=f"{queue}-b") as one:
+        async with KilledWorker(redis_url, queue, name=f"{queue}-b") as one:
             await one.announce(now_ms=5)
-        async with FakeWorker(redis_url, queue, name=f"{queue}-a") as two:
+        async with KilledWorker(redis_url, queue, name=f"{queue}-a") as two:
             await two.announce(now_ms=6)
         await client.redis.zadd(client.keys.workers(queue), {"dead": 1})
         await client.redis.hset(client.keys.worker(f"{queue}-strange"), "worker", b"\xc1")

@@ -1,16 +1,18 @@
-"""`llamaq.producer.testing`: the fake worker reports its own errors to the test that uses it."""
+"""`llamaq.producer.testing`: the fake worker does what the test decides, and reports its own errors."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer import Client, InvalidRequest, JobFailed
+from llamaq.producer import AsyncClient, Client, FinishReason, InvalidRequest, JobFailed
 from llamaq.producer.embed_and_rerank import join_results
-from llamaq.producer.testing import fake_embedding, serving
+from llamaq.producer.testing import FakeWorker, fake_embedding, serving
 
 
 @pytest.mark.slow
@@ -35,17 +37,90 @@ def test_the_error_of_an_answer_is_raised_at_the_end(redis_url: str, queue: str)
         use_worker()
 
 
-def test_the_error_of_an_answer_is_raised_also_if_the_body_has_failed(redis_url: str, queue: str) -> None:
+def test_the_error_of_the_body_is_raised_with_that_of_the_answer_as_a_note(redis_url: str, queue: str) -> None:
+    """Otherwise a test that expects the error of `answer` would pass in spite of its failed assertions."""
+
     def answer(_: JobRequest) -> list[str]:
         raise ZeroDivisionError("in the test's own code")
 
-    with (
-        pytest.raises(ZeroDivisionError) as caught,
-        serving(redis_url, queue, answer),
-        Client(redis_url, queue) as client,
-    ):
-        client.generate("one")
-    assert isinstance(caught.value.__context__, JobFailed)
+    def use_worker() -> None:
+        with serving(redis_url, queue, answer), Client(redis_url, queue) as client:
+            with pytest.raises(JobFailed, match="in the test's own code"):
+                client.generate("one")
+            raise AssertionError("a wrong expectation")
+
+    with pytest.raises(AssertionError, match="a wrong expectation") as caught:
+        use_worker()
+    (note,) = caught.value.__notes__
+    assert "ZeroDivisionError" in note
+
+
+def test_the_error_of_the_body_alone_has_no_note(redis_url: str, queue: str) -> None:
+    with pytest.raises(AssertionError) as caught, serving(redis_url, queue, lambda _: []):
+        raise AssertionError("a wrong expectation")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_job_failed_of_an_answer_fails_only_that_job(redis_url: str, queue: str) -> None:
+    def answer(request: JobRequest) -> Iterator[str]:
+        yield "some text"
+        if request.prompt == "bad":
+            raise JobFailed("invalid_grammar", "the reason in words")
+
+    with serving(redis_url, queue, answer), Client(redis_url, queue, timeout_s=60) as client:
+        stream = client.stream("bad")
+        assert next(stream).text == "some text"
+        with pytest.raises(JobFailed, match="the reason in words") as caught:
+            next(stream)
+        assert caught.value.code == "invalid_grammar"
+        assert client.generate("good").text == "some text"
+
+
+def test_each_piece_of_a_generator_is_sent_before_the_next_is_read(redis_url: str, queue: str) -> None:
+    received = threading.Event()
+
+    def answer(_: JobRequest) -> Iterator[str]:
+        yield "one"
+        assert received.wait(60)
+        yield "two"
+
+    with serving(redis_url, queue, answer), Client(redis_url, queue, timeout_s=30) as client:
+        stream = client.stream("x")
+        assert next(stream).text == "one"
+        received.set()
+        assert "".join(stream.text()) == "two"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cancelled_job_ends_its_endless_answer(redis_url: str, queue: str, stream: bool) -> None:
+    started, left = threading.Event(), threading.Event()
+
+    def answer(_: JobRequest) -> Iterator[str]:
+        try:
+            while True:
+                yield "word "
+                started.set()
+        finally:
+            left.set()
+
+    with serving(redis_url, queue, answer), Client(redis_url, queue, timeout_s=60) as client:
+        job = client.submit("x", stream=stream)
+        assert started.wait(60)
+        job.cancel()
+        assert left.wait(60)
+        result = job.result()
+    assert (result.finish_reason, result.text[:5]) == (FinishReason.CANCELLED, "word ")
+
+
+async def test_a_fake_worker_is_listed_with_the_time_of_its_heartbeat_until_its_context_ends(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        async with FakeWorker(redis_url, queue) as worker:
+            await worker.announce()
+            (listed,) = await client.workers()
+            assert abs(listed.heartbeat_ms / 1000 - time.time()) < 60
+        assert await client.workers() == ()
 
 
 def test_each_queue_lists_its_fake_worker_until_the_context_ends(redis_url: str, queue: str) -> None:

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
+from tests.support.worker_cards import KilledWorker
 
 from llamaq.common.errors import LlamaqError, ModelError, ProtocolError
 from llamaq.common.protocol.chat import Message
@@ -34,7 +35,7 @@ def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 async def publish(url: str, queue: str, packed: bytes, vocab_hash: str) -> None:
-    async with FakeWorker(url, queue) as worker:
+    async with KilledWorker(url, queue) as worker:
         await worker.announce(vocab_hash=vocab_hash)
         await worker.redis.set(worker.keys.vocab(vocab_hash), packed, ex=60)
 

@@ -38,3 +38,10 @@ async def announce_card(worker: FakeWorker, **fields: Any) -> None:
     """Store one heartbeat of a worker. `fields` replace values of its card."""
     card = (await worker.announce()).model_copy(update=fields)
     await worker.redis.hset(worker.keys.worker(worker.name), "worker", codec.encode_model(make_heartbeat(card)))
+
+
+class KilledWorker(FakeWorker):
+    """A fake worker whose heartbeat stays in Redis after its context, as that of a killed worker does."""
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.redis.aclose()

@@ -1,6 +1,7 @@
 """A fake worker without a model, for tests of code that uses llamaq. The test decides what each job generates.
 
     async with FakeWorker(url, queue="tests") as worker:
+        await worker.announce()  # for clients with `require_worker=True`
         job = await client.submit("hello")
         attempt = await worker.start_next()
         await attempt.emit([1, 2], "one two")
@@ -15,16 +16,16 @@ import asyncio
 import hashlib
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.background_tasks import cancel_tasks
+from llamaq.common.errors import JobFailed
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.claim_scripts import ClaimScripts
@@ -49,8 +50,11 @@ from llamaq.common.protocol.script_types import (
 from llamaq.common.redis.connect import connect
 from llamaq.producer.queries.job_records import read_output
 
-Answer = Callable[[JobRequest], Sequence[str]]
-"""Returns the answer to a request, in pieces of text. Each piece becomes one token."""
+Answer = Callable[[JobRequest], Iterable[str]]
+"""Returns the answer to a request, in pieces of text. Each piece becomes one token, sent before the next is read.
+
+A `JobFailed` that it raises fails this job alone.
+"""
 
 POLL_S = 0.01
 LEASE_MS = 60_000
@@ -114,25 +118,25 @@ class FakeWorker:
                     raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(RedisError):  # a server that has stopped lists no workers
+            await self.redis.unlink(self.keys.worker(self.name))
         await self.redis.aclose()
 
     async def announce(
         self,
         *,
         vocab_hash: str = "0" * 64,
-        now_ms: int = 1,
+        now_ms: int | None = None,
         ttl_s: int = 3600,
         host: str = "localhost",
         tick_age_ms: int = 0,
     ) -> WorkerCard:
-        """Store one heartbeat, so that `Client.workers` lists this worker.
+        """Store one heartbeat. `Client.workers` lists this worker until its context ends.
 
         Args:
             vocab_hash: SHA-256 of the vocabulary in hexadecimal digits.
-            now_ms: Time of the heartbeat in milliseconds since the epoch.
+            now_ms: Time of the heartbeat in milliseconds since the epoch. None: now.
             ttl_s: Seconds until the heartbeat expires.
             host: Name of the worker's host.
             tick_age_ms: Age of the last tick at the time of the heartbeat, in milliseconds.
@@ -140,6 +144,8 @@ class FakeWorker:
         Returns:
             The card of this worker, as stored.
         """
+        time_ms = time.time_ns() // 1_000_000
+        beat_ms = time_ms if now_ms is None else now_ms
         card = WorkerCard(
             worker=self.name,
             queue=self.queue,
@@ -156,14 +162,14 @@ class FakeWorker:
             pid=1,
             device="none",
             version="0",
-            started_ms=now_ms,
+            started_ms=beat_ms,
         )
         cache = CacheSnapshot(n_cells=512, reserved_cells=0)
-        worker = Worker(card=card, cache=cache, heartbeat_ms=now_ms, tick_age_ms=tick_age_ms)
+        worker = Worker(card=card, cache=cache, heartbeat_ms=beat_ms, tick_age_ms=tick_age_ms)
         await self.redis.hset(self.keys.worker(self.name), "worker", codec.encode_model(worker))
         await self.redis.expire(self.keys.worker(self.name), ttl_s)
-        await self.redis.zadd(self.keys.workers(self.queue), {self.name: now_ms})
-        await self.redis.zadd(self.keys.queues(), {self.queue: time.time_ns() // 1_000_000})
+        await self.redis.zadd(self.keys.workers(self.queue), {self.name: beat_ms})
+        await self.redis.zadd(self.keys.queues(), {self.queue: time_ms})
         return card
 
     async def claim(self) -> JobEntry | None:
@@ -197,8 +203,8 @@ class FakeWorker:
     async def serve(self, answer: Answer) -> None:
         """Answer the jobs of the queue, one after the other, until this task is cancelled.
 
-        Each input of an embedding job has the embedding `fake_embedding`. If `answer` raises an error, the job fails
-        with its text, and this method raises it.
+        Each input of an embedding job has the embedding `fake_embedding`. If `answer` raises another error than
+        `JobFailed`, the job fails with its text, and this method raises it.
 
         Args:
             answer: Called with the request of each other job. It returns the pieces of text of the answer.
@@ -210,12 +216,13 @@ class FakeWorker:
                 await attempt.finish(embeddings=[fake_embedding(each) for each in attempt.request.embed.inputs])
                 continue
             try:
-                pieces = list(answer(attempt.request))
+                await attempt.answer(answer(attempt.request))
+            except JobFailed as exc:
+                await attempt.fail(exc.code, exc.message)
             except Exception as exc:
                 with suppress(asyncio.CancelledError):  # the caller gets the error in any case
                     await attempt.fail("internal", f"the answer of the fake worker failed: {exc!r}")
                 raise
-            await attempt.answer(pieces)
 
 
 class FakeAttempt:
@@ -328,10 +335,6 @@ class FakeAttempt:
     async def fail(self, code: str = "internal", message: str = "broken on purpose") -> bool:
         """Fail the job.
 
-        Args:
-            code: The error code.
-            message: The error message.
-
         Returns:
             Whether the job has ended now. False: another attempt has started, or the job had ended.
         """
@@ -348,21 +351,18 @@ class FakeAttempt:
         stream = self.worker.keys.stats(self.worker.queue)
         await self.worker.redis.xadd(stream, {"job": codec.encode_model(ended)}, maxlen=1000)
 
-    async def answer(self, pieces: Sequence[str]) -> None:
-        """Generate one token (0, 1, 2, …) for each piece of text, then finish. Stops early if the job is cancelled.
-
-        Args:
-            pieces: The text of each token.
-        """
+    async def answer(self, pieces: Iterable[str]) -> None:
+        """Generate one token (0, 1, 2, …) for each piece of text, then finish. Stops early if the job is cancelled."""
         for number, piece in enumerate(pieces):
             if self.request.stream:
                 reply = await self.emit([number], piece)
-                if reply.code != "ok":
-                    await self.finish(FinishReason.CANCELLED)
-                    return
             else:
+                reply = await self.emit([], "")
                 self.tokens.append(number)
                 self.text += piece
+            if reply.code != "ok":
+                await self.finish(FinishReason.CANCELLED)
+                return
         await self.finish()
 
 
@@ -378,6 +378,7 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
     """Answer the jobs of a queue in a thread, within this context. `Client.workers` lists the worker meanwhile.
 
     The context raises the error of a worker that cannot start when it is entered, and the error of `answer` at its end.
+    An error of the body is raised instead, with the error of `answer` as a note.
 
     Args:
         url: The Redis URL.
@@ -385,34 +386,31 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
         answer: Called with the request of each job, in that thread. It returns the pieces of text of the answer.
         key_prefix: The prefix of every Redis key.
     """
-    loop = asyncio.new_event_loop()
     ready: Future[None] = Future()
-    stopping = asyncio.Event()
+    stopping: Future[None] = Future()
 
     async def serve() -> None:
         async with FakeWorker(url, queue, key_prefix=key_prefix, name=f"fake-{queue}") as worker:
             await worker.announce()
             answering = asyncio.create_task(worker.serve(answer))
-            stopped = asyncio.create_task(stopping.wait())
+            stopped = asyncio.wrap_future(stopping)
             ready.set_result(None)
             await asyncio.wait([answering, stopped], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             await cancel_tasks(answering)
-            await worker.redis.unlink(worker.keys.worker(worker.name))
             if not answering.cancelled():
                 answering.result()
 
-    def run() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(serve())
-
     with ThreadPoolExecutor(1, "llamaq-fake-worker") as executor:
-        ended = executor.submit(run)
+        ended = executor.submit(asyncio.run, serve())
         wait([ready, ended], return_when=FIRST_COMPLETED)
         try:
             if ready.done():
                 yield
-        finally:
-            with suppress(RuntimeError):  # the loop is closed if the worker has failed
-                loop.call_soon_threadsafe(stopping.set)
-            ended.result()
+        except BaseException as exc:
+            stopping.cancel()
+            if error := ended.exception():
+                exc.add_note(f"The fake worker failed: {error!r}")
+            raise
+        stopping.cancel()
+        ended.result()

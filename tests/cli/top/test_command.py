@@ -11,20 +11,20 @@ import pytest
 from tests.support.command_line import failing, llamaq
 from tests.support.dead_letters import add_dead_letters
 from tests.support.terminal import CTRL_C, Terminal
+from tests.support.worker_cards import KilledWorker
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app
 from llamaq.producer import AsyncClient
-from llamaq.producer.testing import FakeWorker
 
 
 async def fill(url: str, queue: str) -> str:
-    """Announce a worker, let it run one job, and add two dead letters. Returns the id of the dead job."""
-    async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
+    """Add two dead letters, announce a worker, and let it run one job. Returns the id of the dead job."""
+    dead, _ = await add_dead_letters(url, queue)
+    async with AsyncClient(url, queue) as client, KilledWorker(url, queue) as worker:
         await worker.announce()
         await client.submit("x")
         await (await worker.start_next()).answer(["one", "two", "three"])
-    dead, _ = await add_dead_letters(url, queue)
     return dead
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.dead_letters import add_dead_letters
+from tests.support.worker_cards import KilledWorker
 
 from llamaq.cli.top import live_queues
 from llamaq.cli.top.live_queues import LiveQueues
@@ -73,7 +74,7 @@ async def test_a_reading_costs_one_command_for_each_worker_and_few_others(redis_
     async with AsyncClient(redis_url, queue) as client:
         await client.submit_many([{"prompt": "x"} for _ in range(100)])
         for number in range(20):
-            async with FakeWorker(redis_url, queue, name=f"{queue}-{number}") as worker:
+            async with KilledWorker(redis_url, queue, name=f"{queue}-{number}") as worker:
                 await worker.announce()
         live = LiveQueues(client, [queue])
         await live.read()
