@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support import readme
 from tests.support.node import run_node
 
 from llamaq.producer import AsyncJob
@@ -76,17 +78,43 @@ def module_of(source: str, name: str) -> ModuleType:
 
 
 @pytest.fixture
-def test_module(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The test on the page; its variable `app` is the app on the page."""
-    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
-    monkeypatch.setenv("LLAMAQ_QUEUE", queue)
-    app, test = examples("python")
-    monkeypatch.setitem(sys.modules, "app", module_of(app, "app"))
-    return module_of(test, "test_app")
+def app_file(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of the module `app`, which the tests on the page import."""
+    monkeypatch.setenv("TEST_REDIS_URL", redis_url)
+    for name in ("LLAMAQ_REDIS_URL", "LLAMAQ_QUEUE"):  # the tests on the page set them
+        monkeypatch.setenv(name, "")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "app.py"
+    sys.modules.pop("app", None)
 
 
-def test_the_test_of_the_backend_passes(test_module: Any) -> None:
+@pytest.fixture
+def test_module(app_file: Path) -> Any:
+    """The first tests on the page; its variable `app` is the app on the page."""
+    app, tests, _ = examples("python")
+    app_file.write_text(app)
+    return module_of(tests, "test_app")
+
+
+@pytest.fixture
+def disconnect_test(app_file: Path) -> Any:
+    """The last test on the page; its variable `app` is the app of the README."""
+    app_file.write_text(readme.block("backend"))
+    return module_of(examples("python")[-1], "test_disconnect")
+
+
+@pytest.fixture
+def queue(test_module: Any) -> str:
+    return str(test_module.QUEUE)
+
+
+def test_the_tests_of_the_backend_pass_one_after_the_other(test_module: Any) -> None:
     test_module.test_a_reader_that_returns_gets_the_rest_of_the_text()
+    test_module.test_a_reader_gets_the_text_until_the_job_fails()
+
+
+async def test_the_test_of_a_reader_that_leaves_passes_with_the_backend_of_the_readme(disconnect_test: Any) -> None:
+    await disconnect_test.test_a_reader_that_leaves_cancels_its_job()
 
 
 def test_the_backend_answers_errors_with_a_status_or_an_event(test_module: Any, redis_url: str, queue: str) -> None:
