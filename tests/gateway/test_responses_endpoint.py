@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from contextlib import AsyncExitStack
 
 import httpx
 import pytest
 from tests.gateway.test_disconnects import gateway, until
-from tests.support.http_server import post_of, sending
+from tests.support.http_server import post_of, sending, serving_http
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_request import MAX_MESSAGES
@@ -66,6 +68,33 @@ async def test_the_first_events_of_a_stream_do_not_wait_for_the_job(
     assert (waited_s < first_ping_s) == is_background
     (failed,) = [json.loads(line.removeprefix("data: ")) for line in rest if '"response.failed"' in line]
     assert failed["response"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_stream_resumed_after_an_error_has_exactly_the_rest(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", 0.1)
+    posted = post_of(RESPONSES, {"input": "hi", "stream": True, "background": True})
+    async with gateway(redis_url, queue) as (other_url, worker, _), AsyncExitStack() as open_:
+        async with serving_http(redis_url, queue, shutdown_s=0.0) as url:
+            first, _ = await open_.enter_async_context(sending(url, posted))
+            attempt = await worker.start_next()
+            await attempt.emit([1], "one ")
+            await first.readuntil(b'"delta":"one "')
+            path = f"{RESPONSES}/{ID_PREFIX}{attempt.claim.job_id}?stream=true&starting_after="
+            ahead = f"GET {path}1000 HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+            second, _ = await open_.enter_async_context(sending(url, ahead))
+            await second.readuntil(b"200 OK")
+        ended, not_begun = [(await reader.read()).decode() for reader in (first, second)]
+        await attempt.finish(text="two", tokens=[2])
+        last, last_ahead = [int(re.findall(r'"sequence_number":(-?\d+)', text)[-1]) for text in (ended, not_begun)]
+        async with httpx.AsyncClient(base_url=other_url, timeout=60) as http:
+            lines = (await http.get(f"{path}{last}")).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "server_stopping" in ended
+    assert "server_stopping" in not_begun
+    assert "".join(event["delta"] for event in events if "delta" in event) == "two"
+    assert last_ahead == 1000
 
 
 async def test_the_items_of_the_input_are_read_page_by_page(redis_url: str, queue: str) -> None:

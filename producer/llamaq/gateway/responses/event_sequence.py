@@ -28,6 +28,8 @@ class EventSequence:
         self._output = output_items_of(job_id, record)
         self.last_number = -1
         """The number of the last event so far."""
+        self.last_sent = starting_after
+        """The number of the last event that the reader has."""
 
     def first(self) -> Iterator[dict[str, Any]]:
         """Yield the events before the text."""

@@ -217,7 +217,8 @@ async def _stream(
     ping_s = context_of(request).settings.ping_s
 
     def format_error(exc: Exception) -> bytes:
-        return _encode({**error_fields(exc), "type": "error", "sequence_number": sequence.last_number + 1})
+        # A resumed stream does not repeat the error. So it takes no number of its own.
+        return _encode({**error_fields(exc), "type": "error", "sequence_number": sequence.last_sent})
 
     reader = AnswerReader(context_of(request).models, job.id, record)
     return await EventStream.open(
@@ -235,11 +236,13 @@ async def _events(
     try:
         async for piece in begun:
             for event in await _events_of(sequence, reader, piece, progress):
+                sequence.last_sent = event["sequence_number"]
                 yield _encode(event)
     except JobFailed as exc:
         if sequence.last_number < 0:  # there was no event, so the error still has a status
             raise
         for event in sequence.failure(exc):
+            sequence.last_sent = event["sequence_number"]
             yield _encode(event)
     finally:
         await begun.aclose()
