@@ -17,6 +17,7 @@ from tests.support.worker_cards import announce_card
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobFailed
 from llamaq.common.protocol.embedding_task import JobKind, Pooling
+from llamaq.gateway.http import event_stream
 from llamaq.gateway.http.errors import RequestRefused, error_response
 from llamaq.gateway.http.json_body import MAX_DEPTH, decode_object
 from llamaq.gateway.prepared.completion import PreparedCompletion
@@ -421,6 +422,49 @@ async def test_a_repeated_request_for_another_number_of_answers_conflicts_and_co
     assert (await first).status_code == repeated.status_code == 200
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_conflict")
     assert refused.headers["x-should-retry"] == "false"
+
+
+async def test_a_repeated_request_for_another_queue_conflicts_and_computes_nothing(redis_url: str, queue: str) -> None:
+    other = f"{queue}2"
+    async with (
+        AsyncClient(redis_url, other) as client,
+        FakeWorker(redis_url, queue) as worker,
+        FakeWorker(redis_url, other) as other_worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}) as http,
+    ):
+        await worker.announce()
+        await other_worker.announce()
+        first = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "model": queue}))
+        await (await worker.start_next()).finish(text="the answer", tokens=[1])
+        refused = await http.post("/v1/completions", json={"prompt": "a", "model": other})
+        assert (await client.queue_depth()).waiting == 0
+    assert (await first).status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_conflict")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_the_key_of_a_request_whose_jobs_were_all_refused_is_free(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", 30.0)  # the failure is not late on a busy machine either
+    body = {"prompt": "a", "stream": is_streamed}
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}, timeout=60) as http,
+    ):
+        await worker.announce()
+        await client.drain()
+        refused = await http.post("/v1/completions", json={**body, "n": 2})
+        await client.resume()
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        attempt = await worker.start_next()
+        await attempt.fail(ErrorCode.INVALID_GRAMMAR)
+        failed = await asking
+        other = await http.post("/v1/completions", json={**body, "n": 2})
+    assert (refused.status_code, failed.status_code, other.status_code) == (503, 400, 409)
 
 
 @pytest.mark.slow

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
@@ -13,6 +12,7 @@ from llamaq.common.background_tasks import all_of, cancel_tasks
 from llamaq.common.errors import InvalidSettings, JobCancelled, JobNotFound
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.idempotent_request import IdempotentRequest
 from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Chunk, FinishReason, JobOptions, Result
 from llamaq.producer.submission import build_request
 
@@ -50,8 +50,8 @@ class Generation:
         """
         self.client = client
         self._is_kept = is_kept
-        self._idempotency_key = idempotency_key
-        self._jobs = [{**job, **self._ownership(idempotency_key, number)} for number, job in enumerate(jobs)]
+        self._idempotent = None if idempotency_key is None else IdempotentRequest(idempotency_key, len(jobs))
+        self._jobs = [{**job, **self._ownership(number)} for number, job in enumerate(jobs)]
         self._max_tokens = max_tokens
         self._renew_client = renew_client
         self.requests: list[JobRequest] = []
@@ -61,11 +61,11 @@ class Generation:
         self._begun: list[AsyncStream] = []
         """The same streams, even before `start` has submitted all jobs."""
 
-    def _ownership(self, idempotency_key: str | None, number: int) -> dict[str, Any]:
+    def _ownership(self, number: int) -> dict[str, Any]:
         """Return the options of a job that decide whether it ends with its request."""
-        if idempotency_key is None:
+        if self._idempotent is None:
             return {"cancel_on_disconnect": not self._is_kept}
-        return {"idempotency_key": f"{idempotency_key}:{number}"}
+        return {"idempotency_key": self._idempotent.key_of_job(number)}
 
     async def results(self, check: Callable[[Result], None] = lambda _: None) -> list[Result]:
         """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled.
@@ -77,7 +77,8 @@ class Generation:
             JobCancelled: An operator or another client cancelled a job.
         """
         await self._build_requests(stream=False)
-        return await all_of([self._result(request, check) for request in self.requests])
+        async with self._recorded():
+            return await all_of([self._result(request, check) for request in self.requests])
 
     async def _result(self, request: JobRequest, check: Callable[[Result], None]) -> Result:
         with _refusing_lost_jobs():
@@ -88,26 +89,10 @@ class Generation:
     async def _build_requests(self, *, stream: bool) -> None:
         options = [cast("JobOptions", {**values, "stream": stream}) for values in self._jobs]
         self.requests = [limited(await build_request(each), self._max_tokens) for each in options]
-        if self._idempotency_key is not None:
-            await self._check_number_of_jobs(self._idempotency_key)
 
-    async def _check_number_of_jobs(self, idempotency_key: str) -> None:
-        """Refuse a request whose key belongs to a request with more or fewer jobs. Redis compares single jobs only.
-
-        The record expires before the first job does. Then only the jobs are compared.
-        """
-        redis, record = self.client.redis, self.client.keys.http_request(idempotency_key)
-        n_jobs, ttl_s = str(len(self._jobs)), math.ceil(self.client.settings.result_ttl_s)
-        if await redis.set(record, n_jobs, ex=ttl_s, nx=True):
-            return
-        earlier: Any = await redis.get(record)
-        if earlier is not None and earlier != n_jobs.encode():
-            raise RequestRefused(
-                HTTPStatus.CONFLICT,
-                "the Idempotency-Key belongs to a request with another number of answers or inputs: use another key "
-                "for another request",
-                code="idempotency_conflict",
-            )
+    def _recorded(self) -> AbstractAsyncContextManager[None]:
+        """Return the context in which the jobs are submitted."""
+        return nullcontext() if self._idempotent is None else self._idempotent.recorded(self.client)
 
     async def start(self, *, stream: bool = True) -> None:
         """Submit the jobs, all or none.
@@ -117,7 +102,8 @@ class Generation:
         """
         await self._build_requests(stream=stream)
         try:
-            self.streams = await all_of([self._stream(request) for request in self.requests])
+            async with self._recorded():
+                self.streams = await all_of([self._stream(request) for request in self.requests])
         except BaseException:
             await self.aclose()
             raise

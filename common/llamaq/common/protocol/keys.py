@@ -31,7 +31,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:http:keys                 | hash             | API keys of `llamaq serve`, by their SHA-256       |
 | llamaq:http:{name}:rate          | string           | a minute; when the next request of a key is due    |
 | llamaq:http:{name}:open          | sorted set       | a minute; open requests of a key, by expiry        |
-| llamaq:http:request:<key>        | string: number   | `result_ttl_s`; jobs of an `Idempotency-Key`       |
+| llamaq:http:request:<key>        | string           | `result_ttl_s`; of an `Idempotency-Key`            |
 | llamaq:{q:p}:response:<job id>   | string: JSON     | `response_ttl_s` and a week; of `/v1/responses`    |
 | llamaq:http:{name}:files         | hash             | a month; records of the files of an API key        |
 | llamaq:{hex}:file                | list of blocks   | as the record of the file                          |
