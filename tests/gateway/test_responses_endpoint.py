@@ -195,6 +195,48 @@ async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: st
     assert ttl_s > client.connection.settings.result_ttl_s
 
 
+async def test_a_deleted_response_is_not_in_redis_and_a_repeated_request_gets_a_new_one(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"Idempotency-Key": queue}
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def begin(**more: bool) -> tuple[asyncio.Task[httpx.Response], FakeAttempt, str]:
+            asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi", **more}, headers=headers))
+            attempt = await worker.start_next()
+            return asking, attempt, f"{RESPONSES}/{ID_PREFIX}{attempt.claim.job_id}"
+
+        asking, attempt, path = await begin()
+        await attempt.finish(text="secret", tokens=[2])
+        assert (await asking).status_code == 200
+        assert (await http.delete(path)).json()["deleted"]
+        assert [key async for key in client.redis.scan_iter(f"*{attempt.claim.job_id}*")] == []
+
+        asking, attempt, path = await begin()
+        await attempt.fail(ErrorCode.INVALID_GRAMMAR)
+        assert (await asking).status_code == 400
+        assert (await http.delete(path)).json()["deleted"]
+
+        monkeypatch.setattr(responses, "CANCEL_WAIT_S", 0.1)
+        _, attempt, path = await begin(background=True)
+        assert (await http.delete(path)).json()["deleted"], "the worker will end the job"
+        assert (await http.get(path)).status_code == 404
+        await attempt.finish(FinishReason.CANCELLED)
+
+
+async def test_the_deletion_of_a_response_whose_job_has_expired_keeps_a_later_job_with_its_key(
+    redis_url: str, queue: str
+) -> None:
+    body, headers = {"input": "hi", "background": True}, {"Idempotency-Key": queue}
+    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
+        first = (await http.post(RESPONSES, json=body, headers=headers)).json()["id"]
+        await client.redis.delete(client.keys.of_job(first.removeprefix(ID_PREFIX)).job)
+        later = [(await http.post(RESPONSES, json=body, headers=headers)).json()["id"]]
+        assert (await http.delete(f"{RESPONSES}/{first}")).json()["deleted"]
+        later.append((await http.post(RESPONSES, json=body, headers=headers)).json()["id"])
+    assert first != later[0] == later[1]
+
+
 @pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens"])
 async def test_too_many_messages_are_refused_by_the_name_of_their_field(redis_url: str, queue: str, path: str) -> None:
     items = [{"role": "user", "content": "a"}] * MAX_MESSAGES

@@ -63,9 +63,12 @@ class Generation:
 
     def _ownership(self, number: int) -> dict[str, Any]:
         """Return the options of a job that decide whether it ends with its request."""
-        if self._idempotent is None:
-            return {"cancel_on_disconnect": not self._is_kept}
-        return {"idempotency_key": self._idempotent.key_of_job(number)}
+        key = self.key_of_job(number)
+        return {"cancel_on_disconnect": not self._is_kept} if key is None else {"idempotency_key": key}
+
+    def key_of_job(self, number: int) -> str | None:
+        """Return the idempotency key of a job. None: it has no key."""
+        return None if self._idempotent is None else self._idempotent.key_of_job(number)
 
     async def results(self, check: Callable[[Result], None] = lambda _: None) -> list[Result]:
         """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled.

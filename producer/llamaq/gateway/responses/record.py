@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
 from llamaq.gateway.responses.output_items import OutputItems
@@ -28,6 +28,7 @@ class ResponseRecord(WireModel):
     model: str = Field(description="Name of the model that the response shows.")
     created_s: int = Field(description="Time of the request, in seconds since the epoch.")
     owner: str | None = Field(None, description="Name of the API key of the request. Only the same key may read it.")
+    idempotency_key: str | None = Field(None, description="The idempotency key of its job.")
     is_background: bool = Field(False, description="Whether the request was answered before the job ended.")
     messages: list[dict[str, Any]] = Field(description="The conversation before the answer, without instructions.")
     n_new: int = Field(description="Number of messages at the end of `messages` that came with this request.")
@@ -111,7 +112,15 @@ class ResponseStore:
 
     async def delete(self, job_id: str) -> None:
         """Remove a record. The result of its job expires by itself."""
-        await self._redis.delete(self._keys.http_response(job_id))
+        await self._redis.unlink(self._keys.http_response(job_id))
+
+    async def delete_with_result(self, job_id: str, record: ResponseRecord) -> None:
+        """Remove a record, and its job, which exists and has ended. A repeated request gets a new job."""
+        of_job, parsed = self._keys.of_job(job_id), JobId.parse(job_id)
+        removed = [self._keys.http_response(job_id), of_job.job, of_job.events]
+        if record.idempotency_key is not None:
+            removed.append(self._keys.idempotency(parsed.queue, parsed.partition, record.idempotency_key))
+        await self._redis.unlink(*removed)
 
 
 def missing(response_id: str) -> RequestRefused:

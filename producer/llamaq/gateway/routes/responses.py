@@ -63,7 +63,8 @@ async def _answer(
 ) -> Response:
     """Submit the job of a request, and return the response, or its beginning."""
     max_bytes = generation.client.settings.max_request_bytes
-    encoded = asked.record.encode(max_bytes) if body.is_stored else ""
+    record = asked.record.model_copy(update={"idempotency_key": generation.key_of_job(0)})
+    encoded = record.encode(max_bytes) if body.is_stored else ""
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
@@ -101,20 +102,33 @@ async def retrieve(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """Cancel a response."""
     record, job = await _find(request)
-    await job.cancel()
-    with suppress(JobFailed, NoWorker, ResultTimeout):  # the response shows a failure
-        await job.result(timeout=CANCEL_WAIT_S)
+    await _cancel(job)
     response = await _current(request, record, job)
     # If the tick takes longer, the job will be cancelled after it.
     return json_response(response if response["usage"] or response["error"] else response | {"status": "cancelled"})
 
 
+async def _cancel(job: AsyncJob) -> bool:
+    """Cancel a job, and return whether it has ended."""
+    await job.cancel()
+    with suppress(JobFailed):  # the response shows a failure
+        try:
+            await job.result(timeout=CANCEL_WAIT_S)
+        except (NoWorker, ResultTimeout):
+            return False
+    return True
+
+
 async def delete(request: Request) -> Response:
     """Remove a response. If its job has not ended, it is cancelled."""
-    _, job = await _find(request)
+    record, job = await _find(request)
+    store, has_result = _store_of(request), False
     with suppress(JobNotFound):
-        await job.cancel()
-    await _store_of(request).delete(job.id)
+        has_result = await _cancel(job)
+    if has_result:
+        await store.delete_with_result(job.id, record)
+    else:
+        await store.delete(job.id)
     return json_response({"id": ID_PREFIX + job.id, "object": "response", "deleted": True})
 
 
