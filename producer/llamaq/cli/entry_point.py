@@ -13,12 +13,13 @@ from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 
 
 def _exit(number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a shell sends SIGHUP too, which must not interrupt the cancellation
+    for each in (signal.SIGTERM, signal.SIGHUP):  # another one must not interrupt the cancellation
+        signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def main() -> None:
-    """Import the commands, and run the called one. SIGTERM and SIGHUP cancel its job, as Ctrl-C does."""
+    """Import the commands, and run the called one. SIGTERM and SIGHUP cancel a job, as Ctrl-C does."""
     if {"generate", "chat", "embed", "rerank"}.intersection(sys.argv[1:2]):
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:

@@ -39,11 +39,11 @@ class IdempotentRequest:
         Raises:
             RequestRefused: The key belongs to a request with another queue, or with more or fewer jobs.
         """
-        record, values = client.keys.http_request(self.key), f"{self.n_jobs} {client.queue}"
+        key, record = client.keys.http_request(self.key), f"{self.n_jobs} {client.queue}"
         ttl_s = math.ceil(client.settings.result_ttl_s)
-        is_new = await client.redis.set(record, values, ex=ttl_s, nx=True)
-        earlier: Any = None if is_new else await client.redis.get(record)
-        if earlier is not None and earlier != values.encode():
+        is_new = await client.redis.set(key, record, ex=ttl_s, nx=True)
+        earlier: Any = None if is_new else await client.redis.get(key)
+        if earlier is not None and earlier != record.encode():
             raise RequestRefused(
                 HTTPStatus.CONFLICT,
                 "the Idempotency-Key belongs to a request with another model or another number of answers or inputs: "
@@ -55,7 +55,7 @@ class IdempotentRequest:
         except LlamaqError:
             with suppress(RedisError, OSError):  # the caller gets the error of the jobs
                 if is_new and not await self._has_jobs(client):
-                    await client.redis.delete(record)
+                    await client.redis.delete(key)
             raise
 
     async def _has_jobs(self, client: AsyncClient) -> bool:

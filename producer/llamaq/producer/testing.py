@@ -219,6 +219,8 @@ class FakeWorker:
                 await attempt.answer(answer(attempt.request))
             except JobFailed as exc:
                 await attempt.fail(exc.code, exc.message)
+            except RedisError:
+                raise
             except Exception as exc:
                 with suppress(asyncio.CancelledError):  # the caller gets the error in any case
                     await attempt.fail("internal", f"the answer of the fake worker failed: {exc!r}")

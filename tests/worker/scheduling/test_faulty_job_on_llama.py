@@ -15,6 +15,7 @@ from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.tools.random_gguf import PLAIN, Weights, write_model
+from llamaq.worker.core.finish_rules import ALL_NAN
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import Output
 from llamaq.worker.engine.engine import Engine
@@ -95,7 +96,9 @@ def test_the_options_of_a_job_that_make_its_logits_infinite_disturb_no_other_job
 
 
 @pytest.mark.parametrize("n_prompt", [10, 100])
-def test_the_keys_of_a_strong_adapter_spoil_no_other_job(parts: ModelParts, n_prompt: int) -> None:
+def test_the_keys_of_a_strong_adapter_spoil_no_other_job(
+    parts: ModelParts, n_prompt: int, caplog: pytest.LogCaptureFixture
+) -> None:
     scheduler, *_ = parts
     prompts = [[number, *range(40, 70)] for number in range(5, 7)]
 
@@ -117,7 +120,8 @@ def test_the_keys_of_a_strong_adapter_spoil_no_other_job(parts: ModelParts, n_pr
     ends = ends_of(outputs)
     error = ends[faulty.id].error
     assert error is not None
-    assert "not numbers" in error.message
+    assert error.message == ALL_NAN
+    assert "cache.cleared" in caplog.text
     for job, expected_job in zip(jobs, expected_jobs, strict=True):
         assert ends[job.id].reason is FinishReason.LENGTH
         assert tokens_of(outputs, job.id) == tokens_of(expected, expected_job.id)

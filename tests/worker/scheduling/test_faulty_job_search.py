@@ -11,6 +11,7 @@ from tests.support.ticked_jobs import TickedJobs, ends_of
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.worker.core.finish_rules import ALL_NAN
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import Output
 from llamaq.worker.testing import make_job, next_letter, run_tick, run_to_end
@@ -30,7 +31,7 @@ def assert_only_the_faulty_job_fails(outputs: list[Output], faulty: Job, others:
     error = ends[faulty.id].error
     assert error is not None
     assert error.code is ErrorCode.DECODE_FAILED
-    assert "not numbers" in error.message
+    assert error.message == ALL_NAN
     for job in others:
         assert ends[job.id].reason is FinishReason.LENGTH
         assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
@@ -103,6 +104,31 @@ def test_no_other_job_is_blamed_if_the_faulty_one_leaves_while_it_computes_alone
     outputs += rig.finish()
     for job in others:
         assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+
+
+def test_no_other_job_is_blamed_if_the_faulty_one_fails_otherwise_while_it_computes_alone() -> None:
+    rig = TickedJobs(n_slots=3)
+    faulty, *others = [make_job("the prompt of a job " * 2 + str(number), max_tokens=30) for number in range(3)]
+    rig.submit(faulty, *others)
+    outputs = rig.tick(12)
+    rig.engine.spoil_cells(faulty.id)
+    outputs += rig.tick(2)
+    rig.engine.fail_job(faulty.id)
+    outputs += rig.finish()
+    assert ends_of(outputs)[faulty.id].error is not None
+    for job in others:
+        assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+
+
+def test_the_jobs_that_are_not_the_cause_are_suspected_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = TickedJobs(n_slots=3)
+    *others, faulty = [make_job(f"job number {number}", max_tokens=30) for number in range(3)]
+    rig.submit(*others, faulty)
+    outputs = rig.tick(12)
+    rig.engine.spoil_cells(faulty.id)
+    outputs += rig.finish()
+    assert_only_the_faulty_job_fails(outputs, faulty, others)
+    assert caplog.text.count("cache.cleared") == 1
 
 
 def test_no_job_is_admitted_during_a_search() -> None:

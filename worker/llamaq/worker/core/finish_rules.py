@@ -7,14 +7,13 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
 
 NOT_NUMBERS = (
-    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, "
-    "its values too large for this device (try --flash-attn off, or another quantization), or the job's options of "
-    "sampling too extreme"
+    "the logits are not numbers, or infinite: no token can be drawn. The model's file may be damaged, its values too "
+    "large for this device (try another quantization), or the sampling options too extreme"
 )
 """Why a job fails whose next token cannot be drawn."""
 ALL_NAN = (
-    "all logits that the model computed are not numbers (NaN). Its file may be damaged, or its values may be too large "
-    "for this device (try --flash-attn on, another quantization, or smaller scales of LoRA adapters)"
+    "the model computed only logits that are not numbers (NaN). Its file may be damaged, or its values too large for "
+    "this device (try the other value of --flash-attn, another quantization, or smaller scales of LoRA adapters)"
 )
 """Why a job fails if the values of the model have become NaN before the logits."""
 

@@ -310,7 +310,7 @@ def _score(run: Run, rows: LogitRows | Sequence[Row]) -> bytes:
     """
     if run.job.prompt_scorer is None or not isinstance(rows, np.ndarray):
         raise TypeError(f"{run.job!r} has no rows of all logits, or needs none")
-    _check_not_nan(rows[0])
+    _check_not_nan(rows[-1])  # the later tokens depend on the earlier ones
     start = run.n_past + 1
     return run.job.prompt_scorer.score(rows, run.tokens[start : start + len(rows)])
 
@@ -353,8 +353,9 @@ def _draw(run: Run, row: Row, drawn: int | None) -> int:
 
 
 def _check_not_nan(row: Row) -> None:
-    """Raise `JobRejected` if all logits are NaN. A value that is NaN in an earlier layer makes them all NaN, so one of
-    them tells it. The options of a job may also give NaN or infinity, but after this check.
+    """Raise `JobRejected` if all logits are NaN. A NaN in an earlier layer makes them all NaN, so one is enough.
+
+    The options of the job change the logits only later, and may make some of them NaN or infinite.
     """
     logits = row.logits if isinstance(row, LargestLogits) else row
     if math.isnan(logits.item(0)):

@@ -240,15 +240,16 @@ class KvMemory:
         while self.drop_coldest():
             pass
         for slot in self._pool.active:
+            self._offload.cancel_transfers(slot.active.seq_id)  # blocks that are loaded cannot be discarded
+        for slot in self._pool.active:
             run = slot.active
-            self._offload.cancel_transfers(run.seq_id)
             if run.tier in STORED_TIERS and run.prefilled_s is None:
                 self._offload.discard_branch(run.packed, run.job.scope)
-            run.leader = None
+            run.leader = run.tier = None
             if slot.state is not SlotState.PREFILL:
                 slot.transition_to(SlotState.PREFILL)
             self.record_progress(slot, 0)
-            run.add_prompt_rows(b"")
+            run.add_prompt_rows(b"")  # drops the rows of the lost cells
         self._sequences.clear()
 
     def _cache_state(self, run: Run) -> None:

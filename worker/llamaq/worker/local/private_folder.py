@@ -14,7 +14,10 @@ PREFIX = "llamaq-redis-"
 
 
 class PrivateFolder:
-    """A folder of mode 0700 that is locked until `remove`, and that exists at most as long as this process."""
+    """A folder of mode 0700 that is locked until `remove`.
+
+    The end of the process removes it too, unless the process is killed.
+    """
 
     def __init__(self) -> None:
         """Create the folder, and remove the folders of processes that were killed.
@@ -46,7 +49,9 @@ class PrivateFolder:
 def _create() -> tuple[tempfile.TemporaryDirectory[str], int | None]:
     """Create and lock a folder. If another process locks it first, to remove it, create another one."""
     while True:
-        folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        folder = tempfile.TemporaryDirectory(
+            prefix=PREFIX, ignore_cleanup_errors=True
+        )  # another process may look at it
         try:
             lock = lock_folder(Path(folder.name))
         except OSError:  # the file system has no locks

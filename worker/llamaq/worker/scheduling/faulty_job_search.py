@@ -5,10 +5,10 @@ the cells of one job, for example with a strong LoRA adapter, can spoil the logi
 after this job has ended, because removed cells keep their data until other tokens are written to them.
 
 Therefore a job whose logits are NaN does not fail at once. All cells are cleared with their data, and the running jobs
-are suspected. One after another, each of them computes its tokens again, until its logits are numbers. If they are NaN
-again, this job is the cause, and fails: no other job has written cells since they were cleared. That is also why no
-job is admitted during a search, and why all cells are cleared once more if a suspect leaves before its logits are
-known. The cells of a suspect are not cached.
+are suspected. One after another, each of them computes its tokens again, until its next logits are known. If they are
+NaN again, this job is the cause, and fails: since the cells were cleared, only jobs whose logits are numbers have
+written others. That is also why no job is admitted during a search, and why all cells are cleared once more if a
+suspect leaves before its logits are known. The cells of a suspect are not cached.
 """
 
 from __future__ import annotations
@@ -35,51 +35,58 @@ class FaultyJobSearch:
         self._suspects: list[Run] = []
         self._computing: Run | None = None
         """The suspect that computes its tokens again."""
-        self._has_nan = False
-        """Whether logits of this tick are NaN."""
+        self._must_begin = False
+        """Whether logits of this tick are NaN, without a search."""
+        self._must_clear = False
+        """Whether a suspect has failed in this tick."""
 
+    @property
     def is_searching(self) -> bool:
-        """Return whether a job is suspected, so that no other job may get cells. Call it before each plan."""
+        """Whether a job is suspected, so that no other job may get cells."""
+        return bool(self._suspects)
+
+    def forget_released(self) -> None:
+        """Suspect no job that has left its slot. Call this before jobs are admitted."""
         if self._computing is not None and self._computing.is_released:  # it was cancelled, for example
             self._computing = None
             self._memory.clear()
         self._suspects = [run for run in self._suspects if not run.is_released]
-        return bool(self._suspects)
 
     def slots_of_turn(self) -> tuple[Slot, ...]:
         """Return the slots that the next tick may compute: all slots, or that of the first suspect."""
-        if not self.is_searching():
+        if not self._suspects:
             return self._memory.slots
         self._computing = self._suspects[0]
         return tuple(slot for slot in self._memory.slots if slot.run is self._computing)
 
     def judge(self, result: SlotResult) -> SlotResult:
         """Return the result of a slot, without its error if the cells of another job may be the cause."""
-        is_nan = are_all_nan(result.error)
-        self._has_nan |= is_nan
         if self._computing is None or self._computing is not result.slot.run:
-            return result._replace(error=None) if is_nan else result
+            if not are_all_nan(result.error):
+                return result
+            self._must_begin = True
+            return result._replace(error=None)
         if result.sampled or result.error is not None:
             self._suspects.remove(self._computing)
-            self._computing.is_suspected = is_nan
+            self._must_clear = self._computing.is_suspected = result.error is not None
             self._computing = None
         return result
 
     def end_tick(self) -> bool:
-        """Clear all cells if logits of this tick are NaN. Called after all results of the tick were applied.
+        """Begin a search, or clear the cells of a suspect that has failed. Called after all results were applied.
 
         Returns:
             Whether the cells were cleared.
         """
-        if not self._has_nan:
-            return False
-        self._has_nan = False
-        if not self._suspects:
+        if self._must_begin:
             self._suspects = [slot.active for slot in self._memory.active_slots]
             for run in self._suspects:
                 run.is_suspected = True
-        n_suspects = len(self._suspects)
-        log.error("cache.cleared n_suspects=%d: logits were NaN, and the cells may spoil other jobs", n_suspects)
+            n_suspects = len(self._suspects)
+            log.error("cache.cleared n_suspects=%d: logits were NaN, and the cells may spoil other jobs", n_suspects)
+        elif not self._must_clear:
+            return False
+        self._must_begin = self._must_clear = False
         self._memory.clear()
         return True
 

@@ -210,7 +210,8 @@ class Scheduler:
     def admit(self) -> None:
         """Resume followers, then admit waiting jobs while there is room."""
         self._memory.resume_followers()
-        if not self._faulty_job_search.is_searching():
+        self._faulty_job_search.forget_released()
+        if not self._faulty_job_search.is_searching:
             self._admission.admit_waiting()
 
     def move(self, budget_s: float, prefill_token_s: float = 0.0) -> bool:

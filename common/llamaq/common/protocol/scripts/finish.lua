@@ -12,7 +12,7 @@
 -- ARGV[2]  group     consumer group of the job streams
 -- ARGV[3]  dead_ttl  shortest life of a dead job's keys, in ms
 -- ARGV[4]  max_dead  number of entries stored in the stream of dead letters
--- ARGV[5]  values    msgpack of an array with 13 values for each job, as in flush.lua
+-- ARGV[5]  values    msgpack of an array with 13 values for each job
 --     1  attempt      number of the caller's attempt
 --     2  entry        id of the job's entry
 --     3  channel      channel of the job's events
