@@ -132,13 +132,13 @@ async def test_errors_of_the_submit_have_a_status(backend: dict[str, Any], redis
         await client.submit("x")
         full = await read_response(await post(port, "/answer?prompt=x"))
     assert without_worker.startswith("HTTP/1.1 503 ")
-    assert f"no worker serves queue {queue!r}" in without_worker
+    assert without_worker.endswith("\r\n\r\nNoWorker")
     assert refused.startswith("HTTP/1.1 400 ")
-    assert "max_request_bytes=1024" in refused
+    assert refused.endswith("\r\n\r\nInvalidRequest")
     assert missing.startswith("HTTP/1.1 422 ")
     assert full.startswith("HTTP/1.1 503 ")
     assert "\r\nretry-after: 1\r\n" in full
-    assert "1 jobs wait" in full
+    assert full.endswith("\r\n\r\nQueueFull")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ async def test_a_job_that_fails_before_its_first_token_has_a_status(
         await (await worker.start_next()).fail(code, "the reason in words")
         response = await read_response(reader)
     assert response.startswith(f"HTTP/1.1 {status} ")
-    assert f"{code}: the reason in words" in response
+    assert response.endswith(f"\r\n\r\n{code}")
 
 
 async def test_a_started_stream_yields_all_chunks(redis_url: str, queue: str) -> None:
