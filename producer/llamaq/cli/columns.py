@@ -21,16 +21,16 @@ def visible(text: str) -> str:
     return text.translate(CONTROLS).replace("\n", "\\x0a")
 
 
-def replace_in_terminal(stream: TextIO | None) -> None:
+def replace_unencodable_in_terminal(stream: TextIO | None) -> None:
     """Let a terminal show `?` for characters that its encoding does not have.
 
     In a file or a pipe they are an error, because a program would not notice that characters are missing.
     """
     if stream is not None and not stream.closed and stream.isatty():
-        replace_in(stream)
+        replace_unencodable(stream)
 
 
-def replace_in(stream: TextIO | None) -> None:
+def replace_unencodable(stream: TextIO | None) -> None:
     """Let an output contain `?` for characters that its encoding does not have."""
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="replace")

@@ -32,7 +32,7 @@ from llamaq.cli import (
     queue_status_commands,
     slot_commands,
 )
-from llamaq.cli.columns import replace_in_terminal
+from llamaq.cli.columns import replace_unencodable_in_terminal
 from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 from llamaq.cli.job_options import add_hint
@@ -174,7 +174,7 @@ def main() -> None:
     if sys.stdout is None:
         sys.stdout = _ClosedOutput(BytesIO())
     for stream in (sys.stdout, sys.stderr):
-        replace_in_terminal(stream)
+        replace_unencodable_in_terminal(stream)
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
     except (LlamaqError, RedisError, OSError, UnicodeEncodeError) as exc:  # the last two: the output cannot be written

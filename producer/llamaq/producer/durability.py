@@ -45,7 +45,7 @@ async def confirm(connection: QueueConnection, job_ids: Sequence[str], durable: 
         config = keys.config(parsed.queue, parsed.partition)
         partitions.setdefault(config, [config]).append(keys.of_job(job_id).job)
     confirmed = min(
-        await asyncio.gather(*(_wait_for_replicas(connection.redis, some, durable) for some in partitions.values()))
+        await asyncio.gather(*(_wait_for_replicas(connection.redis, each, durable) for each in partitions.values()))
     )
     if confirmed < durable:
         raise NotDurable(tuple(job_ids), confirmed, durable)

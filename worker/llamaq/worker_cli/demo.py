@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from rich.console import Console
 from rich.live import Live
 
-from llamaq.cli.columns import replace_in
+from llamaq.cli.columns import replace_unencodable
 from llamaq.cli.error_report import exit_code_of
 from llamaq.common.errors import InvalidSettings
 from llamaq.producer import AsyncClient, JobFailed, LlamaqError
@@ -60,7 +60,7 @@ def run(count: int, model: str | None) -> int:
     Returns:
         The exit code.
     """
-    replace_in(sys.stdout)  # a person reads this output, also through a pipe
+    replace_unencodable(sys.stdout)  # a person reads this output, also through a pipe
     console = Console(highlight=False)
     settings = load_settings(model=model, n_parallel=min(count, 8), heartbeat_s=POLL_S, max_queue=0)
     model_name = settings.model
