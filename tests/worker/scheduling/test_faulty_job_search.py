@@ -26,6 +26,23 @@ def letters_after(prompt: Sequence[int], n: int) -> list[int]:
     return history[len(prompt) :]
 
 
+def search_while_the_faulty_job_computes_alone() -> tuple[TickedJobs, Job, list[Job], list[Output]]:
+    """Return the jobs of a search, the faulty one of them first, and the outputs so far."""
+    rig = TickedJobs(n_slots=3)
+    faulty, *others = [make_job("the prompt of a job " * 2 + str(number), max_tokens=30) for number in range(3)]
+    rig.submit(faulty, *others)
+    outputs = rig.tick(12)
+    rig.engine.spoil_cells(faulty.id)
+    outputs += rig.tick(2)
+    assert [part.slot.active.job for part in rig.engine.batches[-1].parts] == [faulty]
+    return rig, faulty, others, outputs
+
+
+def assert_unchanged(outputs: list[Output], jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+
+
 def assert_only_the_faulty_job_fails(outputs: list[Output], faulty: Job, others: Sequence[Job]) -> None:
     ends = ends_of(outputs)
     error = ends[faulty.id].error
@@ -87,37 +104,23 @@ def test_the_search_continues_without_a_job_that_leaves(how: str) -> None:
     assert len(rig.engine.batches[-1].parts) == 1
     leave(rig.scheduler, first, how)
     outputs += rig.finish()
-    for job in others:
-        assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+    assert_unchanged(outputs, others)
 
 
 @pytest.mark.parametrize("how", ["cancel", "release"])
 def test_no_other_job_is_blamed_if_the_faulty_one_leaves_while_it_computes_alone(how: str) -> None:
-    rig = TickedJobs(n_slots=3)
-    faulty, *others = [make_job("the prompt of a job " * 2 + str(number), max_tokens=30) for number in range(3)]
-    rig.submit(faulty, *others)
-    outputs = rig.tick(12)
-    rig.engine.spoil_cells(faulty.id)
-    outputs += rig.tick(2)
-    assert [part.slot.active.job for part in rig.engine.batches[-1].parts] == [faulty]
+    rig, faulty, others, outputs = search_while_the_faulty_job_computes_alone()
     leave(rig.scheduler, faulty, how)
     outputs += rig.finish()
-    for job in others:
-        assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+    assert_unchanged(outputs, others)
 
 
 def test_no_other_job_is_blamed_if_the_faulty_one_fails_otherwise_while_it_computes_alone() -> None:
-    rig = TickedJobs(n_slots=3)
-    faulty, *others = [make_job("the prompt of a job " * 2 + str(number), max_tokens=30) for number in range(3)]
-    rig.submit(faulty, *others)
-    outputs = rig.tick(12)
-    rig.engine.spoil_cells(faulty.id)
-    outputs += rig.tick(2)
+    rig, faulty, others, outputs = search_while_the_faulty_job_computes_alone()
     rig.engine.fail_job(faulty.id)
     outputs += rig.finish()
     assert ends_of(outputs)[faulty.id].error is not None
-    for job in others:
-        assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+    assert_unchanged(outputs, others)
 
 
 def test_the_jobs_that_are_not_the_cause_are_suspected_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,8 +145,7 @@ def test_no_job_is_admitted_during_a_search() -> None:
     outputs += rig.tick()
     assert [snapshot.job_id for snapshot in rig.scheduler.snapshot()] == [first.id, second.id, None]
     outputs += rig.finish()
-    for job in (first, second, late):
-        assert tokens_of(outputs, job.id) == letters_after(job.prompt, 30)
+    assert_unchanged(outputs, [first, second, late])
 
 
 def test_entries_of_the_prefix_cache_are_removed() -> None:
