@@ -124,7 +124,7 @@ def test_the_backend_answers_errors_with_a_status_and_a_code(
 ) -> None:
     assert responses_of_the_backend("Once upon a time " * 3000) == [(400, "prompt_too_long")]
     assert "(job default.0." in caplog.text, "the text of the error is in the log"
-    monkeypatch.setenv("LLAMAQ_QUEUE", "nobody")
+    monkeypatch.setenv("LLAMAQ_QUEUE", "without-worker")
     assert responses_of_the_backend("hello") == [(503, "NoWorker")]
     monkeypatch.setenv("LLAMAQ_REDIS_URL", f"redis://127.0.0.1:{free_port}")
     assert responses_of_the_backend("hello") == [(503, "ConnectionError")]

@@ -14,7 +14,7 @@ from llamaq.producer import Priority
 _FIELDS = ClientSettings.model_fields
 MIN_WAIT_S = 0.001
 """Shortest wait of `--wait-s`. The setting itself may be any number above 0."""
-MAX_INTERVAL_S = 86400
+MAX_INTERVAL_S = 86400  # a day
 
 RedisUrl = Annotated[str | None, typer.Option(help=setting_help("redis_url", _FIELDS["redis_url"]))]
 Queue = Annotated[str | None, typer.Option(help=setting_help("queue", _FIELDS["queue"]))]
