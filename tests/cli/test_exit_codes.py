@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from tests.support.command_line import failing
 
-from llamaq.cli import exit_codes, serve_command
+from llamaq.cli import exit_codes
 from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.common.errors import (
     EmbeddedRedisError,
@@ -26,6 +26,7 @@ from llamaq.common.errors import (
     ResultTimeout,
 )
 from llamaq.common.redis.connect import NotTheMaster, connect
+from llamaq.gateway_cli import serve_command
 from llamaq.worker.process import exit_codes as worker_exit_codes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()

@@ -36,7 +36,7 @@ def contract_names() -> list[str]:
 
 
 BREACHES = {
-    "Portions: the command line is above the gateway, which is above producer and worker, and common is below all": (
+    "Portions: special commands are above the command line and the gateway, then producer and worker, then common": (
         "common/llamaq/common/errors.py",
         "import llamaq.worker.settings",
     ),

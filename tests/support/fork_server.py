@@ -22,6 +22,7 @@ def import_commands() -> None:
     """Import what the scripts and their children import."""
     from llamaq.cli import main  # noqa: F401
     from llamaq.gateway import app, uvicorn_server  # noqa: F401
+    from llamaq.gateway_cli import server_commands  # noqa: F401
     from llamaq.worker.generation.grammar import gbnf_to_lark, token_constraint  # noqa: F401
     from llamaq.worker.process import worker_process  # noqa: F401
     from llamaq.worker_cli import start_worker_commands  # noqa: F401

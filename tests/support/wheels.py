@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER, SERVE = ROOT / "worker", ROOT / "producer"
 """Folders of the distributions `llamaq-worker` and `llamaq-serve`. `llamaq` is built from the root of the checkout."""
 BASE_PORTIONS = ("common", "producer")
-"""Folders of the distribution `llamaq`. The gateway in them belongs to `llamaq-serve`."""
-GATEWAY = "llamaq/gateway/"
+"""Folders of the distribution `llamaq`. What begins with `GATEWAY` in them belongs to `llamaq-serve`."""
+GATEWAY = "llamaq/gateway"
 
 
 def hatchling_build(source: Path, target: str, directory: Path) -> Path:

@@ -1,7 +1,7 @@
 """The `llamaq` command. After an error it prints one line on standard error, and exits with a code of `exit_codes`.
 
 The commands of a GPU host (`worker`, `up`, `demo`) are in `llamaq[worker]`. Their module is imported only when one of
-them is called. The commands of the HTTP server (`serve`, `keys`) need `llamaq[serve]`.
+them is called. The commands of the HTTP server (`serve`, `keys`) are in `llamaq[serve]`.
 """
 
 from __future__ import annotations
@@ -136,11 +136,8 @@ def register_server_commands(app: typer.Typer, called: str | None) -> None:
     Raises:
         MissingExtra: One of them is called, and `llamaq[serve]` is not installed.
     """
-    if importlib.util.find_spec("llamaq.gateway") is not None:
-        from llamaq.cli import key_commands, serve_command
-
-        serve_command.register(app)
-        app.add_typer(key_commands.build_app(), name="keys")
+    if importlib.util.find_spec("llamaq.gateway_cli") is not None:
+        importlib.import_module("llamaq.gateway_cli.server_commands").register(app)
     elif called in SERVER_COMMANDS:
         raise MissingExtra(f"llamaq {called}", "serve")
     else:

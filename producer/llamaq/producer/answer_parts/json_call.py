@@ -54,10 +54,12 @@ class JsonCall:
 
     Args:
         index: Number of the call in the answer.
+        needs_arguments: Whether an object without arguments is content. Otherwise it is a call without arguments.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, needs_arguments: bool = False) -> None:
         self._index = index
+        self._needs_arguments = needs_arguments
         self.text = ""
         """The text of a call that was not streamed."""
         self._arguments: JsonValueReader | None = None
@@ -99,8 +101,10 @@ class JsonCall:
         if self._arguments is not None:
             return []
         try:
-            value = from_json(self.text)
+            value = from_json(self.text, allow_inf_nan=False)
         except ValueError:
+            return None
+        if self._needs_arguments and not {"arguments", "parameters"}.intersection(value):
             return None
         return parts_of_call(self._index, value)
 

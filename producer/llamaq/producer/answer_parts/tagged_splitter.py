@@ -173,7 +173,12 @@ class TaggedSplitter:
                 if not (text := rest):
                     break
                 is_xml = tags.has_xml_calls and not text.startswith("{")
-                self._call = XmlCall(self._n_calls, tags.text_parameters) if is_xml else JsonCall(self._n_calls)
+                # Content in JSON may have a name too: without a tag before it, only its arguments show a call.
+                self._call = (
+                    XmlCall(self._n_calls, tags.text_parameters)
+                    if is_xml
+                    else JsonCall(self._n_calls, needs_arguments=tags.starts_with_call)
+                )
             new, text = self._call.feed(text)
             parts += new
             if self._call.has_ended:
