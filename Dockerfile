@@ -51,7 +51,9 @@ RUN apt-get update \
     && install --directory --owner llamaq --group llamaq /home/llamaq/.cache /home/llamaq/.cache/huggingface
 COPY --from=build /opt/llamaq /opt/llamaq
 
-ENV PATH=/opt/llamaq/bin:$PATH PYTHONUNBUFFERED=1
+# The driver stores the code that it compiles in CUDA_CACHE_PATH. By default that is ~/.nv, which the Helm chart mounts
+# read-only, so that each start of a worker process would compile again.
+ENV PATH=/opt/llamaq/bin:$PATH PYTHONUNBUFFERED=1 CUDA_CACHE_PATH=/home/llamaq/.cache/cuda
 USER llamaq
 WORKDIR /home/llamaq
 

@@ -189,12 +189,24 @@ def test_the_url_of_a_web_page_is_named_as_the_reason() -> None:
 def test_a_cut_stream_an_error_in_it_and_a_long_silence_are_errors() -> None:
     with pytest.raises(Exception, match="closed the connection before the end"):
         list(answers_with(chunk({"content": "a"})).stream_chat([CHAT], {}))
-    failed = 'data: {"error": {"message": "too long", "code": "prompt_too_long"}}'
-    with pytest.raises(JobFailed) as caught:
-        list(answers_with(failed).stream_chat([CHAT], {}))
-    assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
     with pytest.raises(ResultTimeout):
         list(answers_with(": queued, 1 ahead", timeout_s=0).stream_chat([CHAT], {}))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"message": "too long", "type": "invalid_request_error", "code": "context_length_exceeded"},
+        {"message": "too long", "type": "exceed_context_size_error", "code": 400},  # of llama-server
+        {"message": "too long", "code": "prompt_too_long"},
+    ],
+)
+def test_a_prompt_that_is_too_long_has_the_error_of_a_job_in_an_answer_and_in_a_stream(error: dict[str, Any]) -> None:
+    body = json.dumps({"error": error})
+    for answers in (answers_with(body, status=400), answers_with(f"data: {body}")):
+        with pytest.raises(JobFailed) as caught:
+            list(answers.stream_chat([CHAT], {}))
+        assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
 
 
 @pytest.mark.parametrize("code", [["too_long"], {"name": "too_long"}, 7, None, "too_long"])

@@ -260,13 +260,16 @@ async def test_a_boolean_of_the_query_has_four_values(redis_url: str, queue: str
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
-async def test_references_mean_the_items_of_stored_responses(redis_url: str, queue: str) -> None:
+@pytest.mark.parametrize("kind", [{"type": "item_reference"}, {"type": None}, {}])
+async def test_references_mean_the_items_of_stored_responses(
+    redis_url: str, queue: str, kind: dict[str, str | None]
+) -> None:
     async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
         await (await worker.start_next()).finish(text="Hello", tokens=[2])
         first = (await asking).json()
         (asked,) = (await http.get(f"{RESPONSES}/{first['id']}/input_items")).json()["data"]
-        items = [{"type": "item_reference", "id": item["id"]} for item in (asked, *first["output"])]
+        items = [{**kind, "id": item["id"]} for item in (asked, *first["output"])]
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": [*items, {"role": "user", "content": "Bye"}]}))
         attempt = await worker.start_next()
         await attempt.finish(text="Bye", tokens=[2])

@@ -7,7 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from llamaq.common.metrics import metric_definitions as f
 from llamaq.producer import AsyncClient, FinishReason, JobState, QueueDepth
+from llamaq.producer.queries.metrics import MetricsReader
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 Look = Callable[[AsyncClient, str], Awaitable[object]]
 
@@ -52,3 +55,16 @@ async def test_the_answers_count_no_job_that_is_due(redis_url: str, queue: str) 
         await asyncio.sleep(0.03)
         assert (await late.status()).state is JobState.FINISHED
         assert (await client.job(late.id).result()).finish_reason is FinishReason.DEADLINE
+
+
+@pytest.mark.starts_processes
+async def test_a_server_that_refuses_writes_is_read_as_it_is(queue: str) -> None:
+    with EmbeddedRedis() as server:
+        async with AsyncClient(server.url, queue) as client:
+            job = await client.submit("x", queue_timeout_s=0.02)
+            await client.redis.config_set("min-replicas-to-write", 1)
+            await asyncio.sleep(0.03)
+            assert (await job.status()).state is JobState.QUEUED
+            assert await client.queue_depth() == QueueDepth(waiting=1, running=0)
+            samples = await MetricsReader().read(client.connection, 8)
+            assert samples.values[f.REDIS_UP][()] == 1

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ResponseError
+from tests.support.numbered_streams import until_confirmed
 from tests.support.redis_servers import wait_until
 
+from llamaq.common.errors import ErrorCode, ProtocolError
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import Keys
 from llamaq.producer import AsyncClient, Client, InvalidRequest, MappedResult, RequestFailed
-from llamaq.producer.testing import serving
+from llamaq.producer.testing import FakeWorker, serving
 
 
 @pytest.fixture
@@ -128,3 +132,27 @@ async def test_a_request_that_redis_refuses_leaves_no_job_of_the_others(redis_ur
             async for _ in client.map(["a", "b", "c"], resume="run"):
                 pass
         assert (await client.queue_depth()).waiting == 0
+
+
+async def test_a_damaged_job_fails_alone(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+
+        async def damage(job_id: str, values: dict[Any, Any]) -> None:
+            """Overwrite fields of a job, and let the client read it."""
+            keys = client.keys.of_job(job_id)
+            await client.redis.hset(keys.job, mapping=values)
+            await client.redis.publish(keys.channel, codec.encode_event(Failed(code=ErrorCode.INTERNAL, message="x")))
+
+        async def results() -> list[Any]:
+            return [result async for result in client.map(["state", "end", "good"], raise_errors=False)]
+
+        mapped = asyncio.create_task(results())
+        attempts = [await worker.start_next() for _ in range(3)]
+        state, end, good = sorted(attempts, key=lambda one: ["state", "end", "good"].index(one.request.prompt or ""))
+        await until_confirmed(client, 3)
+        await damage(state.claim.job_id, {"generated": "many"})
+        await damage(end.claim.job_id, {"status": "finished", "finish_reason": "unknown"})
+        await good.answer(["a"])
+        first, second, third = await mapped
+        assert [type(one.error) for one in (first, second)] == [ProtocolError, ProtocolError]
+        assert third.text == "a"

@@ -18,6 +18,7 @@ from llamaq.common.errors import ErrorCode, InvalidRequest, JobFailed, LlamaqErr
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.producer import FinishReason
+from llamaq.producer.openai_format.response_body import CONTEXT_EXCEEDED_TYPE, CONTEXT_LENGTH_EXCEEDED
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_TIMEOUT_S = 2e6
@@ -204,6 +205,8 @@ def _error_of(body: dict[str, Any], status: int) -> LlamaqError:
     found = body.get("error")
     error = found if isinstance(found, dict) else {}
     message, code = str(error.get("message") or f"the server answered with the status {status}"), error.get("code")
+    if code == CONTEXT_LENGTH_EXCEEDED or error.get("type") == CONTEXT_EXCEEDED_TYPE:  # the latter: llama-server
+        return JobFailed(ErrorCode.PROMPT_TOO_LONG, message)
     if isinstance(code, str) and code in set(ErrorCode):  # another server may send anything
         return JobFailed(code, message)
     way_out = _WAYS_OUT.get(str(code))

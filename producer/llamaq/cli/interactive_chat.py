@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import typer
 from redis.exceptions import RedisError
 
@@ -47,6 +49,9 @@ class Conversation:
             except EOFError:
                 typer.echo()
                 return
+            except UnicodeDecodeError as exc:
+                views.notice(f"the line is not {exc.encoding}")
+                continue
             if message.strip():
                 self._answer(message)
 
@@ -72,7 +77,7 @@ class Conversation:
 
     def _print_answer(self, sent: Messages, n_dropped: int) -> str:
         """Print the answer as it is generated, and return it. Ctrl-C ends it early."""
-        answer = ""
+        answer, reason = "", None
         try:
             with self._answers.stream_chat(sent, self._options) as pieces:
                 for piece in pieces:
@@ -81,9 +86,14 @@ class Conversation:
                         n_dropped = 0
                     answer += piece
                     typer.echo(piece, nl=False)
-                reason = pieces.finish_reason()
+                with suppress(LlamaqError, RedisError):  # the answer is complete
+                    reason = pieces.finish_reason()
         except KeyboardInterrupt:
-            reason = None  # leaving the `with` block has cancelled the job
+            pass  # leaving the `with` block has cancelled the job
+        except (LlamaqError, RedisError):
+            if answer:
+                typer.echo()
+            raise
         typer.echo()
         if reason in ENDS:
             views.notice(ENDS[reason])

@@ -70,6 +70,19 @@ async def test_a_queue_without_a_worker_is_found_by_its_jobs_and_a_named_one_is_
         assert (await live.read()).n_hidden_queues == 1
 
 
+async def test_a_named_queue_has_the_partitions_of_workers_that_start_later(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_queues, "SCAN_EVERY_S", 0.0)
+    async with AsyncClient(redis_url, queue) as viewer, AsyncClient(redis_url, queue, partitions=4) as client:
+        live = LiveQueues(viewer, [queue])
+        assert (await live.read()).queues[0].depth.waiting == 0
+        await client.redis.hset(client.keys.config(queue, 0), "partitions", "4")
+        for _ in range(4):
+            await client.submit("x")
+        assert (await live.read()).queues[0].depth.waiting == 4
+
+
 async def test_a_reading_costs_one_command_for_each_worker_and_few_others(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         await client.submit_many([{"prompt": "x"} for _ in range(100)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -137,3 +138,19 @@ def test_a_stopped_rq_job_cancels_its_llamaq_job(rq_queue: Queue, client: Client
 def test_outside_of_rq_the_functions_work_without_an_idempotency_key(redis_url: str, queue: str) -> None:
     with serving(redis_url, queue, echo):
         assert generate("p", redis_url=redis_url, queue=queue)["job_id"] != generate("p")["job_id"]
+
+
+def test_the_progress_is_not_written_into_a_deleted_job(
+    rq_queue: Queue, redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "PROGRESS_S", 0.01)
+    job = rq_queue.enqueue(generate, "a")
+
+    def delete_job(request: JobRequest) -> list[str]:
+        job.delete()
+        time.sleep(0.2)  # the progress is updated meanwhile
+        return echo(request)
+
+    with serving(redis_url, queue, delete_job):
+        work(rq_queue)
+    assert not job.connection.hexists(job.key, "meta")

@@ -26,7 +26,7 @@ MAX_QUEUES = 100
 MAX_LISTED = 100
 """Largest number of waiting jobs and of dead letters that are read from each queue."""
 SCAN_EVERY_S = 30.0
-"""Seconds between two searches of all keys for queues that no worker serves."""
+"""Seconds between two searches of all keys for queues that no worker serves, and for the partitions of named queues."""
 
 
 @dataclass(slots=True)
@@ -85,19 +85,20 @@ class LiveQueues:
         time.
         """
         client = self._client
-        if self._named:
-            new = [name for name in self._named if name not in self._queues]
-            found = dict.fromkeys(new, client.settings.partitions)
-        elif self._scanned_s is None or time.monotonic() - self._scanned_s >= SCAN_EVERY_S:
-            found = await find_queues(client.connection)
+        is_due = self._scanned_s is None or time.monotonic() - self._scanned_s >= SCAN_EVERY_S
+        if is_due:
+            named = dict.fromkeys(self._named, client.settings.partitions)
+            found = named or await find_queues(client.connection)
             self._scanned_s = time.monotonic()
+        elif self._named:
+            return
         else:
             served: Any = await client.redis.zrange(client.keys.queues(), 0, -1)
             names = [name.decode(errors="replace") for name in served]
             found = {name: client.settings.partitions for name in names if name not in self._queues}
         for name, partitions in found.items():
             config = None
-            if name not in self._queues:
+            if self._named or name not in self._queues:
                 config = await self._damaged.read(name, QueueConfig.read(client.redis, client.keys, name, 0))
             known = self._queues.setdefault(name, _Queue(partitions))
             known.partitions = max(known.partitions, partitions if config is None else config.partitions)

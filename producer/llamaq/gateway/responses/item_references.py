@@ -45,6 +45,8 @@ def _is_reference(item: Any) -> bool:
     match item:
         case {"type": "item_reference", "id": str()}:
             return True
+        case {"id": str()} if item.get("type") is None:  # OpenAI's schema does not require the type
+            return not item.keys() & {"role", "content"}
     return False
 
 

@@ -134,8 +134,8 @@ class EndCollector(Generic[T]):
             return
         listener = EndListener(self._connection, job_id, self._report)
         listening = self._connection.subscriber.listening(listener)
+        self._jobs[job_id] = _Followed([job], listener, listening)  # first, because the listener may report at once
         listening.__enter__()
-        self._jobs[job_id] = _Followed([job], listener, listening)
 
     def close(self) -> None:
         """Stop waiting."""
@@ -171,7 +171,11 @@ class EndCollector(Generic[T]):
             if isinstance(values, RedisError):
                 self._end(job_id, values)
                 continue
-            state = read_state(values[: len(STATE_FIELDS)])
+            try:
+                state = read_state(values[: len(STATE_FIELDS)])
+            except ProtocolError as exc:  # another client has damaged this job
+                self._end(job_id, exc)
+                continue
             self._jobs[job_id].listener.on_deadline(state.due_ms)
             if state.status is None or has_ended(state.status):
                 self._end(job_id, await self._outcome(job_id, values[len(STATE_FIELDS) :]))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from llamaq.common.errors import JobFailed, JobNotFound, ProtocolError
 from llamaq.common.protocol import codec
@@ -17,6 +15,7 @@ from llamaq.common.protocol.job_status import JobStatus
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.common.redis.server_state import server_time_ms
+from llamaq.producer.queries.handle_deadlines_and_delays import optional_writes
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error, decode_output
 from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
@@ -42,7 +41,7 @@ async def read_status(connection: QueueConnection, job_id: str) -> JobStatus:
     values: Any = await redis.hmget(keys.job, *_STATUS_FIELDS, *STATE_FIELDS)
     due_ms = read_state(values[len(_STATUS_FIELDS) :]).due_ms
     if due_ms is not None and due_ms <= await server_time_ms(redis):
-        with suppress(ResponseError):  # a server that refuses writes: the job is reported as it is stored
+        async with optional_writes():  # otherwise the job is reported as it is stored
             await connection.scripts.expire(job_id)
             values = await redis.hmget(keys.job, *_STATUS_FIELDS)
     try:

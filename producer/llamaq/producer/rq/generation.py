@@ -6,6 +6,7 @@ Their arguments and results are JSON values, so the queue may have the JSON seri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC
 from itertools import count
 from typing import Any
 
@@ -18,6 +19,7 @@ from llamaq.producer import Client
 from llamaq.producer import Job as LlamaqJob
 from llamaq.producer.rq.library import Job, get_current_job
 from llamaq.producer.rq.results_in_prompt import insert_results
+from llamaq.producer.rq.withdrawn_run import is_replaced
 
 META_KEY = "llamaq"
 """The key of the progress in the `meta` of an RQ job."""
@@ -135,7 +137,7 @@ def _idempotency_prefix(current: Job) -> str:
 
     An application may use the id of an RQ job again, and RQ itself repeats a job (`repeat`) with the same id.
     """
-    created_us = int(current.created_at.timestamp() * 1_000_000)
+    created_us = int(current.created_at.replace(tzinfo=UTC).timestamp() * 1_000_000)  # not all versions of RQ mark it
     return f"rq:{current.id[:MAX_ID_CHARS]}:{created_us}:{current.repeats_left}"
 
 
@@ -154,7 +156,8 @@ def _wait(job: LlamaqJob, current: Job | None) -> Result:
             seen = {"job_id": job.id, "state": status.state.value, "generated_tokens": status.generated_tokens}
             if seen != state:
                 state = current.meta[META_KEY] = seen
-                current.save_meta()
+                if not is_replaced(current):
+                    current.save_meta()
         try:
             return job.result(timeout=PROGRESS_S)
         except ResultTimeout:

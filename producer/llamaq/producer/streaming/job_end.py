@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from llamaq.common.errors import ErrorCode
+from llamaq.common.errors import ErrorCode, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
@@ -37,7 +37,10 @@ def decode_end(values: Sequence[bytes | None]) -> Finished | Failed | None:
         return None
     if finish_reason is not None and status != JobState.FAILED.value.encode():
         measured = codec.decode_model(JobStats, stats) if stats is not None else JobStats()
-        return Finished(finish_reason=FinishReason(finish_reason.decode()), stats=measured)
+        try:
+            return Finished(finish_reason=FinishReason(finish_reason.decode()), stats=measured)
+        except ValueError as exc:
+            raise ProtocolError(f"the job's hash is damaged: {exc}") from exc
     return decode_error(error)
 
 

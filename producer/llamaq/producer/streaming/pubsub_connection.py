@@ -67,6 +67,8 @@ class PubSubConnection:
 
     def add(self, channel: bytes) -> None:
         """Subscribe to a channel."""
+        if channel in self._channels:  # then nothing has changed, and a PING stays due
+            return
         self._channels.add(channel)
         self._unsent.add(channel)
         self._changed.set()
