@@ -73,6 +73,11 @@ local function is_demoted(text)
   return string.find(text, 'READONLY', 1, true) or string.find(text, 'NOREPLICAS', 1, true)
 end
 
+-- Returns whether the error text of Redis tells that it has reached `maxmemory`.
+local function is_full(text)
+  return string.find(text, 'when used memory', 1, true)
+end
+
 -- Returns the reply of a script that was called for several jobs: `replies`, or an error if the server is no longer the
 -- master.
 local function reply_for_jobs(replies)

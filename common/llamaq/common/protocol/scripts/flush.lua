@@ -40,6 +40,8 @@
 --
 -- An event is stored only if its offset equals the number of stored tokens. Otherwise the worker
 -- sends the tokens from offset `stored` again. A repeated call therefore stores nothing twice.
+--
+-- A full Redis refuses the tokens of all jobs. The script still records which jobs have a slot.
 
 local group, worker, lease_ms, renew = ARGV[1], ARGV[2], ARGV[3], ARGV[4] == '1'
 local values = cmsgpack.unpack(ARGV[5])
@@ -98,6 +100,19 @@ local function set_status(job, stream, entry, attempt, status, slot_ms)
   return ''
 end
 
+-- Records that an attempt `starts`, and that its job `runs` from now on. Returns the error text of Redis, or ''.
+local function record_slot(job, events, stream, attempt, entry, channel, starts, runs, slot_ms)
+  local refusal = starts and start(job, events, attempt, channel) or ''
+  if runs and refusal == '' then
+    refusal = set_status(job, stream, entry, attempt, 'running', slot_ms)
+  end
+  return refusal
+end
+
+-- Writes that a full Redis must accept. They come after it has refused the tokens of all jobs, because it checks its
+-- memory limit only at the first write of a script.
+local late = {}
+
 -- Flushes one job. Returns the four values for the job, and the consumer of its entry.
 local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started,
                      has_slot, slot_ms, token_times, progress, withheld, is_watched)
@@ -107,14 +122,18 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
     remove_death(job, attempt, worker)
     return 'lost', whole_number(generated) or 0, 0, ''
   end
-  local refusal = ''
-  if has_started and not was_started(newest, started_attempt) then
-    refusal = start(job, events, attempt, channel)
+  local starts, runs = has_started and not was_started(newest, started_attempt), has_slot and status == 'queued'
+  local refusal = record_slot(job, events, stream, attempt, entry, channel, starts, runs, slot_ms)
+  if starts then
     generated = redis.call('HGET', job, 'generated')
   end
-  if has_slot and status == 'queued' and refusal == '' then
-    refusal = set_status(job, stream, entry, attempt, 'running', slot_ms)
-    status = refusal == '' and 'running' or status
+  if runs and refusal == '' then
+    status = 'running'
+  elseif is_full(refusal) then
+    late[#late + 1] = function()
+      allow_writes_when_full(job) -- otherwise another worker would take the job, because it would count as waiting
+      record_slot(job, events, stream, attempt, entry, channel, starts, runs, slot_ms)
+    end
   end
   for _, event in ipairs(progress) do
     redis.call('PUBLISH', channel, event)
@@ -138,7 +157,8 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
   end
   -- The reply to PUBLISH also counts the subscribers of patterns, such as an operator.
   local listeners = is_watched and redis.call('PUBSUB', 'NUMSUB', channel)[2] or 0
-  return cancel and 'cancel' or 'ok', stored, listeners, refusal, status == 'running' and worker or WAITING
+  local consumer = (has_slot or status == 'running') and worker or WAITING
+  return cancel and 'cancel' or 'ok', stored, listeners, refusal, consumer
 end
 
 local reply, consumers = {}, {}
@@ -151,6 +171,9 @@ for i = 0, #KEYS / 3 - 1 do
   end
   reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4] = code, stored, listeners, refusal
   consumers[i] = consumer
+end
+for _, write in ipairs(late) do
+  write()
 end
 -- Renew after the events are stored. A full Redis checks its memory limit only at the first write of a script, and
 -- never refuses XCLAIM. If XCLAIM were the first write, a full Redis would store the events.
