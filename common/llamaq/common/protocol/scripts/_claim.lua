@@ -141,7 +141,6 @@ local function claim_job(by, job, events, stream, entry, channel, from)
   end
   local known = by.claimed and by.claimed[entry]
   if known and not is_unchanged(by, last, known) then
-    allow_writes_when_full(job)
     remove_death(job, known, by.worker) -- the worker that has taken the job counted the death of this worker
     return {'stale'}
   end

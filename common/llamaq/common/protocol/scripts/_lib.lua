@@ -485,8 +485,8 @@ end
 
 -- Removes the recorded death of this attempt. The caller is the worker of this attempt, which was only paused or
 -- disconnected. If `worker` is given, only a death of this worker is removed: after a failover of Redis, two workers
--- may have the same attempt number. The function ignores errors of Redis: another client may have changed the type of
--- the job's keys, or a full Redis may refuse the write.
+-- may have the same attempt number. This works also when Redis is full, unless the job has ended. The function ignores
+-- errors of Redis: another client may have changed the type of the job's keys.
 local function remove_death(job, attempt, worker)
   local deaths, remaining = deaths_of(job), {}
   for _, death in ipairs(deaths) do
@@ -496,6 +496,9 @@ local function remove_death(job, attempt, worker)
     end
   end
   if #remaining < #deaths then
+    if redis.pcall('TTL', job) == -1 then -- the job has not ended
+      pcall(allow_writes_when_full, job)
+    end
     redis.pcall('HSET', job, 'crashes', #remaining, 'deaths', table.concat(remaining, ' '))
   end
 end

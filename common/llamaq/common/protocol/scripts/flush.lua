@@ -119,7 +119,9 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
   local status, newest, last_worker, started_attempt, generated, cancel = fields_if_hash(job,
     'status', 'attempt', 'worker', 'started_attempt', 'generated', 'cancel')
   if not is_open(status) or not is_newest_attempt(tonumber(newest), last_worker, attempt, worker) then
-    remove_death(job, attempt, worker)
+    late[#late + 1] = function()
+      remove_death(job, attempt, worker)
+    end
     return 'lost', whole_number(generated) or 0, 0, ''
   end
   local starts, runs = has_started and not was_started(newest, started_attempt), has_slot and status == 'queued'
