@@ -150,7 +150,7 @@ def priority(
     redis_url: RedisUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change the priority of a waiting job. If the job runs or has ended, the exit code is 1."""
+    """Change the priority of a waiting job. If this is not possible, the exit code is 1."""
     with Client(redis_url) as client:
         is_changed = client.job(job_id).set_priority(new_priority)
         if as_json:
@@ -158,7 +158,7 @@ def priority(
         elif is_changed:
             typer.echo(f"the priority is {new_priority}")
         if not is_changed:
-            views.notice("the job runs or has ended, and keeps its priority")
+            views.notice("the job runs or has ended, or was interrupted in a paused queue: it keeps its priority")
             raise typer.Exit(EXIT_FAILED)
 
 

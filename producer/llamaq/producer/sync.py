@@ -881,7 +881,8 @@ class Job(BlockingJob):
             priority: The new priority.
 
         Returns:
-            True if the job waits and has this priority now. False if it runs or has ended.
+            True if the job waits and has this priority now. False if it runs or has ended. Also False if it was
+            interrupted and the queue is paused: a worker continues it with its old priority.
 
         Raises:
             InvalidRequest: There is no such priority.

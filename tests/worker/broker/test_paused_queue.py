@@ -10,6 +10,7 @@ from tests.support.started_jobs import field
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import until, until_true, working
 
+from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob, QueueDraining, QueueMode
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -110,6 +111,32 @@ async def test_an_interrupted_job_continues_in_a_paused_queue_and_others_are_not
         assert (await claimed.status()).attempt == 0
         await client.resume()
         assert len(await worker.claim_scripts.reclaim(claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS)) == 1
+
+
+async def test_an_interrupted_job_keeps_its_priority_in_a_paused_queue_and_continues(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        interrupted = await client.submit("interrupted")
+        attempt = await worker.start_next()
+        await attempt.emit([1], "a")
+        retried = await client.submit("retried later", retries=1)
+        failed, error = await worker.start_next(), Failed(code="internal", message="broken")
+        delay = {"first_delay_s": 1000.0, "max_delay_s": 1000.0, "share": 1.0}
+        assert await worker_scripts(worker).retry(failed.increment(), error, **delay) is not None
+        new = await client.submit("new")
+        await client.pause()
+        await worker_scripts(worker).requeue(attempt.claim, attempt.number)
+        assert [await job.set_priority("bulk") for job in (interrupted, retried, new)] == [False, True, True]
+        (taken,) = await worker.claim_scripts.reclaim(attempt.claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS)
+        assert taken.fields[b"id"].decode() == interrupted.id
+        again = await worker.begin(attempt.claim)
+        assert again is not None
+        await worker.scripts.flush([replace(again.increment(), has_slot=False)], LEASE_MS, renew=True)
+        assert await state_of(interrupted) is JobState.QUEUED
+        assert not await interrupted.set_priority("bulk"), "it waits for another slot in its worker"
+        await client.resume()
+        assert await interrupted.set_priority("bulk")
 
 
 async def test_a_paused_job_is_cancelled_and_reaches_its_deadline(redis_url: str, queue: str) -> None:

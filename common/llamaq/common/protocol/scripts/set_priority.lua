@@ -10,13 +10,14 @@
 --
 -- Returns 'gone'     the job does not exist
 --         'done'     the job has ended
---         'running'  the job has a slot, or its worker will end it because of a cancel; its priority is not changed
+--         'running'  the job has a slot, its worker will end it because of a cancel, or the queue is paused and a worker
+--                    may continue the job after an interruption. Its priority is not changed
 --         'changed'  the job has the new priority, perhaps since earlier
 
 local job, stream, other = KEYS[1], KEYS[2], KEYS[3]
 local id, new_priority, group = ARGV[1], ARGV[2], ARGV[3]
-local status, priority, old_entry, tenant, worker, cancel = unpack(redis.call('HMGET', job,
-  'status', 'priority', 'entry', 'tenant', 'worker', 'cancel'))
+local status, priority, old_entry, tenant, worker, cancel, started_ms = unpack(redis.call('HMGET', job,
+  'status', 'priority', 'entry', 'tenant', 'worker', 'cancel', 'started_ms'))
 if not status then
   return 'gone'
 end
@@ -28,6 +29,10 @@ if status ~= 'queued' or cancel then
 end
 if priority == new_priority then
   return 'changed'
+end
+-- A worker may continue this job although the queue is paused. It would not read a new entry.
+if started_ms and old_entry and is_paused(job) and for_one_job(is_pending, other, group, old_entry) == true then
+  return 'running'
 end
 allow_writes_when_full(job)
 if old_entry then -- otherwise the job is not due, and gets its entry later
