@@ -232,18 +232,55 @@ async def test_a_job_with_a_new_entry_waits_once(redis_url: str, queue: str) -> 
         assert await job.position() == 1
 
 
+async def delete_hash_and_entry(client: AsyncClient, attempt: FakeAttempt) -> None:
+    """Delete the hash of a job as another client does, and its entry as a worker does with an entry without a job."""
+    claim = attempt.claim
+    await client.redis.delete(client.keys.of_job(claim.job_id).job)
+    await client.redis.xack(claim.stream, GROUP, claim.entry_id)
+    await client.redis.xdel(claim.stream, claim.entry_id)
+
+
+async def claimed_jobs(client: AsyncClient) -> dict[str, int]:
+    return {one.tenant: one.claimed for one in (await client.queue_depth()).tenants}
+
+
 async def test_claimed_jobs_are_counted_again_when_the_hash_of_one_was_deleted(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        jobs = await submit(client, *"aaa")
+        await submit(client, *"aaa")
         first, second, _ = await start(worker, 3)
         await submit(client, *"ab")
-        stream = first.claim.stream
-        await client.redis.delete(client.keys.of_job(jobs[0].id).job)
-        await client.redis.xack(stream, GROUP, first.claim.entry_id)  # as a worker does with an entry without a job
-        await client.redis.xdel(stream, first.claim.entry_id)
+        await delete_hash_and_entry(client, first)
         await second.finish()
         await UpkeepScripts(worker_queue(client)).sweep(0, ["fake"], pause_s=0)
-        assert {(one.tenant, one.claimed) for one in (await client.queue_depth()).tenants} == {("a", 1), ("b", 0)}
+        assert await claimed_jobs(client) == {"a": 1, "b": 0}
+
+
+async def test_older_jobs_without_a_tenant_still_count_as_claimed_after_a_new_count(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await submit(client, "", "")
+        await submit(client, *"aaa")
+        running = await start(worker, 4)
+        assert tenants_of(running) == "a-a-"
+        await delete_hash_and_entry(client, running.pop(0))
+        await UpkeepScripts(worker_queue(client)).sweep(0, ["fake"], pause_s=0)
+        assert await claimed_jobs(client) == {"": 2, "a": 1}
+        running += await start(worker, 1)
+        for attempt in running:
+            assert await attempt.finish()
+        assert await tenant_keys(client) == []
+
+
+async def test_claimed_jobs_are_counted_again_beside_running_jobs_without_a_tenant(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await submit(client, *[""] * 3)
+        await start(worker, 3)
+        await submit(client, *"aa")
+        first, _ = await start(worker, 2)
+        await submit(client, *"ab")
+        await delete_hash_and_entry(client, first)
+        await UpkeepScripts(worker_queue(client)).sweep(0, ["fake"], pause_s=0)
+        assert await claimed_jobs(client) == {"a": 1, "b": 0}
+        assert tenants_of(await start(worker, 2)) == "ba"
 
 
 async def test_the_depth_of_a_queue_and_the_list_of_jobs_tell_the_tenants(redis_url: str, queue: str) -> None:

@@ -7,8 +7,8 @@
 -- Redis may lose an entry in a failover, and an operator may delete a stream. A job that is not due has no entry. It must
 -- be in the sorted set `later`.
 --
--- An entry of a tenant (see _turns.lua) that is not pending must wait for its turn. If the number of claimed jobs of
--- the tenants is higher than the number of pending entries, the claimed jobs are counted again.
+-- An entry of a tenant (see _turns.lua) that is not pending must wait for its turn. The numbers of claimed jobs of the
+-- tenants are compared with the pending entries, and corrected.
 --
 -- The keys of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
 --
@@ -25,7 +25,9 @@
 
 local state, streams = KEYS[1], {interactive = KEYS[2], bulk = KEYS[3]}
 local group, pause_ms, count, max_idle_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
-local now, MAX_PENDING = now_ms(), 10000
+local now = now_ms()
+local MAX_PENDING = 10000 -- pending entries of a stream whose jobs are counted at most
+local MAX_COMPARED = 500 -- pending entries of a stream up to which each step counts their jobs
 local cursor, next_ms = unpack(redis.call('HMGET', state, 'cursor', 'next_ms'))
 local left_ms = tonumber(next_ms or '0') - now
 if left_ms > 0 and left_ms <= pause_ms then -- more: the clock was set back
@@ -64,8 +66,40 @@ local function has_lost_turn(stream, tenant, entry)
   return true
 end
 
--- Counts the claimed jobs of the tenants again, if more are counted than entries are pending: a client may have deleted the
--- hash of a job.
+-- Returns the number of claimed jobs of each tenant: the jobs of the pending entries. The tenant is that in the hash of the
+-- job, as at the end of the job. The entry of an older job without a tenant has none (see read.lua).
+local function count_claimed_jobs(stream)
+  local counted = {}
+  for _, item in ipairs(redis.pcall('XPENDING', stream, group, '-', '+', MAX_PENDING)) do
+    local entry = unpack(item)
+    local id = job_id_in(fields_of_entry(stream, entry))
+    if id then
+      local own_entry, tenant = fields_if_hash(job_key(stream, id), 'entry', 'tenant')
+      if tenant and own_entry == entry then
+        counted[tenant] = (counted[tenant] or 0) + 1
+      end
+    end
+  end
+  return counted
+end
+
+-- Returns whether the numbers in `claimed` are those in `counted`.
+local function are_equal(claimed, counted)
+  for tenant, number in pairs(claimed) do
+    if tonumber(number) ~= counted[tenant] then
+      return false
+    end
+  end
+  for tenant in pairs(counted) do
+    if not claimed[tenant] then
+      return false
+    end
+  end
+  return true
+end
+
+-- Corrects the numbers of claimed jobs of the tenants: a client may have deleted the hash of a job. If many entries are
+-- pending, this is done only if more jobs are claimed than entries are pending.
 local function correct_shares(stream)
   local turns, _, shares = turn_keys(stream)
   local n_claimed, n_waiting, claimed = 0, 0, by_name(redis.call('HGETALL', shares))
@@ -74,18 +108,18 @@ local function correct_shares(stream)
     n_claimed = n_claimed + number
   end
   local n_pending = pending_by_consumer(stream, group)
-  if n_claimed <= n_pending then
+  if not next(claimed) or (n_pending > MAX_COMPARED and n_claimed <= n_pending) then
+    return
+  end
+  local counted = count_claimed_jobs(stream)
+  if are_equal(claimed, counted) then
     return
   end
   for tenant in pairs(claimed) do
     redis.call('HDEL', shares, tenant)
   end
-  for _, item in ipairs(redis.pcall('XPENDING', stream, group, '-', '+', MAX_PENDING)) do
-    local entry = unpack(item)
-    local tenant = tenant_in(fields_of_entry(stream, entry) or {})
-    if tenant then
-      redis.call('HINCRBY', shares, tenant, 1)
-    end
+  for tenant, number in pairs(counted) do
+    redis.call('HSET', shares, tenant, number)
   end
   for _, tenant in ipairs(redis.call('ZRANGE', turns, 0, -1)) do
     n_waiting = n_waiting + redis.call('ZCARD', turns .. ':' .. tenant)
