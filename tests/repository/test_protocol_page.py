@@ -60,6 +60,21 @@ def test_the_client_submits_reads_resumes_and_cancels_jobs(url: str, monkeypatch
         list(client["stream"]("default.0." + "0" * 32))
 
 
+def test_the_client_passes_all_keys_and_arguments_of_a_submit(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(url, "default", lambda _: TEXT):
+        client, _ = load(url, monkeypatch)
+    passed: list[list[int]] = []
+
+    def submit(keys: list[str], args: list[Any]) -> list[bytes]:
+        passed.append([len(keys), len(args)])
+        return [b"ok"]
+
+    client["script"] = lambda _: submit
+    client["submit"](prompt="tell")
+    table = (client["SCRIPTS"] / "submit.lua").read_text()
+    assert passed == [[len(re.findall(rf"^-- {name}\[", table, re.MULTILINE)) for name in ("KEYS", "ARGV")]]
+
+
 async def test_the_client_reads_text_whose_message_it_has_missed_and_the_error_of_a_job(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
