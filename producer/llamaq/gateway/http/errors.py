@@ -34,6 +34,9 @@ from llamaq.producer.openai_format.response_body import CONTEXT_EXCEEDED_TYPE, C
 RETRY_AFTER_S = 5
 """The value of `Retry-After` if no better value is known."""
 SHOULD_RETRY = "x-should-retry"
+NOT_REPEATED = frozenset({"idempotency_conflict", ErrorCode.POISON})
+"""Codes of errors after which clients must not repeat the request, although their status allows it. A repetition of a
+request whose job was `poison` would be a new job, which would crash as many workers again."""
 
 LLAMA_SERVER_PATHS = frozenset({"/completion", "/completions", "/embedding", "/embeddings"})
 """Paths of llama-server's own endpoints that compute a prompt. Their errors keep the code of the job."""
@@ -159,7 +162,7 @@ def headers_of(exc: Exception) -> dict[str, str]:
     headers = dict(getattr(exc, "headers", None) or {})
     if status_of(exc) is HTTPStatus.SERVICE_UNAVAILABLE:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
-    if status_of(exc) is HTTPStatus.NOT_IMPLEMENTED or code_of(exc) == "idempotency_conflict":
+    if status_of(exc) is HTTPStatus.NOT_IMPLEMENTED or code_of(exc) in NOT_REPEATED:
         headers[SHOULD_RETRY] = "false"
     return headers
 
