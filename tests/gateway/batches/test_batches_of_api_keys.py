@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.batches import runner
-from llamaq.gateway.batches.record import BatchStatus
+from llamaq.gateway.batches.record import BatchRequest, BatchStatus
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.producer.testing import FakeWorker
 
@@ -43,6 +44,63 @@ async def test_the_batches_of_a_key_with_limits_run_one_after_the_other_within_t
         ends = [await end_of(http, batch) for batch in (first, second)]
     assert [each["request_counts"]["completed"] for each in ends] == [4, 1]
     assert ends[0]["completed_at"] <= ends[1]["in_progress_at"]
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_batch_that_is_cancelled_or_expires_while_another_runs_ends_without_its_turn(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", 0.05)
+    async with (
+        key_store(redis_url, queue) as keys,
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+    ):
+        await worker.announce()
+        first = await begin(http, jsonl(line("a", "x")))
+        attempt = await worker.start_next()
+        waiting = await begin(http, jsonl(line("b", "y")))
+        if is_cancelled:
+            await http.post(f"/v1/batches/{waiting['id']}/cancel")
+        else:
+            await expire(worker, waiting["id"])
+        ended = await end_of(http, waiting)
+        still = (await http.get(f"/v1/batches/{first['id']}")).json()["status"]
+        await attempt.answer(["ok"])
+        done = await end_of(http, first)
+        errors = [] if is_cancelled else await lines_of(http, ended["error_file_id"])
+    assert (ended["status"], still) == ("cancelled" if is_cancelled else "expired", "in_progress")
+    assert (done["status"], done["request_counts"]["completed"]) == ("completed", 1)
+    assert [(each["custom_id"], each["error"]["code"]) for each in errors] == [("b", "batch_expired")] * len(errors)
+    assert len(errors) == (0 if is_cancelled else 1)
+
+
+async def test_a_batch_that_has_waited_beyond_its_window_is_expired_although_its_input_is_gone(
+    redis_url: str, queue: str
+) -> None:
+    async with FakeWorker(redis_url, queue, key_prefix=queue) as worker:
+        async with (
+            serving_http(redis_url, queue, key_prefix=queue, max_batches=0) as idle,
+            httpx.AsyncClient(base_url=idle, timeout=60) as http,
+        ):
+            batch = await begin(http, jsonl(line("a", "x")))
+            assert (await http.delete(f"/v1/files/{batch['input_file_id']}")).json()["deleted"]
+            await expire(worker, batch["id"])
+        async with (
+            serving_http(redis_url, queue, key_prefix=queue) as url,
+            httpx.AsyncClient(base_url=url, timeout=60) as http,
+        ):
+            ended = await end_of(http, batch)
+    assert (ended["status"], ended["errors"], ended["error_file_id"]) == ("expired", None, None)
+
+
+async def expire(worker: FakeWorker, batch_id: str) -> None:
+    """Let the completion window of a batch end a second ago."""
+    key = worker.keys.http_batch(batch_id)
+    request = BatchRequest.model_validate_json(await worker.redis.hget(key, "request") or b"")
+    late = request.model_copy(update={"expires_s": int(time.time()) - 1})
+    await worker.redis.hset(key, "request", late.model_dump_json())
 
 
 async def test_a_line_may_have_more_jobs_than_its_key_may_have_open(redis_url: str, queue: str) -> None:

@@ -129,7 +129,12 @@ class BatchRun:
         if self._batch.status is BatchStatus.FINALIZING:  # an earlier server has computed all rows
             return BatchStatus(self._batch.fields["outcome"])
         if self._batch.status is BatchStatus.VALIDATING:
-            await self._check()
+            try:
+                await self._check()
+            except BatchFailed:
+                if not self._batch.is_over:
+                    raise
+                return BatchStatus.EXPIRED  # while it waited for its turn, its input or its model may have gone
         if self._batch.status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED
         client = await self._queues.client(self._batch.fields["queue"], waits=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -100,6 +101,11 @@ class Batch:
     def status(self) -> BatchStatus:
         """The state of the batch."""
         return BatchStatus(self.fields["status"])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the completion window has ended."""
+        return time.time() >= self.request.expires_s
 
     def number(self, name: str) -> int:
         """Return a counter or a time. 0: it is not set."""

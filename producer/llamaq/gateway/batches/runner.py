@@ -122,7 +122,8 @@ class BatchRunner:
         """Run a batch. Return False if it has to wait for another batch of its API key."""
         await self._check_key(await self._read(batch_id))
         batch = await self._read(batch_id)  # it may be cancelled now
-        if not await self._takes_turn(batch):
+        needs_turn = _needs_turn(batch)
+        if needs_turn and not await self._take_turn(batch):
             return False
         run = BatchRun(self.store, self._models, batch, self._id)
 
@@ -130,7 +131,7 @@ class BatchRunner:
             while True:
                 await asyncio.sleep(min(RENEW_S, self._settings.batch_lease_s / 3))
                 with suppress(RedisError, OSError):  # if the lease ends meanwhile, the next write fails
-                    await self._renew(run, batch)
+                    await self._renew(run, batch, has_turn=needs_turn)
 
         await run_with_lease(run, renew)
         if batch.request.key is not None:
@@ -149,22 +150,31 @@ class BatchRunner:
         if request.key is not None and request.is_revocable and await self._api_keys.named(request.key.name) is None:
             await self.store.cancel(request.id)
 
-    async def _takes_turn(self, batch: Batch) -> bool:
-        """Return whether a batch may run now. The batches of a key with limits run one after the other."""
-        key = batch.request.key
-        if key is None or (key.max_open is None and key.requests_per_minute is None):
-            return True
-        return await self.store.take_turn(key.name, batch.request.id, self._settings.batch_lease_s)
+    async def _take_turn(self, batch: Batch) -> bool:
+        """Return whether no other batch of the API key runs. A call renews the right of this batch to run."""
+        owner = batch.request.owner or ""
+        return await self.store.take_turn(owner, batch.request.id, self._settings.batch_lease_s)
 
-    async def _renew(self, run: BatchRun, batch: Batch) -> None:
+    async def _renew(self, run: BatchRun, batch: Batch, *, has_turn: bool) -> None:
         claim = await self.store.claim(batch.request.id, self._id, self._settings.batch_lease_s)
         if claim.code == "held":
             raise LeaseLost(batch.request.id)
         if claim.status == BatchStatus.CANCELLING:
             run.stop.set()
         await self._check_key(batch)
-        await self._takes_turn(batch)
+        if has_turn:
+            await self._take_turn(batch)
 
     async def _release(self, batch_id: str, delay_s: float) -> None:
         await self.store.claim(batch_id, self._id, 0)
         await self.store.postpone(batch_id, delay_s)
+
+
+def _needs_turn(batch: Batch) -> bool:
+    """Return whether a batch may run only while no other batch of its API key runs.
+
+    This is so if the key has limits. A batch that will submit no more jobs has only to end, and needs no turn.
+    """
+    key = batch.request.key
+    has_limits = key is not None and (key.max_open is not None or key.requests_per_minute is not None)
+    return has_limits and not batch.is_over and batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
