@@ -44,7 +44,7 @@ def result_of(prompt: PromptLogprobs | None) -> Result:
 
 
 class Pieces:
-    async def of(self, _: object, tokens: set[int]) -> dict[int, bytes]:
+    async def token_bytes(self, _: object, tokens: set[int]) -> dict[int, bytes]:
         return {token: b"token %d" % token for token in tokens}
 
 
@@ -72,7 +72,7 @@ async def stream(prompt: PromptLogprobs) -> bytes:
 @pytest.mark.parametrize("answer", [write, stream])
 async def test_other_streams_continue_while_probabilities_are_written(answer: Any) -> None:
     prompt = scores(6000)
-    pieces = await Pieces().of(None, prompt.all_tokens())
+    pieces = await Pieces().token_bytes(None, prompt.all_tokens())
     whole = await answer(prompt)
 
     def at_once() -> object:

@@ -22,7 +22,8 @@ class Pieces:
         self._pieces = pieces
         self.n_questions = 0
 
-    async def client(self, queue: str) -> str:
+    async def client(self, queue: str, *, waits: bool) -> str:
+        assert waits, "the bytes that are known are used without a worker too"
         return queue
 
     async def of(self, client: str, tokens: set[int]) -> dict[int, bytes]:

@@ -33,3 +33,33 @@ async def test_bytes_are_kept_only_for_a_known_vocabulary(
             assert [await pieces.of(client, {1}) for _ in range(2)] == [{1: b"c"}, {1: b"c"}]
     finally:
         await queues.aclose()
+
+
+async def test_the_known_bytes_are_used_while_the_queue_has_no_worker(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+
+    async def ask(*_: object, tokens: list[int], **__: object) -> TextReply:
+        asked.append(tokens)
+        return TextReply(pieces=tuple(list(b"%d" % token) for token in tokens))
+
+    monkeypatch.setattr(text_commands, "ask", ask)
+    queues = QueueDirectory(serve_settings(redis_url=redis_url, queue=queue))
+    try:
+        pieces, client = TokenBytesCache(queues), await queues.client(queue)
+        async with FakeWorker(redis_url, queue) as worker:
+            await worker.announce()
+            assert await pieces.of(client, {1, 2}) == {1: b"1", 2: b"2"}
+        await queues.served(is_fresh=True)
+        assert (await pieces.of(client, {2}))[2] == b"2"
+        assert asked == [[1, 2]]
+        # A worker that is not listed yet may have another vocabulary.
+        assert [await pieces.of(client, {2, 3}) for _ in range(2)] == [{2: b"2", 3: b"3"}] * 2
+        assert asked == [[1, 2], [2, 3], [2, 3]]
+        async with FakeWorker(redis_url, queue) as other:
+            await other.announce(vocab_hash="1" * 64)
+            await pieces.of(client, {1})
+        assert asked[3:] == [[1]]
+    finally:
+        await queues.aclose()

@@ -135,7 +135,8 @@ def build_app(settings: ServeSettings) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
         keys = KeyStore(queues.default.redis, queues.default.keys, key_file)
-        models = ModelKnowledge(queues, TokenBytesCache(queues), AnswerForms(queues.last_card))
+        forms, waits = AnswerForms(queues.last_card), settings.wait_for_worker
+        models = ModelKnowledge(queues, TokenBytesCache(queues), forms, waits=waits)
         runner = BatchRunner(settings, models, keys)
         app.state.context = Context(settings, queues, keys, models, runner)
         runner.start()

@@ -26,22 +26,30 @@ class TokenBytesCache:
     async def of(self, client: AsyncClient, tokens: set[int]) -> dict[int, bytes]:
         """Return the bytes of tokens of a queue's model, by token id. The map may contain further tokens.
 
+        While the queue has no worker, the bytes that its last worker has returned are used.
+
         Raises:
             LlamaqError: No worker of the queue has answered.
         """
-        workers = (await self._queues.served()).get(client.queue)
-        vocabulary = workers[0].card.vocab_hash if workers else ""
-        if vocabulary not in self._known and len(self._known) >= MAX_VOCABULARIES:
-            self._known.clear()
-        # The vocabulary of a worker that is not listed yet is not known.
-        known = self._known.setdefault(vocabulary, {}) if workers else {}
+        if await self._queues.card(client.queue) is None:
+            await self._queues.served(is_fresh=True)  # a worker with another vocabulary may have started
+        last = await self._queues.last_card(client.queue)
+        known = {} if last is None else self._of_vocabulary(last.vocab_hash)
+        if tokens <= known.keys():
+            return known
+        if await self._queues.card(client.queue) is None:
+            known = {}  # a worker that is not listed yet may reply: its vocabulary is not known
         missing = sorted(tokens - known.keys())
-        if missing:
-            reply = await text_commands.ask(
-                client.connection, TextAction.DETOKENIZE, None, tokens=missing, with_pieces=True
-            )
-            known.update(zip(missing, map(bytes, reply.pieces), strict=True))
+        reply = await text_commands.ask(
+            client.connection, TextAction.DETOKENIZE, None, tokens=missing, with_pieces=True
+        )
+        known.update(zip(missing, map(bytes, reply.pieces), strict=True))
         return known
+
+    def _of_vocabulary(self, vocab_hash: str) -> dict[int, bytes]:
+        if vocab_hash not in self._known and len(self._known) >= MAX_VOCABULARIES:
+            self._known.clear()
+        return self._known.setdefault(vocab_hash, {})
 
 
 def starts_of(tokens: Sequence[int], pieces: Mapping[int, bytes]) -> Iterator[int]:

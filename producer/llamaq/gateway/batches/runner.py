@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -36,7 +37,7 @@ class BatchRunner:
 
     def __init__(self, settings: ServeSettings, models: ModelKnowledge, keys: KeyStore) -> None:
         self._settings = settings
-        self._models = models
+        self._models = replace(models, waits=False)  # a run writes an answer later that needs a worker
         self._api_keys = keys
         client = models.queues.default
         self.store = BatchStore(client.redis, client.keys)

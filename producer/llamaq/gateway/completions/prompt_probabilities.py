@@ -12,7 +12,8 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import Result, TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, ScoredToken
 from llamaq.gateway.completions.logprobs import Pieces, logprobs_object
-from llamaq.gateway.token_bytes_cache import TokenBytesCache, starts_of
+from llamaq.gateway.model_knowledge import ModelKnowledge
+from llamaq.gateway.token_bytes_cache import starts_of
 from llamaq.producer import AsyncClient
 from llamaq.producer.openai_format.endpoints import Endpoint
 
@@ -63,11 +64,11 @@ class PromptProbabilities:
     """Writes the probabilities of prompts as the answers to one request have them.
 
     Args:
-        cache: The bytes of tokens.
+        models: What is known about the models.
         client: The client of the queue.
     """
 
-    cache: TokenBytesCache
+    models: ModelKnowledge
     client: AsyncClient
 
     async def listed(self, prompt: PromptLogprobs) -> Iterator[dict[str, Any] | None]:
@@ -100,7 +101,7 @@ class PromptProbabilities:
         return await write_off_the_loop([prompt], lambda: _echoed_object(prompt, text, n_top, pieces))
 
     async def _pieces(self, prompt: PromptLogprobs) -> Pieces:
-        return await self.cache.of(self.client, await write_off_the_loop([prompt], prompt.all_tokens))
+        return await self.models.token_bytes(self.client, await write_off_the_loop([prompt], prompt.all_tokens))
 
 
 def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Self
 
@@ -109,7 +110,7 @@ class PreparedCompletion:
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0
     ) -> dict[str, Any]:
         """Return the object `logprobs` of some tokens, `offset` characters after the beginning of the text."""
-        pieces = await self.models.pieces.of(self.client, tokens_of(tokens, logprobs))
+        pieces = await self.models.token_bytes(self.client, tokens_of(tokens, logprobs))
         return logprobs_object(self.body.endpoint, tokens, logprobs, pieces, offset)
 
     @property
@@ -119,14 +120,15 @@ class PreparedCompletion:
 
     async def fields_of_prompt(self, prompt: PromptLogprobs, echoed: str) -> PromptFields:
         """Return what a choice has about the probabilities of its prompt, whose text in the answer is `echoed`."""
-        writer = PromptProbabilities(self.models.pieces, self.client)
+        writer = PromptProbabilities(self.models, self.client)
         logprobs = await writer.echoed(prompt, echoed, self.jobs[0]["logprobs"]) if self.scores_echo else None
         listed = {"prompt_logprobs": await writer.listed(prompt)} if self.has_prompt_logprobs else {}
         return PromptFields(logprobs, listed)
 
     async def prompts(self) -> list[list[int]]:
         """Return the tokens of the prompt of each choice."""
-        found = [await prompt_tokens_of(self.client, job) for job in self.jobs[:: self.body.n]]
+        asking = [partial(prompt_tokens_of, self.client, job) for job in self.jobs[:: self.body.n]]
+        found = [await self.models.reply(self.client, ask) for ask in asking]
         return [found[index // self.body.n] for index in range(len(self.jobs))]
 
     async def count_reasoning(self, results: Iterable[Result]) -> int:

@@ -64,8 +64,8 @@ class AnswerReader:
             return [(text, [])]
         if not logprobs:
             tokens = ()
-        client = await self._models.queues.client(self._queue)
-        pieces = await self._models.pieces.of(client, tokens_of(tokens, logprobs))
+        client = await self._models.queues.client(self._queue, waits=True)
+        pieces = await self._models.token_bytes(client, tokens_of(tokens, logprobs))
         return list(self._cuts.feed(text, tokens, logprobs, pieces))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -66,30 +67,16 @@ async def _events(
 ) -> Events:
     """Yield the encoded chunks of a streamed answer."""
     async with aclosing(generation):  # also if this ends before the pieces are read
-        body, echoed, splitters = asked.body, asked.echoed, asked.splitters()
+        body = asked.body
         answer_id = completion_id(body.endpoint, generation.streams[0].job.id)
         chunks = StreamChunks(
             body.endpoint, answer_id, asked.model, int(time.time()), FINGERPRINT, has_functions=body.has_functions
         )
-        prompts = await asked.prompts() if asked.has_token_ids else []
-        choices = [
-            ChoiceStream(
-                chunks,
-                index,
-                stream.job.id,
-                echoed[index] if echoed else "",
-                splitters[index] if splitters else None,
-                asked.logprobs,
-                asked.fields_of_prompt,
-                progress,
-                scores_echo=asked.scores_echo,
-                token_ids=TokenIdFields(body.endpoint, prompts[index]) if prompts else None,
-            )
-            for index, stream in enumerate(generation.streams)
-        ]
+        choices: list[ChoiceStream] = []
         results: dict[int, Result] = {}
         async with explaining_long_prompts(context, generation), aclosing(generation.pieces()) as pieces:
             async for index, piece in pieces:
+                choices = choices or await _choices(generation, asked, chunks, progress)
                 if events := await choices[index].events_of(piece):
                     generation.keep()
                     yield events
@@ -99,6 +86,29 @@ async def _events(
             ordered = [results[index] for index in sorted(results)]
             yield data(chunks.usage(ordered, body.n, await asked.count_reasoning(ordered)))
         yield DONE
+
+
+async def _choices(
+    generation: Generation, asked: PreparedCompletion, chunks: StreamChunks, progress: ProgressOptions
+) -> list[ChoiceStream]:
+    """Return the choices of a streamed answer whose first piece has arrived: now there is a worker to ask."""
+    echoed, splitters = asked.echoed, asked.splitters()
+    prompts = await asked.prompts() if asked.has_token_ids else []
+    return [
+        ChoiceStream(
+            chunks,
+            index,
+            stream.job.id,
+            echoed[index] if echoed else "",
+            splitters[index] if splitters else None,
+            asked.logprobs,
+            asked.fields_of_prompt,
+            progress,
+            scores_echo=asked.scores_echo,
+            token_ids=TokenIdFields(asked.body.endpoint, prompts[index]) if prompts else None,
+        )
+        for index, stream in enumerate(generation.streams)
+    ]
 
 
 async def _verbose_fields(
@@ -114,7 +124,8 @@ async def _verbose_fields(
     request, client = generation.requests[0], generation.client
     card = await context.queues.card(client.queue)
     answer = final_object(result, 0, request=request, card=card, model=model, has_tokens=True)
-    return {"__verbose": answer | {"prompt": await _rendered_prompt(client, request)}}
+    prompt = await context.models.reply(client, partial(_rendered_prompt, client, request))
+    return {"__verbose": answer | {"prompt": prompt}}
 
 
 async def _rendered_prompt(client: AsyncClient, request: JobRequest) -> str:

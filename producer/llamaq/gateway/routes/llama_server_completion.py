@@ -105,7 +105,7 @@ class _Answers:
         """Return the field `completion_probabilities` of some tokens, if the request asked for it."""
         if not logprobs:
             return {}
-        pieces = await self._context.models.pieces.of(self._generation.client, tokens_of(tokens, logprobs))
+        pieces = await self._context.models.token_bytes(self._generation.client, tokens_of(tokens, logprobs))
         pairs = zip(tokens, logprobs, strict=True)
         entries = [token_object(token, each, pieces) for token, each in pairs]
         return {"completion_probabilities": [*map(drawn_object, entries)] if self._options.has_drawn_probs else entries}

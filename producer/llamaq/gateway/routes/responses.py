@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -168,12 +169,13 @@ async def _find(request: Request) -> tuple[ResponseRecord, AsyncJob]:
 
 
 async def _current(request: Request, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
-    """Return the response as it is now."""
+    """Return the response as it is now. Its answer is stored, so it is not worth a wait for a worker."""
     status = await job.status()
     if status.state in (JobState.QUEUED, JobState.RUNNING):
         return open_response(job.id, record, status.state)
     try:
-        return await read_response(context_of(request).models, job.id, record, await job.result())
+        models = replace(context_of(request).models, waits=False)
+        return await read_response(models, job.id, record, await job.result())
     except JobFailed as exc:
         return failed_response(job.id, record, exc)
 
