@@ -195,6 +195,62 @@ async def test_the_answer_of_a_request_that_was_not_left_is_stored(redis_url: st
     assert ttl_s > client.connection.settings.result_ttl_s
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_no_conversation_is_left_of_a_response_whose_id_no_client_has(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, is_streamed: bool, leaves: bool
+) -> None:
+    monkeypatch.setattr(responses, "FIRST_PING_S", 30.0)
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", 30.0)  # the first event is not sent before the failure
+    async with (
+        gateway(redis_url, queue) as (url, worker, client),
+        sending(url, post_of(RESPONSES, {"input": "hi", "stream": is_streamed})) as (reader, writer),
+    ):
+        attempt = await worker.start_next()
+        record = client.keys.http_response(attempt.claim.job_id)
+
+        async def is_stored() -> bool:
+            return bool(await client.redis.exists(record))
+
+        async def is_gone() -> bool:
+            return not await is_stored()
+
+        await until(is_stored)
+        if leaves:
+            writer.transport.abort()
+        else:
+            await attempt.fail(ErrorCode.DECODE_FAILED)
+            assert b" 502 " in await reader.readuntil(b"\r\n")
+        await until(is_gone)
+
+
+@pytest.mark.parametrize("kept", [{}, {"stream": True}, {"background": True}, {"stream": True, "background": True}])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_conversation_of_a_response_expires_soon_after_its_answer(
+    redis_url: str, queue: str, kept: dict[str, bool], fails: bool
+) -> None:
+    headers = {"Idempotency-Key": queue}
+    async with gateway(redis_url, queue) as (url, worker, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
+        asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi", **kept}, headers=headers))
+        attempt = await worker.start_next()
+        await attempt.emit([1], "a")
+        job_id = attempt.claim.job_id
+        record = client.keys.http_response(job_id)
+
+        async def is_stored() -> bool:
+            return bool(await client.redis.exists(record))
+
+        await until(is_stored)
+        early_s = await client.redis.ttl(record)
+        await (attempt.fail() if fails else attempt.finish())
+        await asking
+        if "stream" not in kept and (fails or "background" in kept):
+            assert (await http.get(f"{RESPONSES}/{ID_PREFIX}{job_id}")).status_code == 200
+        result_s, record_s = [await client.redis.ttl(key) for key in (client.keys.of_job(job_id).job, record)]
+    assert early_s > result_s + 24 * 3600
+    assert result_s < record_s < result_s + 120
+
+
 async def test_a_deleted_response_is_not_in_redis_and_a_repeated_request_gets_a_new_one(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

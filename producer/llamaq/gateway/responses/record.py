@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field, JsonValue
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
@@ -18,8 +21,13 @@ from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 
 ID_PREFIX = "resp_"
 LONGEST_JOB_S = 7 * 24 * 3600
-"""How much longer a record is stored than the result of its job. A record expires a fixed time after the submit, but a
-result expires a fixed time after the end of its job. A job may therefore wait and run for at most this time."""
+"""How much longer than a result a record is stored, unless a server sees the end of the job. A record expires a fixed
+time after the submit, but a result expires a fixed time after the end of its job. A job may therefore wait and run for
+at most this time."""
+SPARE_S = 60
+"""How much longer than the result of its job a record is stored after a server has seen the end of the job."""
+EXPIRE_TIMEOUT_S = 1.0
+"""An answer does not wait longer for the new expiry of its record."""
 
 
 class ResponseRecord(WireModel):
@@ -109,6 +117,14 @@ class ResponseStore:
         if record is None or record.owner != owner:
             raise missing(response_id)
         return job_id, record
+
+    async def expire_with_result(self, job_id: str) -> None:
+        """Let the record of a job that has ended expire soon after its result. If Redis fails, it expires later."""
+        with suppress(RedisError, OSError):  # TimeoutError is a subclass
+            async with asyncio.timeout(EXPIRE_TIMEOUT_S):
+                ttl_s: Any = await self._redis.ttl(self._keys.of_job(job_id).job)
+                if ttl_s > 0:
+                    await self._redis.expire(self._keys.http_response(job_id), ttl_s + SPARE_S)
 
     async def delete(self, job_id: str) -> None:
         """Remove a record. The result of its job expires by itself."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from redis.exceptions import RedisError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -66,15 +67,18 @@ async def _answer(
     max_bytes = generation.client.settings.max_request_bytes
     record = asked.record.model_copy(update={"idempotency_key": generation.key_of_job(0)})
     encoded = record.encode(max_bytes) if body.is_stored else ""
+    store = _store_of(request)
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
         if body.is_stored:
-            await _store_of(request).save(job.id, encoded)
+            await store.save(job.id, encoded)
         if body.is_streamed:
             # A client of a background response wants its id at once.
             wait_s = 0.0 if body.is_background else FIRST_PING_S
             pieces = _pieces_of(generation, is_background=body.is_background)
+            if body.is_stored:
+                pieces = _expiring(pieces, store, job.id)
             events = await _stream(request, job, asked.record, pieces, progress=progress, first_wait_s=wait_s)
             generation.keep()
             return events
@@ -85,10 +89,16 @@ async def _answer(
             return response
         async for _, piece in generation.pieces():
             if isinstance(piece, Result):
+                if body.is_stored:
+                    await store.expire_with_result(job.id)
                 return json_response(await asked.answer([piece]))
         raise JobNotFound(job.id)
     except BaseException:
         await generation.aclose()
+        can_be_found = body.is_background or generation.key_of_job(0) is not None
+        if body.is_stored and not can_be_found:  # no client has the id
+            with suppress(RedisError, OSError):
+                await store.delete(job.id)
         raise
 
 
@@ -96,7 +106,8 @@ async def retrieve(request: Request) -> Response:
     """Return a response as it is now, or with `stream=true` its events from `starting_after` on."""
     record, job = await _find(request)
     if read_query_flag(request, "stream"):
-        return await _stream(request, job, record, _pieces_from(job), _starting_after(request))
+        pieces = _expiring(_pieces_from(job), _store_of(request), job.id)
+        return await _stream(request, job, record, pieces, _starting_after(request))
     return json_response(await _current(request, record, job))
 
 
@@ -173,6 +184,7 @@ async def _current(request: Request, record: ResponseRecord, job: AsyncJob) -> d
     status = await job.status()
     if status.state in (JobState.QUEUED, JobState.RUNNING):
         return open_response(job.id, record, status.state)
+    await _store_of(request).expire_with_result(job.id)
     try:
         models = replace(context_of(request).models, waits=False)
         return await read_response(models, job.id, record, await job.result())
@@ -211,6 +223,20 @@ async def _pieces_from(job: AsyncJob) -> Pieces:
     finally:
         await chunks.aclose()
     yield await job.result()
+
+
+async def _expiring(pieces: Pieces, store: ResponseStore, job_id: str) -> Pieces:
+    """Yield the pieces of a stored response. At the end of its job, the record gets the expiry of the result."""
+    try:
+        async for piece in pieces:
+            if isinstance(piece, Result):
+                await store.expire_with_result(job_id)
+            yield piece
+    except JobFailed:
+        await store.expire_with_result(job_id)
+        raise
+    finally:
+        await pieces.aclose()
 
 
 async def _stream(
