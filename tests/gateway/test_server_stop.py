@@ -70,6 +70,11 @@ def test_the_time_to_end_requests_does_not_include_that_of_their_idle_connection
     assert longest_s >= shutdown_s + uvicorn_server.ANSWER_TIME_S + uvicorn_server.LAST_REQUESTS_S
 
 
+def test_proxies_close_idle_connections_before_the_server_does() -> None:
+    server = build_server(serve_settings(redis_url="redis://localhost", queue="q"))
+    assert server.config.timeout_keep_alive > 600, "Google's load balancers keep a connection for 600 s"
+
+
 async def test_requests_that_arrive_while_a_server_begins_to_stop_are_answered(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,9 +36,11 @@ macOS does not have the first and the last option.
 """
 GC_THRESHOLD = 20_000
 """Number of new objects that start a garbage collection. With Python's 700, a large body takes twice as long."""
-KEEP_ALIVE_S = 75
-"""Seconds that an idle connection stays open. Load balancers have shorter times, so that they close connections
-first."""
+KEEP_ALIVE_S = 620
+"""Seconds that an idle connection stays open. Proxies and clients close theirs first: Go and Traefik after 90 s, Caddy
+after 120 s, the load balancers of Google after 600 s, for which Google advises 620 s. If the server closed a connection
+at the moment at which a proxy sends a request, the proxy would answer with 502. A peer that has gone is found earlier
+(`DEAD_CLIENT`), and a server that stops closes its idle connections."""
 LAST_REQUESTS_S = 0.5
 """How long idle connections stay open after the server began to stop. A request that a client sends in this time is
 answered, and the response announces the close. If the server closed the connection at the moment at which a proxy sends
