@@ -52,12 +52,32 @@ class TokenBytesCache:
         return self._known.setdefault(vocab_hash, {})
 
 
+class TokenStarts:
+    """Finds where the text of each token begins in a text, in characters. The bytes of a character may be divided among
+    several tokens.
+
+    Args:
+        n_chars: Number of characters before the first token.
+    """
+
+    def __init__(self, n_chars: int = 0) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._n_chars = n_chars
+
+    def __repr__(self) -> str:
+        return f"<TokenStarts {self._n_chars}>"
+
+    def next_start(self, piece: bytes) -> int:
+        """Return where the next token begins, which has these bytes."""
+        is_pending, text = bool(self._decoder.getstate()[0]), self._decoder.decode(piece)
+        is_replaced = is_pending and text.startswith("\ufffd")  # the token does not complete the character before it
+        start = self._n_chars + is_replaced
+        self._n_chars += len(text)
+        return start
+
+
 def starts_of(tokens: Sequence[int], pieces: Mapping[int, bytes]) -> Iterator[int]:
     """Yield where the text of each token begins in the text of all tokens, in characters."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    n_chars = 0
+    starts = TokenStarts()
     for token in tokens:
-        is_pending, text = bool(decoder.getstate()[0]), decoder.decode(pieces[token])
-        is_replaced = is_pending and text.startswith("\ufffd")  # the token does not complete the character before it
-        yield n_chars + is_replaced
-        n_chars += len(text)
+        yield starts.next_start(pieces[token])

@@ -12,13 +12,14 @@ from llamaq.gateway.completions.stream_chunks import StreamChunks
 from llamaq.gateway.completions.token_id_fields import TokenIdFields
 from llamaq.gateway.http.event_stream import PLACEHOLDER, TextEvent, data
 from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
+from llamaq.gateway.token_bytes_cache import TokenStarts
 from llamaq.producer import Chunk, Result
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.answer_parts.parts import CallStarted, Part
 from llamaq.producer.openai_format.endpoints import Endpoint
 
-DescribeLogprobs = Callable[[Sequence[int], Sequence[TokenLogprobs], int], Awaitable[dict[str, Any]]]
-"""Returns the object `logprobs` of tokens. The number is their position in the text, in characters."""
+DescribeLogprobs = Callable[[Sequence[int], Sequence[TokenLogprobs], TokenStarts], Awaitable[dict[str, Any]]]
+"""Returns the object `logprobs` of tokens. The last argument finds where they begin in the text of the choice."""
 DescribePrompt = Callable[[PromptLogprobs, str], Awaitable[PromptFields]]
 """Returns what a choice has about the probabilities of its prompt, and of the echoed text."""
 
@@ -70,15 +71,15 @@ class ChoiceStream:
         self._text_event: TextEvent | None = None
         """The chunk for new text without other fields. Most chunks have this form."""
         self._has_begun = False
-        self._n_chars = len(echoed)
-        """Number of characters of the text so far."""
+        self._starts = TokenStarts(len(echoed))
+        """Finds where tokens begin in the text. The text so far does not tell it: text is withheld while it may become
+        a stop string, but its tokens are not."""
         self._has_call = False
         """Whether the answer calls a tool."""
 
     async def events_of(self, piece: Chunk | Result) -> bytes:
         """Return the encoded chunks for the next piece of the job, or for its end."""
         if self._has_begun and self._is_plain and isinstance(piece, Chunk) and not _has_probabilities(piece):
-            self._n_chars += len(piece.text)
             return self._encode_text(piece.text) if piece.text else b""
         chunks = await self._chunks_of(piece)
         if self._token_ids is not None:
@@ -125,8 +126,7 @@ class ChoiceStream:
     async def _content_of(self, piece: Chunk) -> list[dict[str, Any]]:
         found, logprobs = [], None
         if piece.logprobs:
-            logprobs = await self._describe_logprobs(piece.tokens, piece.logprobs, self._n_chars)
-        self._n_chars += len(piece.text)
+            logprobs = await self._describe_logprobs(piece.tokens, piece.logprobs, self._starts)
         if self._splitter is not None:
             found += self._parts(self._splitter.feed(piece.text, piece.tag_offsets))
             if logprobs:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.gateway.token_bytes_cache import TokenStarts
 from llamaq.producer.openai_format.endpoints import Endpoint
 
 LOWEST = -9999.0
@@ -21,7 +22,11 @@ def tokens_of(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> set[i
 
 
 def logprobs_object(
-    endpoint: Endpoint, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], pieces: Pieces, offset: int = 0
+    endpoint: Endpoint,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    pieces: Pieces,
+    starts: TokenStarts | None = None,
 ) -> dict[str, Any]:
     """Return the object `logprobs` for some tokens of an answer.
 
@@ -30,20 +35,16 @@ def logprobs_object(
         tokens: The generated tokens.
         logprobs: Their probabilities.
         pieces: The bytes of the tokens that `tokens_of` returns.
-        offset: Number of characters of the text before these tokens.
+        starts: Finds where these tokens begin in the text, after those before them. None: they are the first.
     """
     if endpoint is Endpoint.CHAT:
         return {"content": [token_object(token, each, pieces) for token, each in zip(tokens, logprobs, strict=True)]}
-    texts = [_text(token, pieces) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    starts = starts or TokenStarts()
     return {
-        "tokens": texts,
+        "tokens": [_text(token, pieces) for token in tokens],
         "token_logprobs": [_number(each.logprob) for each in logprobs],
         "top_logprobs": [{_text(token, pieces): _number(value) for token, value in each.top} for each in logprobs],
-        "text_offset": offsets,
+        "text_offset": [starts.next_start(pieces[token]) for token in tokens],
     }
 
 

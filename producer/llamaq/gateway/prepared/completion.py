@@ -23,6 +23,7 @@ from llamaq.gateway.infill import with_gap_of_suffix
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.request_tokenization import prompt_tokens_of, with_tokens
 from llamaq.gateway.timings import timings_object
+from llamaq.gateway.token_bytes_cache import TokenStarts
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
@@ -107,11 +108,11 @@ class PreparedCompletion:
         return [self.form.splitter() for _ in self.jobs] if self.form.is_split else []
 
     async def logprobs(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], starts: TokenStarts
     ) -> dict[str, Any]:
-        """Return the object `logprobs` of some tokens, `offset` characters after the beginning of the text."""
+        """Return the object `logprobs` of some tokens. `starts` finds where they begin in the text of their choice."""
         pieces = await self.models.token_bytes(self.client, tokens_of(tokens, logprobs))
-        return logprobs_object(self.body.endpoint, tokens, logprobs, pieces, offset)
+        return logprobs_object(self.body.endpoint, tokens, logprobs, pieces, starts)
 
     @property
     def scores_echo(self) -> bool:
@@ -183,7 +184,7 @@ class PreparedCompletion:
         """Return the object `logprobs` of a choice. None: its job has none."""
         generated = None
         if result.logprobs is not None:
-            generated = await self.logprobs(result.tokens, result.logprobs, len(echoed))
+            generated = await self.logprobs(result.tokens, result.logprobs, TokenStarts(len(echoed)))
         return generated if prompt.logprobs is None else joined(prompt.logprobs, generated)
 
 
