@@ -149,6 +149,31 @@ async def test_a_stream_whose_job_still_waits_after_its_first_event_tells_so_soo
     await asyncio.wait([sending_it])
 
 
+async def test_a_stream_sends_its_comments_in_time_while_redis_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_stream, "COMMENT_TIMEOUT_S", 0.01)
+    sent: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await sent.put(message["body"])
+
+    async def comment() -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    stream = await event_stream.EventStream.open(events(), comment=comment, ping_s=0.01)
+    sending_it = asyncio.create_task(stream({}, asyncio.Event().wait, send))  # type: ignore[arg-type]
+    async with asyncio.timeout(30):
+        assert [await sent.get() for _ in range(3)] == [b": waiting\n\n"] * 3
+    await cancel_tasks(sending_it)
+
+
 async def test_a_response_whose_end_the_reader_has_is_a_stream_without_events(redis_url: str, queue: str) -> None:
     async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
         creating = asyncio.create_task(http.post("/v1/responses", json={"input": "hi"}))

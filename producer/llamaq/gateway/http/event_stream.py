@@ -21,6 +21,10 @@ FIRST_PING_S = 1.0
 """If a stream has no event within this time, it begins with a comment. Before that, an error can still have a
 status."""
 
+COMMENT_TIMEOUT_S = 1.0
+"""A comment waits no longer for its text, which needs Redis. So a stream sends comments in time even if Redis does not
+answer."""
+
 EVENTS_IN_A_ROW = 4
 """A stream with many waiting events lets other tasks run after this number. Otherwise a long text would delay all other
 streams, and asyncio would log a warning for each event that is written to a connection which the client has reset."""
@@ -189,8 +193,9 @@ class EventStream(Response):
                 continue
             limit_s = self._ping_s
             text = "waiting"
-            with suppress(LlamaqError, RedisError, OSError):
-                text = await self._comment()
+            with suppress(LlamaqError, RedisError, OSError):  # TimeoutError is a subclass
+                async with asyncio.timeout(COMMENT_TIMEOUT_S):
+                    text = await self._comment()
             self._sent_s = loop.time()
             await send({"type": "http.response.body", "body": comment_line(text), "more_body": True})
 
