@@ -129,6 +129,40 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
     assert len(contents) == 2
 
 
+@pytest.mark.parametrize(
+    ("n_bytes", "content_type", "status"),
+    [
+        (700_000, "multipart/form-data; boundary=b", b"413"),
+        (400_000, "multipart/form-data; boundary=b", b"413"),
+        (100, "text/plain", b"400"),
+    ],
+)
+async def test_the_body_of_an_upload_that_is_refused_by_its_headers_is_not_asked_for(
+    redis_url: str, queue: str, n_bytes: int, content_type: str, status: bytes
+) -> None:
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\nContent-Length: {n_bytes}\r\n"
+    begun = head.encode() + b"Expect: 100-continue\r\n\r\n"
+    settings: dict[str, Any] = {"key_prefix": queue, "max_file_bytes": 500_000, "max_files_bytes": 300_000}
+    async with serving_http(redis_url, queue, **settings) as url, sending(url, begun) as (reader, _):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 " + status), "no `100 Continue`"
+    assert b"connection: close\r\n" in answer.lower()
+
+
+async def test_a_client_that_waits_for_100_continue_uploads_its_file(redis_url: str, queue: str) -> None:
+    form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    form += b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n--b--\r\n'
+    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    head += b"Connection: close\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(form)
+    async with (
+        serving_http(redis_url, queue, key_prefix=queue) as url,
+        sending(url, head) as (reader, writer),
+    ):
+        assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
+        writer.write(form)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_a_damaged_record_does_not_prevent_uploads(redis_url: str, queue: str) -> None:
     redis, keys = connect(redis_url, name="test"), Keys(queue)
     await redis.hset(keys.http_files(""), "file-junk", "junk")

@@ -30,6 +30,8 @@ class UploadBody:
         self._receive = receive
         self._silence_s = silence_s
         self._has_ended = False
+        self.has_begun = False
+        """Whether any of it was read. A client that waits for `100 Continue` has got it then, and sends the body."""
 
     def __repr__(self) -> str:
         return f"<UploadBody ended={self._has_ended}>"
@@ -58,6 +60,7 @@ class UploadBody:
             yield data
 
     async def _next(self) -> bytes:
+        self.has_begun = True
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self._has_ended = True

@@ -21,7 +21,7 @@ from llamaq.gateway.files.record import (
 )
 from llamaq.gateway.files.store import FileStore
 from llamaq.gateway.files.upload_body import UploadBody
-from llamaq.gateway.http.errors import invalid
+from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.query_parameters import page_of, read_page
 from llamaq.gateway.http.request_lifetime import ClientGone, RestMissing
@@ -41,6 +41,12 @@ async def create(request: Request) -> Response:
         return json_response(file_object(await _upload(request, body)))
     except ClientGone:
         return Response(status_code=400)  # the client has gone, but Starlette requires a response
+    except RequestRefused as exc:
+        if not body.has_begun and "expect" in request.headers:  # the client sends no body before it is told to
+            exc.headers["Connection"] = "close"
+        else:
+            await body.discard()
+        raise
     except BaseException:
         await body.discard()
         raise
