@@ -76,6 +76,23 @@ async def test_a_batch_that_is_cancelled_or_expires_while_another_runs_ends_with
     assert len(errors) == (0 if is_cancelled else 1)
 
 
+async def test_a_cancelled_batch_ends_although_the_server_runs_as_many_as_it_may(redis_url: str, queue: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, max_batches=1) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        first = await begin(http, jsonl(line("a", "x")))
+        attempt = await worker.start_next()
+        waiting = await begin(http, jsonl(line("b", "y")))
+        await http.post(f"/v1/batches/{waiting['id']}/cancel")
+        ended = await end_of(http, waiting)
+        still = (await http.get(f"/v1/batches/{first['id']}")).json()["status"]
+        await attempt.answer(["ok"])
+        done = await end_of(http, first)
+    assert (ended["status"], still, done["status"]) == ("cancelled", "in_progress", "completed")
+
+
 async def test_a_batch_that_has_waited_beyond_its_window_is_expired_although_its_input_is_gone(
     redis_url: str, queue: str
 ) -> None:

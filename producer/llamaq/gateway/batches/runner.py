@@ -80,12 +80,11 @@ class BatchRunner:
                     await self._has_work.wait()
 
     async def _start_due(self) -> None:
-        if len(self._running) >= self._settings.max_batches:
+        if not self._settings.max_batches:
             return
         for batch_id in await self.store.due(LOOK_AT):
-            if len(self._running) >= self._settings.max_batches:
-                return
-            if batch_id in self._running:
+            is_full = len(self._running) >= self._settings.max_batches
+            if batch_id in self._running or (is_full and _is_open(await self.store.read(batch_id))):
                 continue
             claim = await self.store.claim(batch_id, self._id, self._settings.batch_lease_s)
             if claim.code == "mine":
@@ -174,8 +173,14 @@ class BatchRunner:
 def _needs_turn(batch: Batch) -> bool:
     """Return whether a batch may run only while no other batch of its API key runs.
 
-    This is so if the key has limits. A batch that will submit no more jobs has only to end, and needs no turn.
+    This is so if the key has limits.
     """
     key = batch.request.key
     has_limits = key is not None and (key.max_open is not None or key.requests_per_minute is not None)
-    return has_limits and not batch.is_over and batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+    return has_limits and _is_open(batch)
+
+
+def _is_open(batch: Batch | None) -> bool:
+    """Return whether a batch may submit more jobs. Otherwise it has only to end, and needs no place and no turn."""
+    open_states = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+    return batch is not None and not batch.is_over and batch.status in open_states
