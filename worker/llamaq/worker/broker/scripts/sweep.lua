@@ -27,7 +27,7 @@ local state, streams = KEYS[1], {interactive = KEYS[2], bulk = KEYS[3]}
 local group, pause_ms, count, max_idle_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local now = now_ms()
 local MAX_PENDING = 10000 -- pending entries of a stream whose jobs are counted at most
-local MAX_COMPARED = 500 -- pending entries of a stream up to which each step counts their jobs
+local MAX_COMPARED = 200 -- pending entries of a stream up to which each step counts their jobs
 local cursor, next_ms = unpack(redis.call('HMGET', state, 'cursor', 'next_ms'))
 local left_ms = tonumber(next_ms or '0') - now
 if left_ms > 0 and left_ms <= pause_ms then -- more: the clock was set back
