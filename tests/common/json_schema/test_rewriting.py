@@ -102,6 +102,18 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"propertyNames": {"$ref": "#/$defs/n"}, "additionalProperties": INTEGER, "$defs": {"n": {"enum": ["a", "b"]}}},
         {"properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False},
     ),
+    "names from an enum with a title beside it": (
+        {"propertyNames": {"$ref": "#/$defs/n", "title": "N", "type": "string"}, "$defs": {"n": {"enum": ["a"]}}},
+        {"properties": {"a": {}}, "additionalProperties": False},
+    ),
+    "names of draft 7 without the keywords beside a reference": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "propertyNames": {"$ref": "#/definitions/n", "maxLength": 1},
+            "definitions": {"n": {"pattern": "^a"}},
+        },
+        {"patternProperties": {"^a": {}}, "additionalProperties": False},
+    ),
     "names with a pattern": (
         {"propertyNames": {"pattern": "^a"}, "additionalProperties": INTEGER},
         {"patternProperties": {"^a": INTEGER}, "additionalProperties": False},
@@ -261,6 +273,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "names": ({**A_AND_B, "propertyNames": {"pattern": "^a"}}, "use patternProperties"),
     "names with two limits": ({"propertyNames": {"enum": ["a", "bb"], "maxLength": 1}}, "use patternProperties"),
     "names that are no texts": ({"propertyNames": {"type": "integer"}}, "use patternProperties"),
+    "length of names beside a reference": (
+        {"propertyNames": {"$ref": "#/$defs/n", "maxLength": 3}, "$defs": {"n": {"pattern": "^a"}}},
+        "`propertyNames` at # is not supported: use patternProperties",
+    ),
+    "type of names beside a reference": (
+        {"propertyNames": {"$ref": "#/$defs/n", "type": "integer"}, "$defs": {"n": {"pattern": "^a"}}},
+        "use patternProperties",
+    ),
     "keys that may be equal": ({"required": ["a"], "minProperties": 3}, "above 2, because a key may occur twice"),
     "beyond all digits": ({"minimum": 10**400}, "`minimum` at # is not supported beyond 9000000000000000000"),
     "no number between": ({"exclusiveMinimum": 0, "maximum": 1e-10}, "`exclusiveMinimum` at # is not supported where"),

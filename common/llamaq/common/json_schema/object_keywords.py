@@ -63,6 +63,9 @@ def rewrite_property_names(schema: dict[str, Any], references: References) -> di
         return schema
     names = schema["propertyNames"]
     if isinstance(names, dict) and "$ref" in names:
+        is_alone = names.keys() <= {"$ref", *_ANNOTATIONS} and names.get("type", "string") == "string"
+        if not (is_alone or references.refs_stand_alone):
+            return schema
         names = references.resolve(names["$ref"])
     rest = {key: value for key, value in schema.items() if key != "propertyNames"}
     if names is True:
