@@ -30,6 +30,9 @@ class Pair(BaseModel):
 Node = Annotated[Leaf | Pair, Field(discriminator="kind")]
 Pair.model_rebuild()
 
+EXACT: dict[str, Any] = {
+    "enum": [2**53, -(2**53), 2**62, 2**63 - 1, [10**18, {"a": 1e18}], 0.1, 1e-7, -2.5, True, None]
+}
 POINTER = {"pattern": r"^(0|[1-9][0-9]{0,8})(#|(/([[^~/]&&[^\x00]]|~[01])*)*)$"}
 REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "descriptions are left out": ({**INTEGER, "title": "T", "x-order": 1, "nullable": True}, INTEGER),
@@ -133,6 +136,7 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"oneOf": [INTEGER, {"type": "string"}]},
         {"anyOf": [INTEGER, {"type": "string"}]},
     ),
+    "values that are exact": (EXACT, EXACT),
     "bounds of 64 bits": (
         {**INTEGER, "minimum": -(2**63), "exclusiveMaximum": 2**63},
         {**INTEGER, "minimum": -(10**18), "maximum": 10**18},
@@ -281,6 +285,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"propertyNames": {"$ref": "#/$defs/n", "type": "integer"}, "$defs": {"n": {"pattern": "^a"}}},
         "use patternProperties",
     ),
+    "integer that is rounded": (
+        {"items": {"const": 2**53 + 1}},
+        "`const` at #/items has the number 9007199254740993, which would be rounded: use a string",
+    ),
+    "integer inside a value": (
+        {"enum": [1, [{"a": 175928847299117063}]]},
+        "`enum` at # has the number 175928847299117063",
+    ),
+    "negative integer": ({"const": -(2**53) - 1}, "has the number -9007199254740993,"),
+    "smallest integer of 64 bits": ({"const": -(2**63)}, "has the number -9223372036854775808,"),
+    "integer of more than 64 bits": ({"enum": [10**20]}, "has the number 100000000000000000000,"),
+    "integer of very many digits": ({"const": 10**400}, "has the number 100000000000000000000000000000,"),
+    "large fraction": ({"const": -1e20}, "has the number -1e\\+20,"),
+    "number that is too large": ({"const": float("1e400")}, "has the number inf,"),
     "keys that may be equal": ({"required": ["a"], "minProperties": 3}, "above 2, because a key may occur twice"),
     "beyond all digits": ({"minimum": 10**400}, "`minimum` at # is not supported beyond 9000000000000000000"),
     "no number between": ({"exclusiveMinimum": 0, "maximum": 1e-10}, "`exclusiveMinimum` at # is not supported where"),

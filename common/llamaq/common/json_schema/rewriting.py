@@ -148,7 +148,7 @@ class _Rewriting:
         for keyword, way_out in REFUSED.items():
             if keyword in schema:
                 raise refused(keyword, place, f"is not supported: {way_out}")
-        _check_characters(schema, place)
+        _check_values(schema, place)
         if "oneOf" in schema:
             schema = self._rewrite_one_of(schema, place)
         if "$ref" in schema:
@@ -311,21 +311,24 @@ def _with_whole_sizes(schema: dict[str, Any]) -> dict[str, Any]:
     return schema | {name: int(size) for name, size in sizes.items() if size.is_integer()} if sizes else schema
 
 
-def _check_characters(schema: dict[str, Any], place: str) -> None:
-    """Refuse values with a control character that has no short escape: `SCHEMA_OPTIONS` allows no other escapes."""
+def _check_values(schema: dict[str, Any], place: str) -> None:
+    """Refuse values with a number that llguidance rounds, or with a control character that has no short escape."""
     for keyword in {"const", "enum"} & schema.keys():
-        for text in _strings(schema[keyword]):
-            if found := _WITHOUT_SHORT_ESCAPE.search(text):
-                raise refused(keyword, place, f"has the character U+{ord(found[0]):04X}, which no output has")
+        for value in _scalars(schema[keyword]):
+            if isinstance(value, str):
+                if found := _WITHOUT_SHORT_ESCAPE.search(value):
+                    raise refused(keyword, place, f"has the character U+{ord(found[0]):04X}, which no output has")
+            elif value is not None and not (abs(value) < 2**63 and min(float(value), 2**63 - 1) == value):
+                raise refused(keyword, place, f"has the number {value!s:.30}, which would be rounded: use a string")
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings of a value, without the names in its objects."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield the values in a value that are neither objects nor arrays."""
+    if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _strings(part)
+            yield from _scalars(part)
+    else:
+        yield value
 
 
 def _check_nesting(schema: dict[str, Any]) -> None:

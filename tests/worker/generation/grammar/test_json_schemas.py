@@ -32,6 +32,8 @@ BAD_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
         {"properties": {"a": {"enum": [["a\0b"]]}}},
         "`enum` at #/properties/a has the character U+0000",
     ),
+    "number that is rounded": ({"enum": [1, 175928847299117063]}, "`enum` at # has the number 175928847299117063"),
+    "smallest integer of 64 bits": ({"const": -(2**63)}, "`const` at # has the number -9223372036854775808"),
     "delete character": ({"const": {"a": "\x7f"}}, "`const` at # has the character U+007F"),
     "not supported": ({"type": "array", "items": {"not": {"type": "string"}}}, "`not` at #/items is not supported"),
     "overlapping": (
@@ -211,6 +213,14 @@ TREE = {
             ["[5]"],
         ),
         ({"const": {"\1": "\b\t\n\f\r\u0080"}}, ['{"\\u0001": "\\b\\t\\n\\f\\r\u0080"}'], ['{"": ""}']),
+        (
+            {"enum": [2**53, 1 - 2**53, 2**62, 2**63 - 1, 2**63 - 1024, 1024 - 2**63, 1e18, 0.1, 1e-7]},
+            [
+                *("9007199254740992", "-9007199254740991", "4611686018427387904", "9223372036854775807", "0.1"),
+                *("9223372036854774784", "-9223372036854774784", "1000000000000000000", "0.0000001"),
+            ],
+            ["9007199254740993", "9223372036854775808", "0.10"],
+        ),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )
