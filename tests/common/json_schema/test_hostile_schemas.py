@@ -20,6 +20,14 @@ def nested_names(depth: int) -> dict[str, Any]:
     return schema
 
 
+def nested_parts(depth: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a schema with `allOf` in `allOf`, the innermost one with these schemas."""
+    schema: dict[str, Any] = {"allOf": parts}
+    for _ in range(depth):
+        schema = {"allOf": [schema]}
+    return schema
+
+
 NAMES = [f"p{number}" for number in range(2500)]
 HOSTILE: dict[str, dict[str, Any]] = {
     "equal references to many values": {
@@ -34,6 +42,13 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "many references below another base": {
         "properties": {name: {"$ref": "#/$defs/b/properties/c"} for name in NAMES[:1100]},
         "$defs": {"b": {"$id": "https://a.com/", "properties": {"c": {"enum": ["x" * 25] * 1000}}}},
+    },
+    "many multiples with many digits": nested_parts(100, [{"multipleOf": 1e-300}] * 2000),
+    "multiples of many shared properties": {
+        "allOf": [
+            {"properties": {name: {"$ref": f"#/allOf/{part}"} for name in NAMES[:500]}, "multipleOf": 3}
+            for part in range(2)
+        ]
     },
     "copies of copies for each name": nested_names(60),
     "copies for many names": {

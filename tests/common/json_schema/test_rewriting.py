@@ -33,6 +33,11 @@ Pair.model_rebuild()
 EXACT: dict[str, Any] = {
     "enum": [2**53, -(2**53), 2**62, 2**63 - 1, [10**18, {"a": 1e18}], 0.1, 1e-7, -2.5, True, None]
 }
+MULTIPLES: dict[str, Any] = {"allOf": [{"multipleOf": 0.01}, {"multipleOf": 0.01}, {"multipleOf": 100_000}]}
+DAYS: dict[str, Any] = {**INTEGER, "multipleOf": 86_400}
+PERIODS: dict[str, Any] = {
+    "allOf": [{"properties": {"a": DAYS}}, {"properties": {"b": DAYS}, "anyOf": [{"items": DAYS}, {"items": DAYS}]}]
+}
 POINTER = {"pattern": r"^(0|[1-9][0-9]{0,8})(#|(/([[^~/]&&[^\x00]]|~[01])*)*)$"}
 REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "descriptions are left out": ({**INTEGER, "title": "T", "x-order": 1, "nullable": True}, INTEGER),
@@ -137,6 +142,8 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"anyOf": [INTEGER, {"type": "string"}]},
     ),
     "values that are exact": (EXACT, EXACT),
+    "multiples with a small product": (MULTIPLES, MULTIPLES),
+    "large multiples of different values": (PERIODS, PERIODS),
     "bounds of 64 bits": (
         {**INTEGER, "minimum": -(2**63), "exclusiveMaximum": 2**63},
         {**INTEGER, "minimum": -(10**18), "maximum": 10**18},
@@ -299,6 +306,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "integer of very many digits": ({"const": 10**400}, "has the number 100000000000000000000000000000,"),
     "large fraction": ({"const": -1e20}, "has the number -1e\\+20,"),
     "number that is too large": ({"const": float("1e400")}, "has the number inf,"),
+    "equal large multiples": ({"allOf": [DAYS, DAYS]}, "`multipleOf` at # is too large in several schemas: merge them"),
+    "large multiple beside a reference": (
+        {"items": {"$ref": "#/$defs/a", "multipleOf": 70_000}, "$defs": {"a": {"allOf": [DAYS]}}},
+        "`multipleOf` at #/items is too large",
+    ),
+    "large multiple beside a reference of draft 7": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "$ref": "#/definitions/a",
+            "multipleOf": 70_000,
+            "definitions": {"a": DAYS},
+        },
+        "`multipleOf` at # is too large",
+    ),
+    "large multiples of a property": (
+        {
+            "allOf": [
+                {"properties": {"a": {"properties": {"b": DAYS}}}},
+                {"properties": {"a": {"properties": {"b": DAYS}}}},
+            ]
+        },
+        "`multipleOf` at # is too large",
+    ),
+    "multiples with many digits": ({"allOf": [{"multipleOf": 1e-7}, {"multipleOf": 1000}]}, "`multipleOf` at #"),
     "keys that may be equal": ({"required": ["a"], "minProperties": 3}, "above 2, because a key may occur twice"),
     "beyond all digits": ({"minimum": 10**400}, "`minimum` at # is not supported beyond 9000000000000000000"),
     "no number between": ({"exclusiveMinimum": 0, "maximum": 1e-10}, "`exclusiveMinimum` at # is not supported where"),

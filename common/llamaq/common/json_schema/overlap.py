@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf, nextafter
+from math import inf, nextafter, prod
 from typing import Any
 
 from llamaq.common.json_schema.references import References, Schema
@@ -45,6 +45,7 @@ class _Shape:
     properties: dict[str, list[Schema]] = field(default_factory=dict)
     closed: list[set[str]] = field(default_factory=list)
     """The names that each `additionalProperties: false` allows."""
+    multiples: list[float] = field(default_factory=list)
     prefix: dict[int, list[Schema]] = field(default_factory=dict)
     items: list[Schema] = field(default_factory=list)
 
@@ -128,6 +129,19 @@ class Overlaps:
         mine, others = _required_alone(first.shape, second.shape), _required_alone(second.shape, first.shape)
         return None if mine is None or others is None else (mine, others)
 
+    def have_large_multiple(self, schemas: Sequence[Schema], depth: int = 0) -> bool:
+        """Return whether `multipleOf` of one value have a product of more than 32 bits. False: this may be unknown."""
+        if depth > MAX_DEPTH or self.is_exhausted:
+            return False
+        shape = self._describe(schemas).shape
+        multiples = shape.multiples
+        self._n_steps += STEPS_TO_COMPARE + len(multiples)
+        while any(one % 1 > 0 for one in multiples):
+            multiples = [10 * one for one in multiples]  # as llguidance does
+        return (len(multiples) > 1 and prod(multiples) >= 2**32) or any(
+            len(part) > 1 and self.have_large_multiple(part, depth + 1) for part in shape.properties.values()
+        )
+
     def _have_disjoint_alternatives(self, one: _Described, other: _Described, depth: int) -> bool:
         """Return whether `one` has an `anyOf` whose schemas are all disjoint from `other`."""
         return any(
@@ -182,7 +196,8 @@ class Overlaps:
                 self._n_steps += STEPS_FOR_VALUE * len(schema["enum"])
             ref = schema.get("$ref")
             if ref is not None and self._references.refs_stand_alone:
-                schema = {"$ref": ref}  # other keywords must not tell schemas apart, although they apply to the output
+                # Other keywords must not tell schemas apart, although they apply to the output.
+                schema = {"$ref": ref, "multipleOf": schema.get("multipleOf")}
             found.append({name: value for name, value in schema.items() if name not in ("$ref", "allOf")})
             if isinstance(schema.get("allOf"), list):
                 waiting += schema["allOf"]
@@ -263,6 +278,8 @@ def _add_values(shape: _Shape, schema: dict[str, Any]) -> None:
 
 
 def _add_sizes(shape: _Shape, schema: dict[str, Any]) -> None:
+    if _is_number(schema.get("multipleOf")):
+        shape.multiples.append(float(schema["multipleOf"]))
     for name, least, most in _SIZES:
         if _is_number(schema.get(least)):
             shape.least[name] = max(shape.least.get(name, -inf), schema[least])

@@ -113,6 +113,7 @@ class _Rewriting:
         text = json.dumps(root)
         self._has_parts = any(f'"{name}"' in text for name in (*_IN_PLACE, "patternProperties"))
         """Whether several schemas may describe the same value."""
+        self._has_multiples = self._has_parts and "multipleOf" in text
         self._n_schemas = 0
         self._targets: dict[str, str] = {}
         """Maps each reference that the rewritten schemas contain to its name in `$defs`."""
@@ -175,6 +176,8 @@ class _Rewriting:
             schema = rewrite_bounds(schema, place, is_part=self._has_parts)
         if schema.get("uniqueItems") is False or _is_at_most_one(schema.get("maxItems")):
             schema = _without(schema, "uniqueItems")
+        if self._has_multiples and self._overlaps.have_large_multiple([schema]):
+            raise refused("multipleOf", place, "is too large in several schemas: merge them")
         return schema
 
     def _rewrite_parts(self, schema: dict[str, Any], place: str) -> dict[str, Any]:

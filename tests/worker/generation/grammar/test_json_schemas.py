@@ -34,6 +34,10 @@ BAD_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "number that is rounded": ({"enum": [1, 175928847299117063]}, "`enum` at # has the number 175928847299117063"),
     "smallest integer of 64 bits": ({"const": -(2**63)}, "`const` at # has the number -9223372036854775808"),
+    "two large multiples": (
+        {"allOf": [{"type": "integer", "multipleOf": 86_400}, {"multipleOf": 86_400}]},
+        "`multipleOf` at # is too large",
+    ),
     "delete character": ({"const": {"a": "\x7f"}}, "`const` at # has the character U+007F"),
     "not supported": ({"type": "array", "items": {"not": {"type": "string"}}}, "`not` at #/items is not supported"),
     "overlapping": (
@@ -221,6 +225,8 @@ TREE = {
             ],
             ["9007199254740993", "9223372036854775808", "0.10"],
         ),
+        (number(allOf=[{"multipleOf": 0.01}, {"multipleOf": 0.25}]), ["0.25", "1.50"], ["0.01", "0.255"]),
+        (integer(allOf=[{"multipleOf": 60_000}, {"multipleOf": 60_000}]), ["0", "120000"], ["90000", "60001"]),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )
