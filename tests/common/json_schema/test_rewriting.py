@@ -141,6 +141,10 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"oneOf": [INTEGER, {"type": "string"}]},
         {"anyOf": [INTEGER, {"type": "string"}]},
     ),
+    "oneOf of ranges in draft 4": (
+        {"oneOf": [{**INTEGER, "maximum": 5, "exclusiveMaximum": True}, {**INTEGER, "minimum": 5}]},
+        {"anyOf": [{**INTEGER, "exclusiveMaximum": 5}, {**INTEGER, "minimum": 5}]},
+    ),
     "values that are exact": (EXACT, EXACT),
     "multiples with a small product": (MULTIPLES, MULTIPLES),
     "large multiples of different values": (PERIODS, PERIODS),

@@ -43,7 +43,7 @@ def rewrite_bounds(schema: dict[str, Any], place: str, *, is_part: bool) -> dict
     Raises:
         ValueError: There is no such schema.
     """
-    schema = _with_numbers(schema)
+    schema = with_numbers(schema)
     given = _bound(schema, 0), _bound(schema, 1)
     bounds = [_exact(_limited(given[side], given[1 - side], place, side), given[side]) for side in (0, 1)]
     if schema.get("type") != "integer":
@@ -55,7 +55,7 @@ def rewrite_bounds(schema: dict[str, Any], place: str, *, is_part: bool) -> dict
     return schema
 
 
-def _with_numbers(schema: dict[str, Any]) -> dict[str, Any]:
+def with_numbers(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose exclusive bounds are numbers. In draft 4 they are `true` or `false`, beside the bound."""
     for inclusive, exclusive in _KEYWORDS:
         is_exclusive = schema.get(exclusive)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf, nextafter, prod
 from typing import Any
 
+from llamaq.common.json_schema.bounds import with_numbers
 from llamaq.common.json_schema.references import References, Schema
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -278,6 +279,7 @@ def _add_values(shape: _Shape, schema: dict[str, Any]) -> None:
 
 
 def _add_sizes(shape: _Shape, schema: dict[str, Any]) -> None:
+    schema = with_numbers(schema)
     if _is_number(schema.get("multipleOf")):
         shape.multiples.append(float(schema["multipleOf"]))
     for name, least, most in _SIZES:

@@ -227,6 +227,11 @@ TREE = {
         ),
         (number(allOf=[{"multipleOf": 0.01}, {"multipleOf": 0.25}]), ["0.25", "1.50"], ["0.01", "0.255"]),
         (integer(allOf=[{"multipleOf": 60_000}, {"multipleOf": 60_000}]), ["0", "120000"], ["90000", "60001"]),
+        (
+            {"oneOf": [number(maximum=5, exclusiveMaximum=True), number(minimum=5, exclusiveMinimum=False)]},
+            ["4.5", "5", "6"],
+            ['"5"'],
+        ),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )
