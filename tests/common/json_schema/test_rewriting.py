@@ -122,6 +122,10 @@ REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"patternProperties": {"^a": {}}, "additionalProperties": False},
     ),
+    "names whose length is written as a fraction": (
+        {"propertyNames": {"minLength": 1.0, "maxLength": 5.0}},
+        {"patternProperties": {"^[[^\\x00-\\x1f]&&[^\\x00]]{1,5}$": {}}, "additionalProperties": False},
+    ),
     "names with a pattern": (
         {"propertyNames": {"pattern": "^a"}, "additionalProperties": INTEGER},
         {"patternProperties": {"^a": INTEGER}, "additionalProperties": False},
@@ -296,6 +300,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"propertyNames": {"$ref": "#/$defs/n", "type": "integer"}, "$defs": {"n": {"pattern": "^a"}}},
         "use patternProperties",
     ),
+    "no whole length of names": ({"propertyNames": {"maxLength": 2.5}}, "use patternProperties"),
     "integer that is rounded": (
         {"items": {"const": 2**53 + 1}},
         "`const` at #/items has the number 9007199254740993, which would be rounded: use a string",

@@ -103,8 +103,9 @@ def _name_pattern(names: dict[str, Any]) -> str | None:
         return str(names["pattern"])
     if names.keys() == {"format"}:
         return _format_pattern(names["format"])
-    if names.keys() <= {"minLength", "maxLength"} and all(isinstance(length, int) for length in names.values()):
-        return f"^[^\\x00-\\x1f]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    lengths = {key: int(value) for key, value in names.items() if isinstance(value, int | float) and value % 1 == 0}
+    if lengths.keys() == names.keys() <= {"minLength", "maxLength"}:
+        return f"^[^\\x00-\\x1f]{{{lengths.get('minLength', 0)},{lengths.get('maxLength', '')}}}$"
     return None
 
 

@@ -308,10 +308,8 @@ def _no_schema(place: str) -> ValueError:
 
 def _with_whole_sizes(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with sizes such as 2 in place of 2.0, which llguidance does not accept."""
-    if schema.keys().isdisjoint(_SIZES):
-        return schema
     sizes = {name: schema[name] for name in _SIZES if isinstance(schema.get(name), float)}
-    return schema | {name: int(size) for name, size in sizes.items() if size.is_integer()} if sizes else schema
+    return schema | {name: int(size) for name, size in sizes.items() if size.is_integer()}
 
 
 def _check_values(schema: dict[str, Any], place: str) -> None:

@@ -228,6 +228,21 @@ TREE = {
         (number(allOf=[{"multipleOf": 0.01}, {"multipleOf": 0.25}]), ["0.25", "1.50"], ["0.01", "0.255"]),
         (integer(allOf=[{"multipleOf": 60_000}, {"multipleOf": 60_000}]), ["0", "120000"], ["90000", "60001"]),
         (
+            {
+                "type": "object",
+                "properties": {"a1": integer(), "b": {}},
+                "additionalProperties": False,
+                "allOf": [{"propertyNames": {"pattern": "^a"}}],
+            },
+            ["{}", '{"a1": 1}'],
+            ['{"a1": "x"}', '{"abc": 1}', '{"b": 1}'],
+        ),
+        (
+            {"type": "object", "propertyNames": {"maxLength": 2.0}, "additionalProperties": integer()},
+            ['{"ab": 1}'],
+            ['{"abc": 1}'],
+        ),
+        (
             {"oneOf": [number(maximum=5, exclusiveMaximum=True), number(minimum=5, exclusiveMinimum=False)]},
             ["4.5", "5", "6"],
             ['"5"'],
