@@ -21,6 +21,7 @@ from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer.testing import LEASE_MS
 from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 from llamaq.worker.core.job import Job
+from llamaq.worker.core.outputs import SlotLost
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
@@ -135,3 +136,18 @@ async def test_jobs_are_requeued_while_redis_is_full(own_url: str, queue: str) -
             stream = at.client.keys.of_job(stopped.id).interactive
             assert len(await at.claimer.claim_scripts.reclaim(stream, 9, LEASE_MS, trusted_until_ms=0)) == 3
         assert await at.stored(stopped) == [2], "the next worker generates the token that Redis has refused"
+
+
+@pytest.mark.starts_processes
+async def test_the_outage_of_a_partition_ends_with_its_last_job(
+    own_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with working(own_url, queue) as at:
+        _, preempted = await at.begin()
+        task = asyncio.create_task(at.outbox.run())
+        async with full(at.client.redis), asyncio.timeout(10):
+            at.outputs.put([SlotLost(preempted), JobWithdrawn(preempted)])
+            while at.outbox.n_jobs or at.outbox._has_outage:  # noqa: ASYNC110  # no event tells it
+                await asyncio.sleep(0.005)
+        await cancel_tasks(task)
+    assert "outbox.redis_full" in caplog.text, "Redis refuses to store that the job has lost its slot"

@@ -64,7 +64,7 @@ class _Partition:
     whole_s: float = 0.0
     """When all jobs were last flushed, including those without news."""
     has_outage: bool = False
-    """Whether the last flush failed."""
+    """Whether the last flush failed, and the partition still has jobs."""
     outage_ended_s: float = 0.0
     """When the last outage ended."""
 
@@ -264,6 +264,7 @@ class Outbox:
         partition = self._partitions[number]
         while True:
             if not self._jobs.of_partition(number):
+                partition.has_outage = False  # it has nothing to write, and must not limit the jobs of other partitions
                 partition.job_registered.clear()
                 await partition.job_registered.wait()
             with suppress(TimeoutError):
