@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -20,9 +21,11 @@ from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
+from llamaq.worker.slot_files import command_handler
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
 from llamaq.worker.slot_files.saved_slot_files import SavedSlotFiles
 from llamaq.worker.slot_files.slot_operations import SlotOperations
+from llamaq.worker.slot_files.slot_restorer import SlotRestore, SlotRestorer
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler
 
 PROMPT = [1 + at % 200 for at in range(200)]
@@ -96,6 +99,38 @@ async def test_a_saved_state_is_restored_by_another_worker(tmp_path: Path) -> No
             await other.command("restore", 1, "story")
         with pytest.raises(InvalidRequest, match="no slot state"):
             await other.command("erase", name="story")
+
+
+async def test_a_restore_that_begins_when_the_time_for_room_ends_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = SlotRestorer.begin
+
+    def begin_late(restorer: SlotRestorer, *args: Any) -> SlotRestore | None:
+        restore = begin(restorer, *args)
+        time.sleep(0.2)
+        return restore
+
+    monkeypatch.setattr(command_handler, "ROOM_TIMEOUT_S", 0.1)
+    with FakeEngineWorker(tmp_path) as one:
+        await one.run()
+        await one.command("save", 0, "story")
+    with FakeEngineWorker(tmp_path) as other:
+        monkeypatch.setattr(SlotRestorer, "begin", begin_late)
+        assert (await other.command("restore", 1, "story")).files[0].n_tokens == 204
+        assert await other.run() == 199
+
+
+async def test_a_restore_is_refused_when_no_room_becomes_free_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_handler, "ROOM_TIMEOUT_S", 0.1)
+    with FakeEngineWorker(tmp_path) as worker:
+        await worker.run()
+        await worker.command("save", 0, "story")
+        monkeypatch.setattr(SlotRestorer, "begin", lambda *_: None)
+        with pytest.raises(SlotCommandRefused, match=r"no room for the state became free within 0\.1 s"):
+            await worker.command("restore", 0, "story")
 
 
 async def test_erase_returns_the_number_of_tokens_of_the_slot(tmp_path: Path) -> None:

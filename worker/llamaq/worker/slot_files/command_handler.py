@@ -119,14 +119,16 @@ class SlotCommandHandler:
         return _slot_file(saved.info)
 
     async def _begin_restore(self, begin: Callable[[], SlotRestore | None]) -> SlotRestore:
-        """Call `begin` between ticks until it returns a restore. Until then, entries are evicted to make room."""
-        try:
-            async with asyncio.timeout(ROOM_TIMEOUT_S):
-                while (restore := await self._between_ticks(begin)) is None:  # noqa: ASYNC110 - evictions set no event
-                    await asyncio.sleep(ROOM_POLL_S)
-                return restore
-        except TimeoutError as exc:
-            raise SlotCommandRefused(f"no room for the state became free within {ROOM_TIMEOUT_S:g} s") from exc
+        """Call `begin` between ticks until it returns a restore. Until then, entries are evicted to make room.
+
+        The time limit does not end a running call, because the restore that it begins would never be cancelled.
+        """
+        until_s = time.monotonic() + ROOM_TIMEOUT_S
+        while (restore := await self._between_ticks(begin)) is None:
+            if time.monotonic() >= until_s:
+                raise SlotCommandRefused(f"no room for the state became free within {ROOM_TIMEOUT_S:g} s")
+            await asyncio.sleep(ROOM_POLL_S)
+        return restore
 
     def _require_files(self) -> SavedSlotFiles:
         if self._files is None:
