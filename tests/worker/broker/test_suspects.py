@@ -72,6 +72,13 @@ class FakeEngineWorker:
     """Ids of the jobs, in the order in which they were passed to the engine."""
     n_slots: int = 8
     """The jobs that were passed to the engine first have slots, at most this number of jobs."""
+    intake: asyncio.Task[None] | None = None
+    """Runs the intake."""
+
+    async def stop_intake(self) -> None:
+        """Stop claiming jobs, as a worker that drains does."""
+        assert self.intake is not None
+        await cancel_tasks(self.intake)
 
     def generate(self, job: AsyncJob, token: int = 65) -> None:
         self.outputs.put([NewToken(self.admitted[job.id], token, "A", 0.0)])
@@ -119,7 +126,8 @@ async def working(
             intake = Intake(
                 job_claims, outbox, starts, capacity=capacity, bulk_share=BulkShare(0.1, 1), is_alive=lambda: True,
             )  # fmt: skip
-            tasks = [asyncio.create_task(intake.run()), asyncio.create_task(outbox.run())]
+            worker.intake = asyncio.create_task(intake.run())
+            tasks = [worker.intake, asyncio.create_task(outbox.run())]
             try:
                 yield worker
             finally:

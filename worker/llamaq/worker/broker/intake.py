@@ -10,12 +10,11 @@ from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_types import JobEntry
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.broker.suspects import Suspects
+from llamaq.worker.broker.suspects import Reclaimed, Suspects
 from llamaq.worker.scheduling.bulk_share import BulkShare
 
 log = logging.getLogger(__name__)
@@ -121,12 +120,8 @@ class Intake:
         Returns whether jobs were started.
         """
         was_full = self.room <= 0
-        if reclaimed := await self._reclaim():
-            startable = await self._suspects.select_startable(reclaimed)
-            if not startable:
-                self._reclaimed_s = dict.fromkeys(Priority, -SEARCH_EVERY_S)  # reclaim the next suspect at once
-            self._starts.start_soon(startable)
-            return bool(startable)
+        if (reclaimed := await self._reclaim()) is not None:
+            return await self._start_reclaimed(reclaimed)
         if self.room <= 0:
             return await self._start_although_full()
         if was_full:  # a slot became free during the search, which had no room for the jobs of other workers
@@ -168,20 +163,39 @@ class Intake:
         self._starts.start_soon(found)
         return bool(found)
 
-    async def _reclaim(self) -> list[JobEntry]:
-        """Take requeued and expired entries of each priority whose last search is old enough.
+    async def _reclaim(self) -> Reclaimed | None:
+        """Take requeued and expired entries of each priority whose last search is old enough. None: there are none.
 
         A priority without room is searched as soon as there is room, because such an entry gets the next free slot.
         """
-        for priority, room in self._rooms():
-            if self._clock() < self._reclaimed_s[priority] + SEARCH_EVERY_S:
-                continue
+        due = [
+            (priority, room)
+            for priority, room in self._rooms()
+            if self._clock() >= self._reclaimed_s[priority] + SEARCH_EVERY_S
+        ]
+        if not due:
+            return None
+        return await self._starts.take(self._search(due), self._suspects.requeue)
+
+    async def _search(self, rooms: Sequence[tuple[Priority, int]]) -> Reclaimed | None:
+        """Take the entries of the first priority that has any, up to its room."""
+        for priority, room in rooms:
             entries = await self._job_claims.reclaim(room, [priority])
             if len(entries) < room:
                 self._reclaimed_s[priority] = self._clock()
             if entries:
-                return entries
-        return []
+                return await self._suspects.select_startable(entries)
+        return None
+
+    async def _start_reclaimed(self, reclaimed: Reclaimed) -> bool:
+        """Start reclaimed jobs, or run a suspect alone. Returns whether jobs were started beside the running jobs."""
+        if reclaimed.entries and not reclaimed.is_suspect:
+            self._starts.start_soon(reclaimed.entries)
+            return True
+        if reclaimed.is_suspect:
+            await self._suspects.run_alone(reclaimed.entries[0])
+        self._reclaimed_s = dict.fromkeys(Priority, -SEARCH_EVERY_S)  # reclaim the next suspect at once
+        return False
 
     async def _start_although_full(self) -> bool:
         """Start new interactive jobs while bulk jobs fill this worker, or new bulk jobs that the bulk share asks for.

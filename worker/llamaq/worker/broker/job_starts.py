@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -23,9 +23,11 @@ from llamaq.worker.core.job import BaseJob, Lease, PreparedJob
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 POLL_S = 0.05
 CLAIM_TIMEOUT_S = 2.0
-"""How long a stopping worker waits for the replies of Redis to calls that claim jobs."""
+"""How long a stopping worker waits for the replies of Redis to calls that take or claim jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,10 @@ class JobStarts:
         self._preparations = Preparations(preparer, executor, self._receive_prepared)
         self._admit = admit
         self._n_slots = n_slots
+        self._calls = BackgroundTasks()
+        """Calls of Redis that take or claim jobs. Each ends when these jobs are starting, registered or requeued."""
         self._tasks = BackgroundTasks()
         self._order = ReadOrder()
-        self._n_reads = 0
-        """Calls of `JobClaims.read` whose replies are awaited."""
         self.n_starting = 0
         """Entries whose jobs are not registered in the outbox yet."""
 
@@ -95,18 +97,40 @@ class JobStarts:
         If the caller is cancelled, the call continues, and `close` waits for it. If its reply were lost, Redis could
         have recorded a claim without this worker's knowledge.
         """
-        self._n_reads += 1
-        return await asyncio.shield(self._tasks.start(self._await_read(read)))
+        return await asyncio.shield(self._calls.start(self._await_read(read)))
 
     async def _await_read(self, read: Coroutine[Any, Any, list[ClaimReply]]) -> bool:
-        try:
-            replies = await read
-        finally:
-            self._n_reads -= 1
+        replies = await read
         if replies:
             starting = self._enter([reply.entry for reply in replies])
             self._prepare_claimed(list(zip(starting, replies, strict=True)))
         return bool(replies)
+
+    async def take(
+        self, call: Coroutine[Any, Any, T | None], requeue: Callable[[T], Coroutine[Any, Any, None]]
+    ) -> T | None:
+        """Await a call that takes jobs of other workers, and return its result.
+
+        If the caller is cancelled, the call continues, and its jobs are requeued at once. `close` waits for both. If
+        the result were lost, the jobs would wait for their leases, although other workers have free slots.
+
+        Args:
+            call: Takes jobs. None: it has taken none.
+            requeue: Requeues the jobs of a result.
+        """
+        taking = self._calls.start(call)
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            self._calls.start(self._requeue_taken(taking, requeue))
+            raise
+
+    async def _requeue_taken(
+        self, taking: asyncio.Task[T | None], requeue: Callable[[T], Coroutine[Any, Any, None]]
+    ) -> None:
+        with suppress(RedisError):  # the call has taken no job, or the leases of its jobs expire
+            if (taken := await taking) is not None:
+                await requeue(taken)
 
     def start_soon(self, entries: Sequence[JobEntry]) -> None:
         """Claim the jobs of entries in the background, those of each partition together."""
@@ -254,14 +278,15 @@ class JobStarts:
     async def close(self) -> None:
         """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.
 
-        First waits for the replies to unfinished calls that claim jobs. If a reply were lost, Redis could have recorded
-        a claim without this worker's knowledge. Such a job would look like a job of a crashed worker.
+        First waits for the replies to unfinished calls that take or claim jobs. If a reply were lost, Redis could have
+        recorded a claim without this worker's knowledge. Such a job would look like a job of a crashed worker.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(CLAIM_TIMEOUT_S):
-                while self.n_starting or self._n_reads:
+                while self.n_starting or self._calls:
                     await self.wait_for_room(POLL_S)
         self._preparations.close()
+        await self._calls.cancel()
         await self._tasks.cancel()
 
     def __repr__(self) -> str:

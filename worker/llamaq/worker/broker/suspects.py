@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from redis.exceptions import RedisError
 
 from llamaq.common.protocol.script_types import JobEntry
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_starts import POLL_S, JobStarts
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.worker_scripts import CrashVerdict
 from llamaq.worker.core.job import Lease
 
 log = logging.getLogger(__name__)
 
 MAX_SUSPECT_WAIT_S = 3.0
 """How long a suspect waits for the running jobs to end. Then the running jobs are requeued for other workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimed:
+    """Reclaimed jobs that this worker may start."""
+
+    entries: Sequence[JobEntry]
+    """The entries of the jobs, whose crashes are counted."""
+    is_suspect: bool = False
+    """Whether there is one entry, that of a suspect."""
 
 
 class Suspects:
@@ -44,36 +58,76 @@ class Suspects:
         """Start the waiting time of the next suspect from the beginning, because other jobs were claimed."""
         self._deadline_s = None
 
-    async def select_startable(self, reclaimed: list[JobEntry]) -> list[JobEntry]:
-        """Return the reclaimed jobs that may run at the same time as other jobs.
+    async def select_startable(self, reclaimed: Sequence[JobEntry]) -> Reclaimed:
+        """Count the crashes of reclaimed jobs, and return the jobs that this worker may start.
 
-        If one of the jobs is a suspect, it runs alone on this worker. The other jobs are requeued, so that they do not
-        wait for the suspect.
+        If one of the jobs is a suspect, it is returned alone. The other jobs are requeued, so that they do not wait for
+        the suspect. A job whose check fails waits for its lease.
+
+        Raises:
+            RedisError: The checks of all jobs failed.
         """
-        codes = await asyncio.gather(*(self._job_claims.check_crash(entry) for entry in reclaimed))
-        suspects = [entry for entry, code in zip(reclaimed, codes, strict=True) if code == "suspect"]
-        others = [entry for entry, code in zip(reclaimed, codes, strict=True) if code == "ok"]
+        verdicts = await asyncio.gather(*map(self._check, reclaimed))
+        errors = [verdict for verdict in verdicts if isinstance(verdict, RedisError)]
+        if errors and len(errors) == len(reclaimed):
+            raise errors[0]
+        suspects = [entry for entry, verdict in zip(reclaimed, verdicts, strict=True) if verdict == "suspect"]
+        others = [entry for entry, verdict in zip(reclaimed, verdicts, strict=True) if verdict == "ok"]
         if not suspects:
-            return others
-        for entry in (*suspects[1:], *others):
-            await self._job_claims.requeue(entry)
-        await self._run_alone(suspects[0])
-        return []
+            return Reclaimed(others)
+        await self._requeue_all([*suspects[1:], *others])
+        return Reclaimed(suspects[:1], is_suspect=True)
 
-    async def _run_alone(self, suspect: JobEntry) -> None:
-        """Prepare a suspect when this worker has no other job. Wait until its next token is stored or it has ended."""
+    async def _check(self, entry: JobEntry) -> CrashVerdict | RedisError:
+        try:
+            return await self._job_claims.check_crash(entry)
+        except RedisError as exc:  # the entry stays pending; a worker takes it when its lease has expired
+            log.warning("job.crash_check_failed id=%s error=%s", entry.job_id, exc)
+            return exc
+
+    async def requeue(self, reclaimed: Reclaimed) -> None:
+        """Requeue reclaimed jobs that this worker does not start, because it stops."""
+        await self._requeue_all(reclaimed.entries)
+
+    async def _requeue_all(self, entries: Sequence[JobEntry]) -> None:
+        await asyncio.gather(*map(self._requeue, entries))
+
+    async def _requeue(self, entry: JobEntry) -> None:
+        try:
+            await self._job_claims.requeue(entry)
+        except RedisError as exc:  # as in `_check`
+            log.warning("job.requeue_failed id=%s error=%s", entry.job_id, exc)
+
+    async def run_alone(self, suspect: JobEntry) -> None:
+        """Prepare a suspect when this worker has no other job. Wait until its next token is stored or it has ended.
+
+        If the caller is cancelled before the preparation, the suspect is requeued at once.
+        """
         log.info("job.suspect id=%s running=%d", suspect.job_id, self._outbox.n_jobs)
-        held = await self._job_claims.claim_job(suspect, at_risk=False)
-        if held is None:
+        lease = await self._starts.take(self._hold(suspect), self._release)
+        if lease is None:
             return
-        lease = self._starts.register(held)
-        if not await self._wait_until_alone(lease):
+        try:
+            is_alone = await self._wait_until_alone(lease)
+        except asyncio.CancelledError:
+            self._outbox.requeue(lease)
+            raise
+        if not is_alone:
             return
         claimed = await self._starts.start_alone(replace(suspect, from_attempt=lease.attempt))
-        if claimed is None:  # each flush would renew the lease of `held`, and no worker would run the job
+        if claimed is None:  # each flush would renew the lease of the held job, and no worker would run the job
             self._outbox.requeue(lease)
         while claimed is not None and self._outbox.n_stored_tokens(suspect.job_id) == claimed.attempt.generated:
             await self._starts.wait_for_room(POLL_S)
+
+    async def _hold(self, suspect: JobEntry) -> Lease | None:
+        """Claim a suspect that is not prepared yet, so that its lease is renewed. None: it was not claimed."""
+        held = await self._job_claims.claim_job(suspect, at_risk=False)
+        return None if held is None else self._starts.register(held)
+
+    async def _release(self, held: Lease) -> None:
+        """Requeue a held suspect."""
+        self._outbox.requeue(held)
 
     async def _wait_until_alone(self, held: Lease) -> bool:
         """Wait until this worker has no other job than `held`. Other jobs are requeued after `MAX_SUSPECT_WAIT_S`.
