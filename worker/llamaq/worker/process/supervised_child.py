@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import IO
 
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_FORCED, EXIT_OK
@@ -84,8 +85,9 @@ class SupervisedChild:
         self._started_s = time.monotonic()
         if self._process.stdin is None:
             raise RuntimeError("a child without a standard input")
-        self._process.stdin.write(self.settings.model_dump_json(exclude_unset=True).encode() + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # the process has died already: the next `check` restarts it after its delay
+            self._process.stdin.write(self.settings.model_dump_json(exclude_unset=True).encode() + b"\n")
+            self._process.stdin.flush()
         log.info("child.started pid=%d device=%s", self._process.pid, self.settings.device)
 
     def check(self) -> int | None:
@@ -164,7 +166,8 @@ class SupervisedChild:
 
     def _close(self) -> None:
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(OSError):  # the process died before it read its settings, which this call writes again
+                self._process.stdin.close()
         self._close_liveness()
         self._process = None
 
