@@ -136,7 +136,7 @@ def test_a_worker_waits_for_redis_and_is_healthy_when_its_queue_is_served(compos
     assert {"LLAMAQ_QUEUE"} <= worker["environment"].keys() & http["environment"].keys()
     assert worker["healthcheck"]["test"] == ["CMD", "llamaq", "health"]
     drain_s = WorkerSettings.model_fields["drain_s"].default
-    assert seconds(worker["stop_grace_period"]) > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
+    assert seconds(worker["stop_grace_period"]) > drain_s + Supervisor.AFTER_DRAIN_S
 
 
 def test_redis_accepts_the_options_of_the_compose_file(compose: dict[str, Any], free_port: int, tmp_path: Path) -> None:

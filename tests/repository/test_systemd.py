@@ -33,9 +33,23 @@ def service_of_systemd(name: str) -> dict[str, str]:
 def test_systemd_waits_longer_than_a_worker_and_a_server_need_to_stop() -> None:
     worker, server = (service_of_systemd(name) for name in SERVICES)
     drain_s = WorkerSettings.model_fields["drain_s"].default
-    assert int(worker["TimeoutStopSec"]) > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
+    assert int(worker["TimeoutStopSec"]) > drain_s + Supervisor.AFTER_DRAIN_S
     assert worker["KillMode"] == "mixed", "SIGTERM reaches the supervisor alone"
     assert int(server["TimeoutStopSec"]) > ServeSettings.model_fields["shutdown_s"].default
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("deploy/systemd/llamaq-worker.service", "then up to {:g} s to requeue its jobs"),
+        ("docker-compose.yml", "then up to {:g} s to requeue its jobs"),
+        ("docs/kubernetes.md", "the worker needs up to {:g} seconds after the drain"),
+        ("docs/operations.md", "A stop takes up to `--drain-s` plus {:g} seconds"),
+    ],
+)
+def test_the_time_that_a_worker_needs_after_the_drain_is_documented(path: str, sentence: str) -> None:
+    text = " ".join((ROOT / path).read_text().split())
+    assert sentence.format(Supervisor.AFTER_DRAIN_S) in text
 
 
 def test_systemd_leaves_it_to_the_supervisor_to_restart_a_worker_that_the_kernel_killed_for_memory() -> None:

@@ -1,11 +1,14 @@
-"""Supervised children that die early. Their programs are shell scripts, which run no worker."""
+"""Supervised children that die early or hang. Their programs are shell scripts, which run no worker."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,16 @@ import pytest
 from tests.support.redis_servers import wait_until
 
 from llamaq.worker.process import supervised_child
+from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S
 from llamaq.worker.process.supervised_child import SupervisedChild
+from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.starts_processes
 DIES = "exit 1"
+HANGS = "trap '' TERM INT; echo ready >&2; exec sleep 600"
+DIES_AT_THE_SECOND_SIGNAL = "trap '' TERM; trap 'exit 1' INT; echo ready >&2; while :; do sleep 0.02; done"
+KILL_AFTER_S = 0.5
 Release = Callable[[], object]
 SetProgram = Callable[[str], None]
 
@@ -64,3 +72,52 @@ def test_a_child_that_dies_before_it_reads_its_settings_is_started_again(
     child.start()
     wait_until(lambda: child.check() is None and len(started) == 3, "the child is started again")
     child.check_end()
+
+
+@contextmanager
+def supervising(tmp_path: Path, set_program: SetProgram, *scripts: str) -> Iterator[Supervisor]:
+    """Supervise a child for each script, and wait until the scripts have set what they do at signals."""
+    path = tmp_path / "log"
+    with path.open("w+b") as log:
+        supervisor = Supervisor([WorkerSettings()] * len(scripts), log)
+        for child, script in zip(supervisor.children, scripts, strict=True):
+            set_program(script)
+            child.start()
+        try:
+            wait_until(lambda: path.read_bytes().count(b"ready") == len(scripts), "the children are ready")
+            yield supervisor
+        finally:
+            for child in supervisor.children:
+                child.signal(signal.SIGKILL)
+
+
+def test_several_children_that_hang_are_killed_and_released_at_the_same_time(
+    set_program: SetProgram,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    n_children = 4
+    barrier = threading.Barrier(n_children)
+    set_release(monkeypatch, lambda: barrier.wait(60))
+    monkeypatch.setattr(Supervisor, "KILL_AFTER_S", KILL_AFTER_S)
+    with supervising(tmp_path, set_program, *[HANGS] * n_children) as supervisor:
+        started_s = time.monotonic()
+        assert not supervisor.stop()
+        took_s = time.monotonic() - started_s
+    assert caplog.text.count("child.killed") == n_children
+    assert took_s < KILL_AFTER_S + RELEASE_TIMEOUT_S, "no release waits for another one"
+
+
+def test_the_jobs_of_a_child_that_dies_while_another_one_hangs_are_released_at_once(
+    set_program: SetProgram,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    n_killed: list[int] = []
+    set_release(monkeypatch, lambda: n_killed.append(caplog.text.count("child.killed")))
+    monkeypatch.setattr(Supervisor, "KILL_AFTER_S", KILL_AFTER_S)
+    with supervising(tmp_path, set_program, HANGS, DIES_AT_THE_SECOND_SIGNAL) as supervisor:
+        assert not supervisor.stop()
+    assert n_killed == [0, 1]

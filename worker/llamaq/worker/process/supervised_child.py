@@ -16,7 +16,7 @@ from typing import IO
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.liveness_pipe import LivenessReader
 from llamaq.worker.process.process_identity import make_worker_id
-from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S, release_in_background
+from llamaq.worker.process.requeue_jobs_of_dead_worker import release_in_background
 from llamaq.worker.process.restart_delay import RestartDelay
 from llamaq.worker.settings import WorkerSettings
 
@@ -151,18 +151,16 @@ class SupervisedChild:
             self.has_died_at_end = True
             self._releasing = release_in_background(self.settings, self._worker_id)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended, and until its jobs are released if it died. After `timeout_s`, kill it."""
-        if self._process is not None:
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                log.error("child.killed pid=%d", self._process.pid)
-                self._process.kill()
-                self._process.wait()
-            self.check_end()
+    def kill(self) -> None:
+        """Kill the process if it still runs, although it was told to stop."""
+        if self._process is not None and self.is_running:
+            log.error("child.killed pid=%d", self._process.pid)
+            self._process.kill()
+
+    def await_release(self, until_s: float) -> None:
+        """Wait until the jobs of a process that died are released, at most until this time of `time.monotonic`."""
         if self._releasing is not None:
-            self._releasing.join(RELEASE_TIMEOUT_S)
+            self._releasing.join(max(0.0, until_s - time.monotonic()))
 
     def _close(self) -> None:
         if self._process is not None and self._process.stdin is not None:

@@ -17,6 +17,7 @@ from typing import IO
 
 from llamaq.common.errors import LlamaqError
 from llamaq.worker.process.exit_codes import EXIT_CRASHED, EXIT_FORCED, EXIT_OK
+from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S
 from llamaq.worker.process.stop_requests import handle_stop_signals
 from llamaq.worker.process.supervised_child import SupervisedChild
 from llamaq.worker.settings import WorkerSettings
@@ -29,10 +30,12 @@ POLL_S = 0.1
 class Supervisor:
     """Runs a worker process for each of the given settings, and restarts processes that die or hang."""
 
-    KILL_AFTER_S = 20.0
-    """How long a child may take to end after the last SIGTERM. Then it is killed."""
     REQUEUE_S = 5.0
-    """How long a child may take to requeue its jobs after the drain, before the second SIGTERM."""
+    """How long the children may take to requeue their jobs after the drain, before the second signal."""
+    KILL_AFTER_S = 20.0
+    """How long the children may take to end after the second signal. Then all of them are killed."""
+    AFTER_DRAIN_S = REQUEUE_S + KILL_AFTER_S + RELEASE_TIMEOUT_S
+    """How long `run` takes at most after the drain: it also waits until the jobs of killed children are released."""
 
     def __init__(
         self,
@@ -107,28 +110,30 @@ class Supervisor:
     def stop(self, drain_s: float = 0.0) -> bool:
         """Stop all children: send SIGTERM, SIGINT after `drain_s`, and SIGKILL another `KILL_AFTER_S` later.
 
+        This takes at most `drain_s` + `KILL_AFTER_S` + `RELEASE_TIMEOUT_S`, also with several children.
+
         Returns:
             True when all children ended after the first SIGTERM, and none of them died. The jobs of a child that died
             are released.
         """
         self._signal_all(signal.SIGTERM)
-        self._await_children(drain_s)
+        self._await_drains(drain_s)
         ended_in_time = not any(child.is_running for child in self.children)
         if not ended_in_time:
             self._signal_all(signal.SIGINT)
+            self._await_ends(time.monotonic() + self.KILL_AFTER_S)
+            for child in self.children:
+                child.kill()
+        released_s = time.monotonic() + RELEASE_TIMEOUT_S
+        self._await_ends(released_s)  # also after SIGKILL: a driver that hangs may delay the end of a process
         for child in self.children:
-            child.wait(self.KILL_AFTER_S)
+            child.await_release(released_s)
         return ended_in_time and not any(child.has_died_at_end for child in self.children)
 
-    def _await_children(self, timeout_s: float) -> None:
-        """Wait until all children have ended, `timeout_s` is over, or a second signal has come.
-
-        The jobs of a child that dies are released at once, while the other children drain.
-        """
+    def _await_drains(self, timeout_s: float) -> None:
+        """Wait until all children have ended, `timeout_s` is over, or a second signal has come."""
         deadline_s = time.monotonic() + timeout_s
-        while any(child.is_running for child in self.children) and time.monotonic() < deadline_s:
-            for child in self.children:
-                child.check_end()
+        while self._has_running() and time.monotonic() < deadline_s:
             if self._n_signals > 1:
                 return
             try:
@@ -137,6 +142,18 @@ class Supervisor:
                 log.error("supervisor.drain_ended reason=%s", exc)
                 return
             time.sleep(POLL_S)
+
+    def _await_ends(self, until_s: float) -> None:
+        """Wait until all children have ended, at most until this time of `time.monotonic`."""
+        while self._has_running() and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+
+    def _has_running(self) -> bool:
+        """Return whether a child has not ended. The release of the jobs of a child that has died begins at once."""
+        has_running = any(child.is_running for child in self.children)
+        for child in self.children:
+            child.check_end()
+        return has_running
 
     def _signal_all(self, number: int) -> None:
         for child in self.children:
