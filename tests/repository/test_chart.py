@@ -158,7 +158,7 @@ def test_a_worker_has_time_to_drain_and_is_ready_when_its_queue_is_served(name: 
     (pod, worker) = next((pod, container) for pod, container in pods(name) if container["name"] == "worker")
     environment = {variable["name"]: variable.get("value", "") for variable in worker["env"]}
     drain_s = int(environment["LLAMAQ_DRAIN_S"])
-    assert pod["terminationGracePeriodSeconds"] > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
+    assert pod["terminationGracePeriodSeconds"] > drain_s + Supervisor.AFTER_DRAIN_S
     assert worker["readinessProbe"]["exec"]["command"] == ["llamaq", "health"]
     assert environment["LLAMAQ_QUEUE"] == values_of(name).get("queue", "default")
 
