@@ -10,8 +10,12 @@ from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded
+from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.eviction import Room
+from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.kv_cache.prefix_cache_interface import DeviceMatch
+from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
 from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.waiting_queue import MAX_COMPARED_JOBS
@@ -220,3 +224,32 @@ def test_a_job_whose_entry_was_evicted_for_an_earlier_job_is_looked_up_again() -
     assert set(rig.running) == {"running", "small", None}
     stats = {end.job.id: end.stats for end in rig.finish()}
     assert stats["small"].prefix_cache_tokens == 0
+
+
+def test_the_tokens_that_running_jobs_hold_for_a_job_do_not_count_if_the_job_might_not_copy_them() -> None:
+    cache = RadixPrefixCache()
+    leader = make_job([1] * 100)
+    run = Run(leader, 0, leader.prompt, n_past=50, packed=leader.packed)
+    cache.add_run(run)
+    lookup, whole = (PrefixLookup(cache, NoOffload(), can_save_parts=can) for can in (True, False))
+    near, far = make_job([1] * 65 + [2]), make_job([1] * 66 + [2])
+    assert lookup.n_held_by(near, {run}) == 50
+    assert lookup.n_held_by(near, frozenset()) == 0
+    assert lookup.n_held_by(far, {run}) == 0, "the job would wait for the run, so its admission copies nothing"
+    assert lookup.n_held_by(make_job([1] * 65, cache_prompt=False), {run}) == 0
+    assert whole.n_held_by(near, {run}) == 0
+
+
+@pytest.mark.parametrize("n_tail", range(5, 30))
+def test_a_job_could_be_admitted_beside_a_run_only_if_there_is_room_with_its_remembered_prefix(n_tail: int) -> None:
+    memory = make_memory(FakeEngine(n_ctx=100), n_slots=2, cache=RadixPrefixCache(), margin=8)
+    first, job = make_job([1] * 60), make_job([1] * 50 + [2] * n_tail)
+    candidate = Candidate(first, memory.find_prefix(first))
+    assert memory.make_room(candidate) is Room.AVAILABLE
+    slot = memory.admit(candidate, 0.0)
+    memory.record_progress(slot, 40)
+    remembered = memory.find_prefix(job)
+    memory.record_progress(slot, 50)
+    assert memory.find_prefix(job) is remembered
+    room = memory.make_room(Candidate(job, remembered))
+    assert memory.could_admit(job, []) is (room is Room.AVAILABLE) is (n_tail <= 14)

@@ -40,6 +40,22 @@ def test_a_match_is_the_longest_prefix_among_entries_and_runs() -> None:
     cache.check_integrity()
 
 
+def test_a_search_of_some_runs_finds_neither_entries_nor_other_runs_and_touches_no_entry() -> None:
+    cache = RadixPrefixCache()
+    for seq_id in (1, 2):
+        cache.insert(seq_id, pack([1, 2, 3, 4, 5, seq_id]), Scope())
+    first, second = make_run([1, 2, 3, 4, 9], order=1, n_past=3), make_run([1, 2, 3, 4, 5, 6], order=2, n_past=6)
+    cache.add_run(first)
+    cache.add_run(second)
+    query = pack([1, 2, 3, 4, 5, 1])
+    found = cache.match_runs(query, Scope(), {first})
+    assert (found.n_held, found.source, found.n_coming, found.leader) == (3, first, 4, first)
+    assert cache.match_runs(query, Scope(), {first, second}).source is second
+    assert cache.match_runs(query, Scope(), frozenset()).source is None
+    assert [entry.seq_id for entry in cache.entries()] == [1, 2]
+    assert NullPrefixCache().match_runs(query, Scope(), {first}).source is None
+
+
 def test_only_runs_admitted_before_can_be_leaders() -> None:
     cache = RadixPrefixCache()
     for order in (1, 2):

@@ -57,6 +57,25 @@ def test_without_an_idle_slot_no_job_is_acquired() -> None:
     assert not pool.could_admit(make_job(max_tokens=1))
 
 
+def test_a_cell_that_running_jobs_share_counts_once_for_the_room_that_a_job_would_have() -> None:
+    pool = SlotPool(3, 200, 4, margin=10)
+    first, second, third = (pool.acquire(make_job([7] * 100, max_tokens=50), 0.0) for _ in range(3))
+    pool.resize(first.active.seq_id, 100)
+    for slot in (second, third):
+        pool.share(first.active.seq_id, slot.active.seq_id, 90)
+        slot.active.n_past = 90
+    first.active.n_past = 100
+    small, large = make_job([8] * 60), make_job([8] * 80)
+    assert not pool.could_admit(small), "no slot is idle"
+    assert pool.could_admit(small, [third])  # 100 cells, the margins of 10 and 20, and 60 + 10 for the job
+    assert not pool.could_admit(large, [third])
+    assert not pool.could_admit(large, [third], n_shared=19)
+    assert pool.could_admit(large, [third], n_shared=20)
+    pool.release(first)
+    assert pool.could_admit(large, [third])  # 90 cells, the margin of 20, and 80 + 10 for the job
+    assert not pool.could_admit(make_job([8] * 81), [third])
+
+
 def test_a_released_sequence_belongs_to_the_cache_with_its_cells_until_it_is_freed() -> None:
     pool = SlotPool(1, 100, 1, margin=20)
     slot = pool.acquire(make_job([7] * 30, max_tokens=30), 0.0)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import pytest
 from tests.support.scheduler_rig import SchedulerRig
 
 from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import JobEnded, SlotAcquired
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
@@ -29,6 +33,7 @@ class Rig(SchedulerRig):
         offload = BlockTransfers(BlockStore(16, host_bytes, can_cut=True), engine.sequences)
         memory = make_memory(engine, n_slots=n_slots, cache=RadixPrefixCache(), offload=offload if host_bytes else None)
         super().__init__(engine, make_scheduler(engine, memory, clock=self.clock))
+        self.memory = memory
 
     def submit(self, job_id: str, prompt: list[int], *, bulk: bool = False, **params: object) -> None:
         priority = "bulk" if bulk else "interactive"
@@ -232,3 +237,54 @@ def test_an_interactive_job_does_not_wait_for_a_bulk_job_behind_one_that_waits_f
         rig.tick()
         assert rig.running == ["running", "urgent"]
         assert next(iter(rig.finish())) == "urgent"
+
+
+def test_an_interactive_job_preempts_a_bulk_job_beside_jobs_that_share_most_of_their_cells() -> None:
+    rig = Rig(n_ctx=240, n_slots=4, host_bytes=0)
+    system = [9] * 100
+    for at in range(3):
+        rig.submit(f"user{at}", [*system, *[at] * 10], max_tokens=20)
+    rig.submit("bulk", [*system, *[7] * 10], bulk=True, max_tokens=20)
+    rig.tick(14)
+    assert rig.running == ["bulk", "user0", "user1", "user2"]
+    rig.submit("urgent", [*system, *[8] * 10], max_tokens=20)
+    rig.tick()
+    assert rig.running == ["urgent", "user0", "user1", "user2"]
+    ends = rig.finish()
+    assert {end.reason for end in ends.values()} == {FinishReason.LENGTH}
+    assert rig.tokens("bulk") == generate_alone([*system, *[7] * 10], 20)
+
+
+def test_no_job_is_preempted_for_one_that_would_lose_its_prefix_with_the_entry_of_the_preempted_job() -> None:
+    rig = Rig(n_ctx=220, host_bytes=0)
+    prefix = [9] * 100
+    rig.submit("user", [1] * 60, max_tokens=40)
+    rig.submit("bulk", [*prefix, *[7] * 10], bulk=True, max_tokens=40)
+    rig.tick(12)
+    assert rig.running == ["bulk", "user"]
+    rig.submit("large", [*prefix, *[8] * 40], max_tokens=5)
+    rig.tick(4)
+    assert (rig.running, rig.preemptions) == (["bulk", "user"], 0)
+    assert {end.reason for end in rig.finish().values()} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_each_preemption_an_interactive_job_gets_a_slot(seed: int) -> None:
+    random_numbers = Random(seed)
+    rig = Rig(n_ctx=random_numbers.choice([230, 260, 300]), n_slots=3, host_bytes=0)
+    n_preemptions = 0
+    for number in range(200):
+        prompt = [9] * random_numbers.choice([0, 40, 100, 150]) + random_numbers.choices(range(3), k=20)
+        is_bulk = rig.scheduler.n_waiting < 2
+        n_generated = random_numbers.randint(1, 20)
+        rig.submit(f"{number}", prompt, bulk=is_bulk, max_tokens=60 if is_bulk else n_generated)
+        for _ in range(random_numbers.randint(0, 16)):
+            before, n_before = set(rig.running), rig.preemptions
+            rig.scheduler.admit()
+            if rig.preemptions > n_before:
+                n_preemptions += 1
+                new = [slot for slot in rig.memory.active_slots if slot.active.job.id not in before]
+                assert any(slot.priority is Priority.INTERACTIVE for slot in new)
+            rig.tick()
+    assert n_preemptions > 5
+    assert len(rig.finish()) == 200

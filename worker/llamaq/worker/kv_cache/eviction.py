@@ -121,8 +121,7 @@ class Eviction:
         return has_sequence and self._missing_cells(candidate) == 0
 
     def _could_admit_without_entries(self, candidate: Candidate) -> bool:
-        evictable = self._pool.ledger.owned_together(self._pool.cached)
-        return self._pool.could_admit(candidate.job) or self._missing_cells(candidate) <= evictable
+        return self._missing_cells(candidate) <= self._pool.ledger.owned_together(self._pool.cached)
 
     def _in_transfer(self) -> list[CachedSequence]:
         return [entry for entry in self._cache.entries() if entry.in_transfer]

@@ -117,7 +117,15 @@ class KvMemory:
 
     def could_admit(self, job: Job, without: Sequence[Slot]) -> bool:
         """Whether there would be room for the job if all entries were evicted and the slots in `without` were idle."""
-        return self._pool.could_admit(job, without)
+        return self._pool.could_admit(job, without, n_shared=self._n_shared(job, without))
+
+    def _n_shared(self, job: Job, without: Sequence[Slot]) -> int:
+        """Return how many cells an admission of the job shares with the jobs in the other slots, at least."""
+        n_held = self.find_prefix(job).n_held
+        if not n_held:
+            return 0
+        staying = frozenset(slot.active for slot in self._pool.active if slot not in without)
+        return min(n_held, self._lookup.n_held_by(job, staying))
 
     # ---- admission of a job
 

@@ -6,6 +6,7 @@ The cache only keeps records: packed tokens, sequence ids and runs. `KvMemory` c
 from __future__ import annotations
 
 import sys
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +86,9 @@ class PrefixCache(Protocol):
                 each other. None allows every run.
         """
 
+    def match_runs(self, tokens: bytes, scope: Scope, runs: AbstractSet[Run]) -> DeviceMatch:
+        """Return what `match` would return if only these runs existed, and no entry. Nothing changes."""
+
     def touch(self, entry: CachedSequence) -> None:
         """Count the entry as used now."""
 
@@ -132,6 +136,14 @@ class NullPrefixCache:
         tokens: bytes,  # noqa: ARG002 - the interface's
         scope: Scope,  # noqa: ARG002 - the interface's
         admitted_before: int | None = None,  # noqa: ARG002 - the interface's
+    ) -> DeviceMatch:
+        return DeviceMatch()
+
+    def match_runs(
+        self,
+        tokens: bytes,  # noqa: ARG002 - the interface's
+        scope: Scope,  # noqa: ARG002 - the interface's
+        runs: AbstractSet[Run],  # noqa: ARG002 - the interface's
     ) -> DeviceMatch:
         return DeviceMatch()
 

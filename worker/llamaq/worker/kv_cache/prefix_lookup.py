@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from llamaq.common.protocol.job_outcome import CacheTier
@@ -106,3 +107,15 @@ class PrefixLookup:
         if not self._can_save_parts:
             return PrefixHit(entry, stored=stored)  # a complete state can be loaded only into an empty sequence
         return PrefixHit(entry, match.n_held, match.source, stored=stored)
+
+    def n_held_by(self, job: Job, runs: AbstractSet[Run]) -> int:
+        """Return how many tokens an admission of the job copies, if the device holds only the sequences of these runs.
+
+        Returns:
+            0 if this is not certain: if the job would wait for a leader, or if stored cells might be loaded instead.
+        """
+        if not job.reuses_cells or not self._can_save_parts:
+            return 0
+        match = self._cache.match_runs(job.packed[:-TOKEN_BYTES], job.scope, runs)
+        waits = match.leader is not None and match.n_coming >= match.n_held + MIN_GAIN_TOKENS
+        return 0 if waits else match.n_held

@@ -9,6 +9,7 @@ other namespaces.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set as AbstractSet
 
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
@@ -50,15 +51,13 @@ class RadixPrefixCache:
         self._discard(run.packed, run.job.scope, run)
 
     def match(self, tokens: bytes, scope: Scope, admitted_before: int | None = None) -> DeviceMatch:
-        match = self._match_in(scope.key, tokens, admitted_before)
-        if scope.public:
-            public = self._match_in(PUBLIC_INDEX, tokens[: scope.public * TOKEN_BYTES], admitted_before)
-            held = max(match, public, key=lambda part: part.n_held)
-            coming = max(match, public, key=lambda part: part.n_coming)
-            match = DeviceMatch(held.n_held, held.source, coming.n_coming, coming.leader)
+        match = self._match(tokens, scope, admitted_before, None)
         if isinstance(match.source, CachedSequence):
             self.touch(match.source)
         return match
+
+    def match_runs(self, tokens: bytes, scope: Scope, runs: AbstractSet[Run]) -> DeviceMatch:
+        return self._match(tokens, scope, None, runs)
 
     def touch(self, entry: CachedSequence) -> None:
         self._entries[entry.seq_id] = self._entries.pop(entry.seq_id)
@@ -102,7 +101,21 @@ class RadixPrefixCache:
             if entry not in (holder for _, holder in self._indexes[entry.scope.key].matches(entry.tokens)):
                 raise AssertionError(f"{entry!r} cannot be found")
 
-    def _match_in(self, index: bytes | None, tokens: bytes, admitted_before: int | None) -> DeviceMatch:
+    def _match(
+        self, tokens: bytes, scope: Scope, admitted_before: int | None, only: AbstractSet[Run] | None
+    ) -> DeviceMatch:
+        """Search the namespace and the public prefixes. `only` restricts the search to these runs."""
+        match = self._match_in(scope.key, tokens, admitted_before, only)
+        if not scope.public:
+            return match
+        public = self._match_in(PUBLIC_INDEX, tokens[: scope.public * TOKEN_BYTES], admitted_before, only)
+        held = max(match, public, key=lambda part: part.n_held)
+        coming = max(match, public, key=lambda part: part.n_coming)
+        return DeviceMatch(held.n_held, held.source, coming.n_coming, coming.leader)
+
+    def _match_in(
+        self, index: bytes | None, tokens: bytes, admitted_before: int | None, only: AbstractSet[Run] | None
+    ) -> DeviceMatch:
         n_held = n_coming = 0
         source: CachedSequence | Run | None = None
         leader: Run | None = None
@@ -111,6 +124,8 @@ class RadixPrefixCache:
         for n_common, holder in self._indexes[index].matches(tokens):
             if n_common <= n_held:
                 break  # all later holders share at most `n_common` tokens with the prompt
+            if only is not None and holder not in only:
+                continue
             n_usable = self._usable(holder, n_common)
             if n_usable > n_held:
                 n_held, source = n_usable, holder

@@ -137,12 +137,20 @@ class SlotPool:
         """
         return min(job.n_history + (self._margin << min(job.n_out_of_cells, MAX_DOUBLINGS)), job.max_length)
 
-    def could_admit(self, job: Job, without: Sequence[Slot] = ()) -> bool:
-        """Whether there would be room for the job if nothing were cached and the slots in `without` were idle."""
-        staying = [slot.active for slot in self.active if slot not in without]
-        reserved = sum(run.n_past + run.promised_cells(self._margin) for run in staying)
-        has_slot = self.has_slot(job) or any(job.request.slot in (None, slot.index) for slot in without)
-        return has_slot and reserved + self.cells_to_admit(job) <= self.n_cells
+    def could_admit(self, job: Job, without: Sequence[Slot] = (), *, n_shared: int = 0) -> bool:
+        """Whether there would be room for the job if nothing were cached and the slots in `without` were idle.
+
+        Args:
+            job: A waiting job.
+            without: Slots that run a job.
+            n_shared: Number of cells that the job would share with the jobs in the other slots.
+        """
+        if not self.has_slot(job) and all(job.request.slot not in (None, slot.index) for slot in without):
+            return False
+        gone = self._cached | {slot.active.seq_id for slot in without}
+        n_used = self.ledger.used - self.ledger.owned_together(gone)
+        n_promised = sum(slot.active.promised_cells(self._margin) for slot in self.active if slot not in without)
+        return n_used + n_promised + self.cells_to_admit(job) - n_shared <= self.n_cells
 
     def _choose_slot(self, job: Job) -> Slot | None:
         """Return the idle slot for the job, or None.
