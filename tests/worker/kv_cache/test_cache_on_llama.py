@@ -179,6 +179,22 @@ def test_jobs_submitted_together_compute_their_common_prefix_once(
     assert_alike(rig, reference)
 
 
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("model", ["recurrent", "hybrid"])
+def test_jobs_submitted_together_share_a_state_also_with_as_many_sequences_as_slots(
+    make_rig: Callable[..., Rig], model: str, unified: bool
+) -> None:
+    rig, reference = make_rig(model, unified, n_seq_max=4), make_rig(model, unified, cache=False)
+
+    def jobs() -> list[Job]:
+        return [make_job(prompt(170, 1) + prompt(9, 10 + at), job_id=f"j{at}", max_tokens=5) for at in range(4)]
+
+    stats = rig.run(*jobs())
+    assert sorted(stat.prefix_cache_tokens for stat in stats.values()) == [0, 170, 170, 170]
+    reference.run(*jobs())
+    assert_alike(rig, reference)
+
+
 @pytest.mark.parametrize(("model", "unified"), KINDS)
 def test_users_share_a_system_prompt_however_many_other_tokens_were_computed_meanwhile(
     make_rig: Callable[..., Rig], model: str, unified: bool

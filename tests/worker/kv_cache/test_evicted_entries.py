@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.outputs import tokens_of
 from tests.support.prefix_cache_rig import run_all, run_an_unrelated_job, scheduler_with
 
 from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
-from llamaq.worker.testing import make_job, run_tick, run_to_end
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.testing import (
+    FakeEngine,
+    ManualClock,
+    make_job,
+    make_memory,
+    make_scheduler,
+    run_tick,
+    run_to_end,
+)
 
 
 def test_entries_are_evicted_when_a_job_needs_their_cells() -> None:
@@ -113,3 +123,34 @@ def test_entries_beyond_held_cells_are_removed_before_a_new_prompt_is_computed()
         scheduler.move(0.0)
     assert engine.sequences.used_cells == 0
     run_to_end(scheduler, engine)
+
+
+def scheduler_of_states(n_sequences: int) -> tuple[Scheduler, FakeEngine]:
+    """Return a scheduler with two slots, whose sequences cannot be cut."""
+    engine = FakeEngine(n_ctx=4000, n_batch=64, n_seq_max=n_sequences, can_cut=False)
+    memory = make_memory(engine, n_slots=2, cache=RadixPrefixCache(can_cut=False))
+    return make_scheduler(engine, memory, clock=ManualClock()), engine
+
+
+def test_with_as_many_sequences_as_slots_a_long_prompt_evicts_no_conversation_of_another_job() -> None:
+    scheduler, engine = scheduler_of_states(n_sequences=2)
+    conversation = make_job([1] * 20, job_id="first", max_tokens=4)
+    scheduler.submit(conversation)
+    answer = tokens_of(run_to_end(scheduler, engine), "first")
+    run_all(scheduler, engine, make_job([2] * 100, max_tokens=4))
+    assert (scheduler.cache_snapshot().evictions, scheduler.cache_snapshot().entries) == (0, 2)
+    (end,) = run_all(scheduler, engine, make_job([1] * 20 + answer + [3] * 9, max_tokens=4)).values()
+    assert end.stats.prefix_cache_tokens == 23
+
+
+def test_with_as_many_sequences_as_slots_a_prompt_is_computed_in_whole_chunks_and_followers_get_its_state() -> None:
+    for n_sequences, sizes in ((2, [16]), (6, [5, 10, 1])):
+        scheduler, engine = scheduler_of_states(n_sequences)
+        job = make_job([1] * 16, max_tokens=1)
+        job.system_tokens = 5
+        run_all(scheduler, engine, job)
+        assert [batch.n_prefill for batch in engine.batches if batch.n_prefill] == sizes
+    scheduler, engine = scheduler_of_states(n_sequences=2)
+    ends = run_all(scheduler, engine, *[make_job([1] * 50 + [at] * 9, job_id=f"{at}", max_tokens=1) for at in (2, 3)])
+    assert [end.stats.prefix_cache_tokens for end in ends.values()] == [0, 50]
+    assert engine.computed == 50 + 2 * 9

@@ -196,7 +196,7 @@ class KvMemory:
         if hit.stored:
             slot.transition_to(SlotState.LOAD)
             self._offload.start_load(run, hit.stored)
-        if not self._sequences.can_cut:
+        if not self._sequences.can_cut and self._pool.has_spare_sequences:
             run.checkpoints = sorted({*run.checkpoints, run.job.system_tokens, len(run.tokens) - 1})
 
     def _copy(self, source: CachedSequence | Run, run: Run, n_tokens: int) -> None:
@@ -263,10 +263,11 @@ class KvMemory:
     def _cache_state(self, run: Run) -> None:
         """Cache a copy of a state that cannot be cut. Called at the end of a chunk.
 
-        A later prompt that begins with the same tokens can then reuse this state.
+        A later prompt that begins with the same tokens can then reuse this state. With only as many sequences as slots,
+        no state is copied: each sequence is needed for a job. Then only the ends of jobs leave states.
         """
         run.checkpoints = [position for position in run.checkpoints if position > run.n_past]
-        if run.is_suspected or not 0 < run.n_past < len(run.tokens):
+        if run.is_suspected or not self._pool.has_spare_sequences or not 0 < run.n_past < len(run.tokens):
             return
         if self._pool.n_free_sequences <= self._pool.n_idle:
             self._eviction.evict_coldest()  # frees a sequence, for the next state that is cached
