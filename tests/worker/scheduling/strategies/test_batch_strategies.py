@@ -22,6 +22,7 @@ from llamaq.worker.scheduling.strategies.batch_strategies import (
     BatchStrategy,
     DecodeMaximal,
     PrefillPriority,
+    equal_shares,
     prefill_chunks,
 )
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
@@ -114,6 +115,9 @@ def test_streams_with_the_fewest_generated_tokens_come_first_when_the_budget_is_
         ((1000, 1000), 511, {0: 256, 1: 255}),  # the slot admitted first gets the extra token
         ((10, 20, 30), 512, {0: 10, 1: 20, 2: 30}),
         ((5, 5, 5), 2, {0: 1, 1: 1}),
+        ((1000, 5, 1, 1), 2, {0: 1, 1: 1}),  # short prompts that came later do not delay the long one
+        ((1000, 600, 800), 512, {0: 171, 1: 171, 2: 170}),
+        ((1000, 3, 800, 600), 514, {0: 171, 1: 3, 2: 170, 3: 170}),
         ((5, 5), 0, {}),
     ],
 )
@@ -122,6 +126,32 @@ def test_prompts_share_equally_and_the_part_that_one_does_not_need_goes_to_the_o
 ) -> None:
     chunks = prefill_chunks(slots_of(*pending), limit, 512)
     assert {chunk.slot.index: chunk.n_tokens for chunk in chunks} == shares
+
+
+def test_a_long_prompt_ends_while_more_short_prompts_come_than_a_tick_can_compute() -> None:
+    slots = list(slots_of(100, 4, 4))
+    for number in range(100):
+        for chunk in prefill_chunks(slots, 2, 512):
+            chunk.slot.active.n_past += chunk.n_tokens
+        waiting = [slot for slot in slots if slot.n_pending]
+        if slots[0] not in waiting:
+            return
+        new = slots_of(4)[0]
+        new.active.admitted_s = 10.0 + number
+        slots = [*waiting, new]
+    pytest.fail("the long prompt is not computed")
+
+
+@given(needs=st.lists(st.integers(1, 300), min_size=1, max_size=8), limit=st.integers(0, 1000))
+def test_shares_differ_by_at_most_one_token_unless_a_slot_needs_less(needs: list[int], limit: int) -> None:
+    slots = slots_of(*needs)[:-1]
+    shares = list(equal_shares(dict(zip(slots, needs, strict=True)), limit).values())
+    assert sum(shares) == min(limit, sum(needs))
+    assert all(0 <= share <= need for share, need in zip(shares, needs, strict=True))
+    unmet = [share for share, need in zip(shares, needs, strict=True) if share < need]
+    if unmet:
+        assert max(shares) <= min(unmet) + 1
+        assert unmet == sorted(unmet, reverse=True), "the first slots get the remainder"
 
 
 def test_the_slot_admitted_first_is_served_first_even_with_a_higher_index() -> None:

@@ -7,7 +7,8 @@ strategies differ in the group that they serve first.
 Prompts in prefill get equal shares of a tick, and the unused part of a share goes to the other prompts. A short prompt
 is therefore computed within one or two ticks, and a long prompt still progresses in every tick. If the oldest prompt
 were served first instead, all other prompts would wait behind one long prompt. The disadvantage of equal shares is that
-several long prompts finish at about the same time, and not one after another.
+several long prompts finish at about the same time, and not one after another. If a tick has fewer tokens for prompts
+than there are prompts, the oldest prompts get one token each.
 
 If a tick can complete all prompts of interactive jobs, the prompts of bulk jobs wait for this tick, so that the first
 tokens of the interactive jobs come earlier. Prompts of bulk jobs never wait for two ticks in a row.
@@ -168,6 +169,7 @@ def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[
 
     A slot that needs less than an equal share gets only what it needs. The other slots divide the rest. If the division
     leaves a remainder, the slots whose jobs were admitted earlier get one more token each.
+    So if there are fewer tokens than slots, no later job delays a job that was admitted first.
 
     Args:
         slots: All slots of the worker.
@@ -186,14 +188,32 @@ def equal_shares(needs: Mapping[Slot, int], limit: int) -> dict[Slot, int]:
     """Divide `limit` tokens equally between slots. What a slot does not need is divided between the others.
 
     Args:
-        needs: Largest number of tokens for each slot. Of slots with equal needs, the first ones get a remainder.
+        needs: Largest number of tokens for each slot. If the division leaves a remainder, the first slots that need
+            more than an equal share get one more token each.
         limit: Largest number of tokens for all slots together.
     """
+    share, n_more = _equal_share(sorted(needs.values()), limit)
     shares: dict[Slot, int] = {}
-    for n_left, slot in zip(range(len(needs), 0, -1), sorted(needs, key=needs.__getitem__), strict=True):
-        shares[slot] = min(needs[slot], -(-limit // n_left))
-        limit -= shares[slot]
+    for slot, need in needs.items():
+        shares[slot] = min(need, share)
+        if need > share and n_more:
+            shares[slot] += 1
+            n_more -= 1
     return shares
+
+
+def _equal_share(needs: Sequence[int], limit: int) -> tuple[int, int]:
+    """Return the share of each slot that needs more than this share, and the remainder of the division.
+
+    Args:
+        needs: Largest number of tokens for each slot, the smallest number first.
+        limit: Largest number of tokens for all slots together.
+    """
+    for n_left, need in zip(range(len(needs), 0, -1), needs, strict=True):
+        if need * n_left > limit:
+            return divmod(limit, n_left)
+        limit -= need
+    return max(needs, default=0), 0
 
 
 def _count(chunks: tuple[PrefillChunk, ...]) -> int:
