@@ -66,6 +66,16 @@ def test_only_runs_admitted_before_can_be_leaders() -> None:
     assert cache.match(pack([7] * 20), Scope(), admitted_before=1).leader is None
 
 
+def test_a_run_that_scores_its_prompt_cannot_be_a_leader() -> None:
+    cache = RadixPrefixCache()
+    job = make_job([7] * 20, prompt_logprobs=0)
+    cache.add_run(run := Run(job, 41, [7] * 20, n_past=5, admission_number=1, packed=pack([7] * 20)))
+    found = cache.match(pack([7] * 30), Scope())
+    assert (found.n_held, found.source, found.leader) == (5, run, None)
+    run.tokens.append(8)  # after the first token, lost cells are computed again without scores
+    assert cache.match(pack([7] * 30), Scope()).leader is run
+
+
 def test_an_entry_whose_tokens_another_entry_begins_with_is_removed() -> None:
     cache = RadixPrefixCache()
     assert cache.insert(1, pack([1, 2, 3]), Scope()) == []

@@ -87,6 +87,22 @@ def test_a_scored_prompt_reuses_no_cells_and_leaves_its_own_to_others() -> None:
     assert [end.stats.prefix_cache_tokens for end in ends.values()][-2:] == [0, len(other)]
 
 
+def test_no_job_waits_for_a_prompt_that_is_scored_but_later_jobs_copy_its_cells() -> None:
+    rig = make_rig(n_slots=3)
+    scored, together, later = scored_job(), make_job(PROMPT, max_tokens=1), make_job(PROMPT, max_tokens=1)
+    rig.scheduler.submit(scored)
+    rig.tick(2)
+    n_computed = rig.engine.computed
+    rig.scheduler.submit(together)
+    rig.tick()
+    assert [slot.state for slot in rig.scheduler.snapshot()] == ["prefill", "prefill", "idle"]
+    ends = rig.finish()
+    assert ends[together.id].stats.prefix_cache_tokens == n_computed > 0
+    check(scores_of(rig, scored), PROMPT, rig)
+    rig.scheduler.submit(later)
+    assert rig.finish()[later.id].stats.prefix_cache_tokens == len(PROMPT) - 1
+
+
 @pytest.mark.parametrize("can_cut", [True, False])
 def test_tokens_whose_cells_were_lost_are_scored_again(can_cut: bool) -> None:
     for n_ticks, n_left in ((1, 5), (2, 0), (3, 31), (4, 3)):

@@ -162,4 +162,7 @@ class RadixPrefixCache:
 
 
 def _can_lead(run: Run, admitted_before: int | None) -> bool:
+    """Whether jobs may wait for the prefill of the run. A prompt that is scored gets only few tokens in each tick."""
+    if run.scores_prompt:
+        return False
     return admitted_before is None or run.admission_number < admitted_before
