@@ -89,7 +89,7 @@ def test_a_sequence_that_is_decoded_alone_needs_no_room_for_its_forced_tokens(
     while slot.state is not SlotState.DECODE:
         run_tick(demo, [slot])
     n_before = slot.active.n_past
-    demo.sequences.isolated.add(slot.active.seq_id)
+    demo.sequences.isolated[slot.active.seq_id] = slot.active
     decode, statuses = demo.context.decode, [NO_ROOM]
     monkeypatch.setattr(demo.context, "decode", lambda: statuses.pop() if statuses else decode())
     [result] = demo.run(Batch((DecodeToken(slot, forced=(1, 2, 3)),)))

@@ -26,7 +26,7 @@ from tests.support.engine_ticks import (
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.worker.core.slot import SlotState
+from llamaq.worker.core.slot import Run, SlotState
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
@@ -159,6 +159,28 @@ def test_a_sequence_that_lost_its_cells_is_prefilled_again(engine: Engine) -> No
     engine.sequences.remove(1)
     assert not generate(engine, slots, 10)
     assert_equal_output(slots[1], generate_alone(engine, prompt(50, seed=2), 10))
+
+
+def test_a_job_that_takes_over_the_sequence_of_a_job_that_is_decoded_alone_is_decoded_with_the_others(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = [prefill_slot(index, prompt(20, seed=index)) for index in range(2)]
+    while not all(slot.state is SlotState.DECODE for slot in slots):
+        assert not run_tick(engine, slots)
+    decode, sizes = engine.context.decode, []
+
+    def decode_and_record() -> int:
+        sizes.append(len(engine.context.batch))
+        return decode()
+
+    monkeypatch.setattr(engine.context, "decode", decode_and_record)
+    isolated = slots[0].active
+    engine.sequences.isolated[isolated.seq_id] = isolated
+    assert not run_tick(engine, slots)
+    assert sizes == [1, 1]
+    slots[0].run = Run(isolated.job, isolated.seq_id, isolated.tokens, isolated.n_past)
+    assert not run_tick(engine, slots)
+    assert sizes == [1, 1, 2]
 
 
 def test_without_room_for_all_parts_those_that_fit_continue_and_the_others_may_be_decoded_later(

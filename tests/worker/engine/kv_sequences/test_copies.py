@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.engine_ticks import prefill_slot
 from tests.support.kv_memory_kinds import (
     KINDS,
     TAIL,
@@ -104,10 +105,10 @@ def test_cleared_sequences_can_be_computed_and_loaded(make_engine: MakeEngine, n
     compute(engine, 0, tokens)
     data = engine.sequences.save(0, 0, 150)
     assert engine.sequences.copy(0, 1, 150) == 150
-    engine.sequences.isolated.add(0)
+    engine.sequences.isolated[0] = prefill_slot(0, tokens).active
     engine.sequences.clear()
     assert lengths(engine, 0, 1, 2) == [0, 0, 0]
-    assert engine.sequences.isolated == set()
+    assert engine.sequences.isolated == {}
     assert engine.sequences.load(1, 0, 150, data, 0)
     other = compute(engine, 0, others)
     assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, 1, [*tokens, *TAIL]))

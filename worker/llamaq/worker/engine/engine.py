@@ -3,7 +3,7 @@
 If one job fails, its result has an `error`, and the other jobs continue. When llama.cpp cannot decode a batch, every
 sequence of the batch is cut back to its length before the batch. Then the parts are decoded one by one, so that only
 the part that causes the failure fails. A recurrent sequence cannot be cut back. The engine empties such a sequence and
-reports `n_past` 0, so the job is prefilled again. From then on the engine decodes this sequence in a separate batch. If
+reports `n_past` 0, so the job is prefilled again. From then on the engine decodes this job in separate batches. If
 the KV memory has no room for a part, even when the part is decoded by itself, the result has `no_room`. The part can be
 decoded after other sequences have been removed.
 
@@ -99,7 +99,7 @@ class Engine:
         for part in batch.parts:
             if isinstance(part, PrefillChunk) and (rejected := self._reject_bad_tokens(part)) is not None:
                 results.append(rejected)
-            elif isolated and _seq_id(part) in isolated:
+            elif isolated and isolated.get(_seq_id(part)) is part.slot.active:
                 alone.append(part)
             else:
                 together.append(part)
@@ -151,7 +151,7 @@ class Engine:
         """Decode one part by itself. If its sequence lost cells in a failed batch, empty the sequence instead."""
         run = part.slot.active
         if not self.sequences.holds(run.seq_id, run.n_past):
-            self.sequences.isolated.add(run.seq_id)
+            self.sequences.isolated[run.seq_id] = run
             return SlotResult(part.slot, n_past=self.sequences.cut(run.seq_id, 0))
         status = self._decode([part])
         if status == SUCCESS:

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from llamaq.common.errors import EngineError
 from llamaq.worker.core.saved_cells import Allocate, SavedCells, no_buffer
+from llamaq.worker.core.slot import Run
 from llamaq.worker.engine.llama_bindings import Context, Model
 from llamaq.worker.engine.state_format import SequenceState, StatePart, allocate_state
 from llamaq.worker.engine.swa_guards import SwaGuards
@@ -40,8 +41,9 @@ class KvSequences:
             saved and there is a sliding window: llama.cpp saves only the cells that the next token needs.
         n_sequences: Number of sequences that callers may use. Their ids are 0 to `n_sequences - 1`.
         cells_per_sequence: Upper bound on the cells of one sequence.
-        isolated: Sequences that lost their cells in a failed batch. The engine decodes each of them in a batch of its
-            own. `remove` also removes the sequence from this set.
+        isolated: Maps a sequence that lost its cells in a failed batch to its run at that time. The engine decodes this
+            run in a batch of its own. A later run that takes over the sequence is decoded together with others.
+            `remove` also removes the sequence from this map.
     """
 
     def __init__(self, model: Model, context: Context) -> None:
@@ -59,7 +61,7 @@ class KvSequences:
         self.can_cut_saved = self.can_save_parts or (self.can_cut and not model.n_swa)
         self.can_remove_draft = self.can_cut and (not model.n_swa or self._guards is not None)
         self.cells_per_sequence = context.cells_per_sequence
-        self.isolated: set[int] = set()
+        self.isolated: dict[int, Run] = {}
         self._scratch = context.n_seq_max - 1
 
     def holds(self, seq_id: int, n_tokens: int) -> bool:
@@ -91,7 +93,7 @@ class KvSequences:
 
     def remove(self, seq_id: int) -> None:
         """Remove all cells of a sequence. The sequence may already be empty."""
-        self.isolated.discard(seq_id)
+        self.isolated.pop(seq_id, None)
         self.cut(seq_id, 0)
 
     def clear(self) -> None:
