@@ -268,6 +268,7 @@ def test_no_job_is_preempted_for_one_that_would_lose_its_prefix_with_the_entry_o
     assert {end.reason for end in rig.finish().values()} == {FinishReason.LENGTH}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_after_each_preemption_an_interactive_job_gets_a_slot(seed: int) -> None:
     random_numbers = Random(seed)

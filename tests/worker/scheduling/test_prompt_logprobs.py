@@ -12,9 +12,12 @@ from tests.support.scheduler_rig import SchedulerRig
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
+from llamaq.worker.core.batch import Batch, PrefillChunk
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.outputs import NewToken, PromptScored
+from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.kv_cache.radix_prefix_cache import RadixPrefixCache
+from llamaq.worker.scheduling.strategies.scored_tokens_limit import with_bounded_scores
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler
 
 PROMPT = list(b"the quick brown fox jumps over the lazy dog and runs away")
@@ -175,6 +178,15 @@ def test_more_scored_jobs_than_the_bound_has_tokens_wait_for_each_other() -> Non
     rig.finish()
     for job in jobs:
         check(scores_of(rig, job), job.prompt, rig)
+
+
+def test_if_there_are_more_scored_jobs_than_tokens_those_that_were_admitted_first_are_computed() -> None:
+    slots = []
+    for index, admitted_s in enumerate([3.0, 1.0, 2.0]):
+        job = scored_job()
+        slots.append(Slot(index, SlotState.PREFILL, Run(job, index, job.prompt, admitted_s=admitted_s)))
+    batch = with_bounded_scores(Batch((), tuple(PrefillChunk(slot, 4) for slot in slots)), 2)
+    assert [chunk.slot.index for chunk in batch.prefill] == [1, 2]
 
 
 def test_a_job_that_generates_no_token_has_only_its_scores() -> None:
