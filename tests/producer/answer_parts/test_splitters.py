@@ -112,6 +112,7 @@ ULM = '{"city": "Ulm } <tool_call> \\" </tool_call>", "days": [1, {"a": 2}]}'
 OWN = f'{{"name": "weather", "arguments": {ULM}}}'
 OTHER_ORDER = f'{{"arguments": {ULM}, "name": "weather"}}'
 CALL = ("call", "weather", ULM)
+ALICE = '{"name": "Alice", "age": 30}'
 
 CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "text": (QWEN, "Hello < world <tool", [("content", "Hello < world <tool")]),
@@ -138,6 +139,25 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "llama 3": (LLAMA3, OWN.replace("arguments", "parameters"), [CALL]),
     "llama 3, tag": (LLAMA3, f"<|python_tag|>{OWN}; {OWN}", [CALL, CALL]),
     "llama 3, text": (LLAMA3, 'See {"name": 1}', [("content", 'See {"name": 1}')]),
+    "llama 3, tag and no arguments": (
+        LLAMA3,
+        '<|python_tag|>{"name": "stop"}; {"name": "stop"}',
+        [("call", "stop", "{}"), ("call", "stop", "{}")],
+    ),
+    "llama 3, a list after a call": (LLAMA3, f'{OWN}[{{"name": "f"}}]', [CALL, ("content", '[{"name": "f"}]')]),
+    "json, a number after a call": (PLAIN, f"{OWN}, 5", [CALL, ("content", "5")]),
+    "json, an object with a name after a call": (PLAIN, f"{OWN}, {ALICE}", [CALL, ("content", ALICE)]),
+    **{
+        f"{name}, {answer}": (template, answer, [("content", answer)])
+        for name, template in (("llama 3", LLAMA3), ("json", PLAIN))
+        for answer in (ALICE, '{"age": 30, "name": "Alice"}')
+    },
+    **{
+        f"{name}, {answer}": (template, answer, [CALL])
+        for name, template in (("llama 3", LLAMA3), ("json", PLAIN))
+        for own in (OWN, OTHER_ORDER)
+        for answer in (own, own.replace("arguments", "parameters"))
+    },
     "llama 3, other object": (LLAMA3, '{"answer": 42}', [("content", '{"answer": 42}')]),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{OWN}, {OWN}]", [CALL, CALL]),
     "mistral, no name": (MISTRAL, "[TOOL_CALLS]a [TOOL_CALLS]", [("content", "[TOOL_CALLS]a [TOOL_CALLS]")]),

@@ -104,9 +104,10 @@ class JsonCall:
             value = from_json(self.text, allow_inf_nan=False)
         except ValueError:
             return None
-        if self._needs_arguments and not {"arguments", "parameters"}.intersection(value):
+        parts = parts_of_call(self._index, value)
+        if parts and self._needs_arguments and value.keys().isdisjoint(("arguments", "parameters")):
             return None
-        return parts_of_call(self._index, value)
+        return parts
 
     def _stream(self, arguments: JsonValueReader, text: str) -> list[Part]:
         n_own = arguments.read(text)

@@ -56,6 +56,8 @@ class TaggedSplitter:
         self._call: JsonCall | XmlCall | None = None
         self._opened_by = ""
         """The text before the next call. It is content if that is no call."""
+        self._is_tagged = False
+        """Whether a tag has announced calls."""
         self._is_after_call = False
         """Whether separators now follow a call. Otherwise they may be content."""
         self._space = ""
@@ -114,6 +116,7 @@ class TaggedSplitter:
             self._state, self._space = "reasoning", ""
         elif tag == tags.call_open:
             self._state, self._name = ("name" if tags.arguments_open else "call"), ""
+            self._is_tagged = True
             self._opened_by, self._space, self._is_after_call = self._space + tag, "", False
         else:
             self._state, self._skips_space = "content", self._is_after_call or tag == tags.reasoning_close
@@ -177,7 +180,7 @@ class TaggedSplitter:
                 self._call = (
                     XmlCall(self._n_calls, tags.text_parameters)
                     if is_xml
-                    else JsonCall(self._n_calls, needs_arguments=tags.starts_with_call)
+                    else JsonCall(self._n_calls, needs_arguments=tags.starts_with_call and not self._is_tagged)
                 )
             new, text = self._call.feed(text)
             parts += new
