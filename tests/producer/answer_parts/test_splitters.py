@@ -113,6 +113,8 @@ OWN = f'{{"name": "weather", "arguments": {ULM}}}'
 OTHER_ORDER = f'{{"arguments": {ULM}, "name": "weather"}}'
 CALL = ("call", "weather", ULM)
 ALICE = '{"name": "Alice", "age": 30}'
+NAN = '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>'
+INFINITE = NAN.replace("NaN", "1e999")
 
 CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "text": (QWEN, "Hello < world <tool", [("content", "Hello < world <tool")]),
@@ -159,6 +161,8 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         for answer in (own, own.replace("arguments", "parameters"))
     },
     "llama 3, other object": (LLAMA3, '{"answer": 42}', [("content", '{"answer": 42}')]),
+    "hermes, a number that JSON does not have": (QWEN, NAN, [("content", NAN)]),
+    "hermes, a number that Python does not have": (QWEN, INFINITE, [("content", INFINITE)]),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{OWN}, {OWN}]", [CALL, CALL]),
     "mistral, no name": (MISTRAL, "[TOOL_CALLS]a [TOOL_CALLS]", [("content", "[TOOL_CALLS]a [TOOL_CALLS]")]),
     "mistral, names": (
@@ -205,6 +209,11 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         XML,
         "<tool_call><function=f></function>\n<function=g></function>\n</tool_call>",
         [("call", "f", "{}"), ("call", "g", "{}")],
+    ),
+    "xml, numbers that JSON does not have": (
+        XML,
+        "<tool_call><function=f><parameter=a>NaN</parameter><parameter=b>[1e999]</parameter></function></tool_call>",
+        [("call", "f", '{"a": "NaN", "b": "[1e999]"}')],
     ),
     "xml, cut off": (
         XML,

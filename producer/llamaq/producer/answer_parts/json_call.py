@@ -102,9 +102,9 @@ class JsonCall:
             return []
         try:
             value = from_json(self.text, allow_inf_nan=False)
+            parts = parts_of_call(self._index, value)
         except ValueError:
             return None
-        parts = parts_of_call(self._index, value)
         if parts and self._needs_arguments and value.keys().isdisjoint(("arguments", "parameters")):
             return None
         return parts
@@ -115,9 +115,12 @@ class JsonCall:
 
 
 def parts_of_call(index: int, value: Any) -> list[Part] | None:
-    """Return the parts of a call from an object with a name and arguments. None: the value is no such object."""
+    """Return the parts of a call from an object with a name and arguments. None: the value is no such object.
+
+    Raises `ValueError` for a number that JSON does not have.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return [CallStarted(index, value["name"]), CallArguments(index, text)]

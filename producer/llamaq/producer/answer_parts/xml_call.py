@@ -78,9 +78,11 @@ def _value_of(text: str, *, is_text: bool) -> Any:
     if is_text:
         return text
     try:
-        return from_json(text)
+        value = from_json(text, allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)  # 1e999 becomes infinite
     except ValueError:
         return text
+    return value
 
 
 def text_parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
