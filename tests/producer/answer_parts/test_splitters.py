@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from llamaq.common.protocol.answer_tags import ANSWER_TAGS
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat, detect_format, form_of
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
-from llamaq.producer.answer_parts.xml_call import text_parameters_of
+from llamaq.producer.answer_parts.xml_call import XmlCall, text_parameters_of
 from llamaq.producer.openai_format.tools import call_id
 
 QWEN = "{% if tools %}<tool_call>{% endif %}</think>"
@@ -209,6 +210,21 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         XML,
         "<tool_call><function=f></function>\n<function=g></function>\n</tool_call>",
         [("call", "f", "{}"), ("call", "g", "{}")],
+    ),
+    "xml, end tag in a value": (
+        XML,
+        "<tool_call><function=f>\n<parameter=a>\n1</function>2\n</parameter>\n</function>\n</tool_call> Done.",
+        [("call", "f", '{"a": "1</function>2"}'), ("content", "Done.")],
+    ),
+    "xml, tags in a value": (
+        XML,
+        "<tool_call><function=f><parameter=a><parameter=b></function></tool_call></parameter></function></tool_call>",
+        [("call", "f", '{"a": "<parameter=b></function></tool_call>"}')],
+    ),
+    "xml, cut off after an end tag in a value": (
+        XML,
+        "<tool_call><function=f><parameter=a>1</parameter><parameter=b>2</function>",
+        [("call", "f", '{"a": 1}')],
     ),
     "xml, numbers that JSON does not have": (
         XML,
@@ -448,6 +464,21 @@ def test_the_format_is_that_of_the_chat_template(template: Any, expected: Answer
 )
 def test_a_schema_tells_which_values_are_texts(parameters: Any, expected: tuple[str, ...] | None) -> None:
     assert text_parameters_of([{"function": {"name": "f", "parameters": parameters}}]).get("f") == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 400_000, "<parameter=a>" * 30_000, "<parameter=" * 35_000 + "</parameter>"],
+    ids=["text", "open parameters", "open names"],
+)
+def test_the_time_to_read_a_call_in_xml_grows_with_its_length_alone(value: str) -> None:
+    """Each token searched the whole text again, and each open parameter searched its end up to the end of the text."""
+    call = XmlCall(0, {})
+    start_s = time.process_time()
+    for character in f"<function=f><parameter=a>{value}":
+        assert call.feed(character) == ([], "")
+    assert call.finish() is not None
+    assert time.process_time() - start_s < 5
 
 
 def test_every_call_has_an_id_of_its_own_that_every_server_computes() -> None:

@@ -16,8 +16,10 @@ from pydantic_core import from_json
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 
 CLOSE = "</function>"
+_PARAMETER_CLOSE = "</parameter>"
+_TAG = re.compile(r"<parameter=|</parameter>|</function>")
 _NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
-_PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
 
 TextParameters = Mapping[str, Sequence[str]]
 """Maps the name of a tool to its parameters whose values are texts."""
@@ -34,10 +36,17 @@ class XmlCall:
     def __init__(self, index: int, text_parameters: TextParameters) -> None:
         self._index = index
         self._text_parameters = text_parameters
-        self.text = ""
-        """The text of the call so far."""
+        self._pieces: list[str] = []
+        self._last = ""
+        """The last characters: a tag may begin in them."""
+        self._is_in_value = False
         self._is_told = False
         self.has_ended = False
+
+    @property
+    def text(self) -> str:
+        """The text of the call so far."""
+        return "".join(self._pieces)
 
     @property
     def can_contain_tag(self) -> bool:
@@ -48,28 +57,36 @@ class XmlCall:
         """Return the parts that the text completed, and the text after the call."""
         if self.has_ended:
             return [], text
-        self.text += text
-        before, close, rest = self.text.partition(CLOSE)
-        if not close:
-            return [], ""
-        self.text, self.has_ended = before + close, True
-        parts = self._read()
-        self._is_told = parts is not None
-        return parts or [], rest
+        n_before, searched = len(self._last), self._last + text
+        for tag in _TAG.finditer(searched):
+            if tag[0] != CLOSE:
+                self._is_in_value = tag[0] != _PARAMETER_CLOSE
+            elif not self._is_in_value:  # a value may contain this tag
+                end = tag.end() - n_before
+                self._pieces.append(text[:end])
+                self.has_ended = True
+                parts = self._read()
+                self._is_told = parts is not None
+                return parts or [], text[end:]
+        self._pieces.append(text)
+        self._last = searched[1 - len(_PARAMETER_CLOSE) :]
+        return [], ""
 
     def finish(self) -> list[Part] | None:
         """Return the parts of a call that was cut off. None: this is no call."""
         return [] if self._is_told else self._read()
 
     def _read(self) -> list[Part] | None:
-        found = _NAME.match(self.text)
+        text = self.text
+        found = _NAME.match(text)
         if found is None:
             return None
         name = found["name"].strip()
+        end = text.rfind(_PARAMETER_CLOSE) + len(_PARAMETER_CLOSE)  # each search after it would read the whole text
         texts = self._text_parameters.get(name, ())
         arguments = {
             match["key"].strip(): _value_of(match["value"], is_text=match["key"].strip() in texts)
-            for match in _PARAMETER.finditer(self.text, found.end())
+            for match in _PARAMETER.finditer(text, found.end(), end)
         }
         return [CallStarted(self._index, name), CallArguments(self._index, json.dumps(arguments, ensure_ascii=False))]
 
