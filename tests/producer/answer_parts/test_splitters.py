@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llamaq.common.protocol.answer_tags import ANSWER_TAGS
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat, detect_format, form_of
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
-from llamaq.producer.answer_parts.xml_call import XmlCall, text_parameters_of
+from llamaq.producer.answer_parts.xml_call import TEXTS, XmlCall, parameters_of
 from llamaq.producer.openai_format.tools import call_id
 
 QWEN = "{% if tools %}<tool_call>{% endif %}</think>"
@@ -458,12 +458,54 @@ def test_the_format_is_that_of_the_chat_template(template: Any, expected: Answer
     [
         ({"properties": {"a": {"type": "string"}, "b": {"enum": ["x"]}, "c": {"type": "integer"}}}, ("a", "b")),
         ({"properties": {"a": {"enum": ["x", 1]}, "b": True, "c": {"enum": []}}}, None),
+        (
+            {
+                "properties": {
+                    "a": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                    "b": {"type": ["string", "null"]},
+                    "c": {"oneOf": [{"enum": ["x", None]}, {"type": "string"}]},
+                    "d": {"type": ["string", "integer"]},
+                    "e": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+                    "f": {"type": "null"},
+                    "g": {"anyOf": []},
+                }
+            },
+            ("a", "b", "c"),
+        ),
         ({"properties": [1]}, None),
         (None, None),
     ],
 )
 def test_a_schema_tells_which_values_are_texts(parameters: Any, expected: tuple[str, ...] | None) -> None:
-    assert text_parameters_of([{"function": {"name": "f", "parameters": parameters}}]).get("f") == expected
+    assert parameters_of([{"function": {"name": "f", "parameters": parameters}}], TEXTS).get("f") == expected
+
+
+NULLABLE: Any = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        (NULLABLE, "12345", '"12345"'),
+        (NULLABLE, "null", "null"),
+        (NULLABLE, "True", '"True"'),
+        ({"type": ["string", "null"]}, "true", '"true"'),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": "string"}, "null", '"null"'),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": "boolean"}, "false", "false"),
+        ({"type": ["boolean", "null"]}, "False", "false"),
+        ({"type": ["boolean", "null"]}, "null", "null"),
+        ({"type": ["string", "integer"]}, "True", '"True"'),
+        ({"type": ["string", "integer"]}, "7", "7"),
+        ({}, "True", '"True"'),
+    ],
+)
+def test_the_schema_of_a_parameter_tells_how_its_value_is_read(schema: Any, text: str, expected: str) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    splitter = form_of(XML, tools=tools).splitter()
+    answer = f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>"
+    assert joined(splitter.feed(answer) + splitter.finish()) == [("call", "f", f'{{"a": {expected}}}')]
 
 
 @pytest.mark.parametrize(
@@ -473,7 +515,7 @@ def test_a_schema_tells_which_values_are_texts(parameters: Any, expected: tuple[
 )
 def test_the_time_to_read_a_call_in_xml_grows_with_its_length_alone(value: str) -> None:
     """Each token searched the whole text again, and each open parameter searched its end up to the end of the text."""
-    call = XmlCall(0, {})
+    call = XmlCall(0, {}, {})
     start_s = time.process_time()
     for character in f"<function=f><parameter=a>{value}":
         assert call.feed(character) == ([], "")

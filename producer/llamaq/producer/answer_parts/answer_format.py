@@ -16,7 +16,7 @@ from llamaq.common.protocol.wire_model import WireModel
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter, ContentSplitter, FirstCall
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
-from llamaq.producer.answer_parts.xml_call import text_parameters_of
+from llamaq.producer.answer_parts.xml_call import LITERALS, TEXTS, parameters_of
 
 
 class AnswerFormat(StrEnum):
@@ -71,6 +71,9 @@ class AnswerForm(WireModel):
     text_parameters: dict[str, tuple[str, ...]] = Field(
         default_factory=dict, description="For calls in XML: the parameters of each tool whose values are texts."
     )
+    literal_parameters: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="For calls in XML: those of them that may be `null`, and booleans."
+    )
     reasoning_open: str = Field("", description="Tag before reasoning. Empty: reasoning is part of the content.")
     reasoning_close: str = Field("", description="Tag after reasoning.")
     starts_in_reasoning: bool = Field(False, description="Whether the prompt has begun the reasoning.")
@@ -106,6 +109,7 @@ class AnswerForm(WireModel):
         tags = replace(
             _TAGS[self.format] if self.has_tools else Tags(),
             text_parameters=self.text_parameters,
+            literal_parameters=self.literal_parameters,
             reasoning_open=self.reasoning_open,
             reasoning_close=self.reasoning_close,
         )
@@ -155,7 +159,8 @@ def form_of(
         format=found,
         has_tools=bool(tools),
         is_parallel=is_parallel,
-        text_parameters=text_parameters_of(tools) if found is AnswerFormat.XML else {},
+        text_parameters=parameters_of(tools, TEXTS) if found is AnswerFormat.XML else {},
+        literal_parameters=parameters_of(tools, LITERALS) if found is AnswerFormat.XML else {},
         reasoning_open=opening,
         reasoning_close=closing,
         tag_tokens=dict(tag_tokens),

@@ -13,7 +13,7 @@ from typing import Literal
 from llamaq.producer.answer_parts.json_call import JsonCall
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.tag_scanner import TagScanner
-from llamaq.producer.answer_parts.xml_call import TextParameters, XmlCall
+from llamaq.producer.answer_parts.xml_call import ParameterNames, XmlCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,10 @@ class Tags:
     """Whether an answer that begins with an object is a call."""
     has_xml_calls: bool = False
     """Whether calls have tags for their parameters. Calls in JSON are recognized too."""
-    text_parameters: TextParameters = field(default_factory=dict)
+    text_parameters: ParameterNames = field(default_factory=dict)
     """For calls in XML: the parameters of each tool whose values are texts."""
+    literal_parameters: ParameterNames = field(default_factory=dict)
+    """For calls in XML: those of them that may be `null`, and booleans."""
     reasoning_open: str = ""
     reasoning_close: str = ""
 
@@ -178,7 +180,7 @@ class TaggedSplitter:
                 is_xml = tags.has_xml_calls and not text.startswith("{")
                 # Content in JSON may have a name too: without a tag before it, only its arguments show a call.
                 self._call = (
-                    XmlCall(self._n_calls, tags.text_parameters)
+                    XmlCall(self._n_calls, tags.text_parameters, tags.literal_parameters)
                     if is_xml
                     else JsonCall(self._n_calls, needs_arguments=tags.starts_with_call and not self._is_tagged)
                 )

@@ -20,9 +20,11 @@ _PARAMETER_CLOSE = "</parameter>"
 _TAG = re.compile(r"<parameter=|</parameter>|</function>")
 _NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
 _PARAMETER = re.compile(r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+_LITERALS = {"null": None, "True": True, "False": False}
+"""Chat templates write booleans as Python does."""
 
-TextParameters = Mapping[str, Sequence[str]]
-"""Maps the name of a tool to its parameters whose values are texts."""
+ParameterNames = Mapping[str, Sequence[str]]
+"""Maps the name of a tool to some of its parameters."""
 
 
 class XmlCall:
@@ -31,11 +33,13 @@ class XmlCall:
     Args:
         index: Number of the call in the answer.
         text_parameters: The parameters of all tools whose values are texts.
+        literal_parameters: Those of them that may be `null`, and booleans.
     """
 
-    def __init__(self, index: int, text_parameters: TextParameters) -> None:
+    def __init__(self, index: int, text_parameters: ParameterNames, literal_parameters: ParameterNames) -> None:
         self._index = index
         self._text_parameters = text_parameters
+        self._literal_parameters = literal_parameters
         self._pieces: list[str] = []
         self._last = ""
         """The last characters: a tag may begin in them."""
@@ -83,41 +87,51 @@ class XmlCall:
             return None
         name = found["name"].strip()
         end = text.rfind(_PARAMETER_CLOSE) + len(_PARAMETER_CLOSE)  # each search after it would read the whole text
-        texts = self._text_parameters.get(name, ())
         arguments = {
-            match["key"].strip(): _value_of(match["value"], is_text=match["key"].strip() in texts)
+            (key := match["key"].strip()): self._value_of(name, key, match["value"])
             for match in _PARAMETER.finditer(text, found.end(), end)
         }
         return [CallStarted(self._index, name), CallArguments(self._index, json.dumps(arguments, ensure_ascii=False))]
 
+    def _value_of(self, name: str, key: str, text: str) -> Any:
+        is_text = key in self._text_parameters.get(name, ())
+        if is_text == (text == "null") and text in _LITERALS and key in self._literal_parameters.get(name, ()):
+            return _LITERALS[text]
+        if is_text:
+            return text
+        try:
+            value = from_json(text, allow_inf_nan=False)
+            json.dumps(value, allow_nan=False)  # 1e999 becomes infinite
+        except ValueError:
+            return text
+        return value
 
-def _value_of(text: str, *, is_text: bool) -> Any:
-    if is_text:
-        return text
-    try:
-        value = from_json(text, allow_inf_nan=False)
-        json.dumps(value, allow_nan=False)  # 1e999 becomes infinite
-    except ValueError:
-        return text
-    return value
+
+TEXTS = {"string"}, {"string", "null"}
+LITERALS = {"string", "null"}, {"boolean"}, {"boolean", "null"}
 
 
-def text_parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the parameters whose values are texts, for tools in the form of the OpenAI API."""
+def parameters_of(tools: Sequence[Mapping[str, Any]], types: Sequence[set[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the parameters with one of these sets of types, for tools in the form of the OpenAI API."""
     found = {}
     for tool in tools:
         function = tool.get("function") or {}
         properties = (function.get("parameters") or {}).get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        if texts := tuple(key for key, schema in properties.items() if _is_text(schema)):
-            found[str(function.get("name"))] = texts
+        if names := tuple(key for key, schema in properties.items() if _types_of(schema) in types):
+            found[str(function.get("name"))] = names
     return found
 
 
-def _is_text(schema: Any) -> bool:
+def _types_of(schema: Any) -> set[str]:
+    """Return the types that a schema allows, with "" for an unknown one."""
     match schema:
-        case {"type": "string"}:
-            return True
-        case {"enum": [_, *_] as options}:
-            return all(isinstance(option, str) for option in options)
-    return False
+        case {"type": str() as name}:
+            return {name}
+        case {"type": [*names]}:
+            return set(map(str, names))
+        case {"anyOf": [*options]} | {"oneOf": [*options]}:
+            return {name for option in options for name in _types_of(option)}
+        case {"enum": [*options]}:
+            return {"null" if option is None else "string" if isinstance(option, str) else "" for option in options}
+    return {""}
