@@ -69,3 +69,29 @@ async def test_a_run_of_an_earlier_version_keeps_its_error_file(redis_url: str, 
     assert len(rows.errors()) == 1
     assert drop_errors(rows.run) == 1
     assert not early.exists()
+
+
+async def test_a_run_that_is_continued_without_its_option_keeps_its_error_file(
+    redis_url: str, queue: str, tmp_path: Path
+) -> None:
+    """A second error file was opened, and the failed rows were computed again."""
+    rows = Rows(tmp_path, "bad", {"prompt": "good"})
+    chosen = tmp_path / "bad.jsonl"
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(rows.with_fields(errors=chosen), client)
+        progress = await execute(rows.run, client)
+        rows.input.write_text("other\n")
+        with pytest.raises(BulkRunRefused, match=rf"or delete {rows.output}, {chosen} and "):
+            await execute(rows.run, client)
+    assert (progress.rows_before, progress.rows_failed) == (2, 1)
+    assert (rows.run.error_file, len(rows.errors())) == (chosen, 1)
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
+
+
+def test_the_error_file_moves_with_the_output(rows: Rows, tmp_path: Path) -> None:
+    begin(rows.run)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in (rows.output, rows.run.error_file, description_file(rows.output)):
+        path.rename(moved / path.name)
+    assert default_error_file(moved / "out.jsonl") == moved / "out.jsonl.errors.jsonl"

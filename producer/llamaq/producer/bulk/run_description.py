@@ -98,13 +98,16 @@ class RunParameters(StrictModel):
 
 
 def default_error_file(output: Path) -> Path:
-    """Return the file of the rows that failed, if a run names none.
+    """Return the file of the rows that failed, if a run names none: for a run that has begun, the file that it has.
 
     A run that an older version began keeps its file: its description has no `errors`.
     """
     with suppress(OSError, ValueError, LookupError, TypeError):  # a new run, or a damaged description
-        if json.loads(description_file(output).read_bytes())["run"]["errors"] is None:
+        run = json.loads(description_file(output).read_bytes())["run"]
+        if run["errors"] is None:
             return uncompressed_path(output).with_suffix(".errors.jsonl")
+        if run["errors"] != run["output"] + ".errors.jsonl":  # otherwise it may have moved with the output
+            return Path(run["errors"])
     return output.with_name(output.name + ".errors.jsonl")
 
 
@@ -149,7 +152,9 @@ class BulkRun(RunParameters):
         description="File for the answers: .jsonl, .csv or .parquet; .gz or .zst may follow .jsonl and .csv."
     )
     errors: Path | None = Field(
-        None, description="JSONL file for the rows that failed. If not set: `OUTPUT.errors.jsonl`."
+        None,
+        description="JSONL file for the rows that failed. If not set: that of the run if it has begun, otherwise "
+        "`OUTPUT.errors.jsonl`.",
     )
     ordered: bool = Field(
         False, description="Bring the output into the order of the input, when all rows are computed."
