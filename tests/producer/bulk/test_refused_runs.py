@@ -68,6 +68,16 @@ async def test_the_way_out_of_another_input_names_all_files(
     assert (again.rows_done, again.rows_failed) == (1, 0)
 
 
+async def test_the_way_out_of_another_run_id_is_the_id_of_the_run(redis_url: str, queue: str, rows: Rows) -> None:
+    other = rows.with_fields(run_id="other")
+    async with served_client(redis_url, queue) as (client, _):
+        await execute(rows.run, client)
+        with pytest.raises(BulkRunRefused, match=f"now: continue it with run_id '{rows.run.run_id}', name another"):
+            await execute(other, client)
+        with pytest.raises(BulkRunRefused, match=r"other values of run_id, options: .* now: name another output file"):
+            await execute(other.model_copy(update={"options": {"temperature": 0.5}}), client)
+
+
 async def test_a_damaged_description_names_all_files(redis_url: str, queue: str, tmp_path: Path) -> None:
     rows = Rows(tmp_path, {"prompt": "good"}, "bad")
     async with served_client(redis_url, queue) as (client, _):

@@ -119,6 +119,8 @@ def _check_same(run: BulkRun, stored: StoredRun, fingerprint: Fingerprint) -> No
     before, now = stored.run.row_parameters(), run.row_parameters()
     changed = [name for name in now if now[name] != before[name]]
     if changed:
+        if changed == ["run_id"]:
+            way_out = f"continue it with run_id {stored.run.run_id!r}, {way_out}"
         raise BulkRunRefused(
             f"{run.output} was begun with other values of {', '.join(changed)}: "
             f"{changed[0]} was {before[changed[0]]!r:.200} and is {now[changed[0]]!r:.200} now: {way_out}"
