@@ -9,7 +9,7 @@ from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import AsyncClient, JobState
-from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
 
 async def add_dead_letters(url: str, queue: str) -> list[str]:
@@ -25,14 +25,19 @@ async def add_dead_job(client: AsyncClient, worker: FakeWorker, prompt: str = "p
     job = await client.submit(prompt, **options)
     first = await worker.start_next()
     await first.emit([7, 8], "two tokens")
-    await worker_scripts(worker).requeue(first.claim, first.number)
-    for name in ("a", "b", "c"):
-        await worker.claim_scripts.claim_job(first.claim, name, LEASE_MS)
-        await worker_scripts(worker, "heir").check_crash(
-            first.claim, last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
-        )
+    await crash_workers(worker, first)
     assert (await job.status()).state is JobState.FAILED
     return job.id
+
+
+async def crash_workers(worker: FakeWorker, attempt: FakeAttempt) -> None:
+    """Crash three workers with the job of an attempt, so that the job becomes a dead letter."""
+    await worker_scripts(worker).requeue(attempt.claim, attempt.number)
+    for name in ("a", "b", "c"):
+        await worker.claim_scripts.claim_job(attempt.claim, name, LEASE_MS)
+        await worker_scripts(worker, "heir").check_crash(
+            attempt.claim, last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
+        )
 
 
 async def add_garbage_entry(worker: FakeWorker) -> None:

@@ -57,6 +57,8 @@ LONGEST_PAUSE_S = 5.0
 """Longest pause before a row is read again that needs a reply of a worker, while no worker replies."""
 ROWS_PER_YIELD = 50
 """After this many rows were read, other tasks of the event loop run."""
+DEAD = frozenset({ErrorCode.POISON, ErrorCode.DAMAGED})
+DEAD_AFTER_RETRIES = DEAD | {ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED}
 
 OnProgress = Callable[[BulkProgress], object]
 ReadRow = Callable[[RunParameters, int, object], Awaitable[Row]]
@@ -107,6 +109,8 @@ class OpenRow:
 
     row: Row
     n_jobs: int
+    dead: frozenset[ErrorCode] = DEAD
+    """The errors of its jobs that are dead letters."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """The outcomes of its jobs so far, by their places in `row.jobs`."""
 
@@ -255,12 +259,12 @@ class Execution:
         window.release(len(outcomes))
         return len(outcomes)
 
-    async def _write_ended(self) -> list[tuple[str, str]]:
-        """Write the lines of the rows whose jobs have ended. Return the idempotency keys and the ids of these jobs.
+    async def _write_ended(self) -> list[tuple[str, str, bool]]:
+        """Write the lines of the rows whose jobs have ended. Return these jobs for `delete_results`.
 
         A row whose answer needs a worker, while none replies, is written later.
         """
-        written: list[tuple[str, str]] = []
+        written: list[tuple[str, str, bool]] = []
         while self._ended:
             open_row = self._ended[0]
             try:
@@ -275,7 +279,9 @@ class Execution:
             self._ended.popleft()
             for index, outcome in open_row.outcomes.items():
                 if isinstance(outcome, Result | JobFailed) and outcome.job_id:
-                    written.append((row_key(self._run.run_id, open_row.row.number, index), outcome.job_id))
+                    key = row_key(self._run.run_id, open_row.row.number, index)
+                    is_dead = isinstance(outcome, JobFailed) and outcome.code in open_row.dead
+                    written.append((key, outcome.job_id, is_dead))
         return written
 
     async def _find_problem(self) -> str | None:
@@ -347,7 +353,8 @@ class Execution:
                 await window.wait_for_room()
                 window.add_outcome((OpenRow(row, 1), 0), error)
             else:
-                open_row = OpenRow(row, len(requests))
+                dead = DEAD_AFTER_RETRIES if any(request.retries for request in requests) else DEAD
+                open_row = OpenRow(row, len(requests), dead)
                 for index, request in enumerate(requests):
                     await window.wait_for_room()
                     window.add((open_row, index), request)

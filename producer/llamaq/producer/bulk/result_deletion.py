@@ -13,20 +13,21 @@ from llamaq.producer.queue_connection import QueueConnection
 log = logging.getLogger(__name__)
 
 
-async def delete_results(connection: QueueConnection, jobs: Sequence[tuple[str, str]]) -> None:
+async def delete_results(connection: QueueConnection, jobs: Sequence[tuple[str, str, bool]]) -> None:
     """Delete jobs that have ended. If Redis does not answer, they stay until `result_ttl_s` is over.
 
     Args:
         connection: The client's connection.
-        jobs: For each job its idempotency key, and its id.
+        jobs: For each job its idempotency key, its id, and whether it is a dead letter. A dead letter is kept, but
+            not the record of its key.
     """
     keys = connection.keys
     try:
         async with connection.redis.pipeline(transaction=False) as pipe:
-            for key, job_id in jobs:
+            for key, job_id, is_dead in jobs:
                 of_job, parsed = keys.of_job(job_id), JobId.parse(job_id)
                 record = keys.idempotency(parsed.queue, parsed.partition, key)
-                pipe.unlink(of_job.job, of_job.events, record)
+                pipe.unlink(record, *(() if is_dead else (of_job.job, of_job.events)))
             await pipe.execute()
     except (RedisError, OSError) as exc:
         log.info("bulk.results_not_deleted jobs=%d error=%s", len(jobs), exc)
