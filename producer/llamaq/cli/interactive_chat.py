@@ -86,10 +86,10 @@ class Conversation:
                         n_dropped = 0
                     answer += piece
                     typer.echo(piece, nl=False)
-                with suppress(LlamaqError, RedisError):  # the answer is complete
+                with suppress(LlamaqError, RedisError):
                     reason = pieces.finish_reason()
         except KeyboardInterrupt:
-            pass  # leaving the `with` block has cancelled the job
+            pass  # the `with` block has cancelled the job
         except (LlamaqError, RedisError):
             if answer:
                 typer.echo()

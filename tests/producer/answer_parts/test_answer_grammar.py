@@ -12,7 +12,7 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
 from llamaq.producer.answer_parts.answer_grammar import answer_grammar
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
-from llamaq.producer.answer_parts.parts import CallStarted
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 
@@ -154,6 +154,29 @@ def test_content_of_a_schema_may_be_a_call_instead(sandbox: GrammarSandbox, chat
         assert allows(sandbox, chat_vocab, grammar, good), good
     for bad in ("2", f"1{CALL}", "Well"):
         assert not allows(sandbox, chat_vocab, grammar, bad), bad
+
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+@pytest.mark.parametrize("answer_format", [AnswerFormat.JSON, AnswerFormat.LLAMA3])
+def test_content_of_a_schema_with_a_name_is_no_call(
+    sandbox: GrammarSandbox, chat_vocab: Vocab, answer_format: AnswerFormat
+) -> None:
+    form = AnswerForm(format=answer_format, has_tools=True)
+    grammar = answer_grammar(form, TOOLS, PERSON)
+    person, call = '{"name": "Alice", "age": 30}', WEATHER
+    if answer_format is AnswerFormat.LLAMA3:
+        call = call.replace("arguments", "parameters")
+    for answer, expected in ((person, [Content(person)]), (call, [CallStarted(0, "weather")])):
+        assert allows(sandbox, chat_vocab, grammar, answer)
+        splitter = form.splitter()
+        parts = [part for character in answer for part in splitter.feed(character)] + splitter.finish()
+        assert [part for part in parts if not isinstance(part, CallArguments)] == expected
 
 
 def test_the_schema_of_a_tool_may_have_definitions_and_little_white_space(

@@ -41,7 +41,7 @@ def answer_grammar(
     ends = [*(["calls"] if tools else []), *([] if schema is None else ["content"])]
     rules = [*_reasoning(form, " | ".join(ends))]
     if tools:
-        rules += _calls(form, tools, parallel=parallel)
+        rules += _calls(form, tools, parallel=parallel, has_content=schema is not None)
     if schema is not None:
         rules.append(f"content: {_json(schema)}")
     return "\n".join(rules)
@@ -64,8 +64,9 @@ def _tag(form: AnswerForm, tag: str) -> str:
     return f"<[{form.tag_tokens[tag]}]>" if tag in form.tag_tokens else json.dumps(tag)
 
 
-def _calls(form: AnswerForm, tools: Sequence[dict[str, Any]], *, parallel: bool) -> list[str]:
-    objects = _objects(form.format, tools)
+def _calls(form: AnswerForm, tools: Sequence[dict[str, Any]], *, parallel: bool, has_content: bool) -> list[str]:
+    is_tagged = form.format not in (AnswerFormat.LLAMA3, AnswerFormat.JSON)
+    objects = _objects(form.format, tools, is_split=has_content and not is_tagged)
     match form.format:
         case AnswerFormat.HERMES | AnswerFormat.XML:
             more = ' ("\\n" call)*' if parallel else ""
@@ -77,16 +78,19 @@ def _calls(form: AnswerForm, tools: Sequence[dict[str, Any]], *, parallel: bool)
     return ["calls: object", *objects]
 
 
-def _objects(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> list[str]:
+def _objects(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, is_split: bool) -> list[str]:
     """Return the rule `object`: an object with the name of a tool, and arguments that match its schema.
 
-    Each schema is a grammar of its own, so that its references find their definitions.
+    Each schema is a grammar of its own, so that its references find their definitions. Where content may begin like a
+    call, the opening `is_split` into the terminals of a schema: a longer one would exclude content.
     """
     key = json.dumps(_ARGUMENTS.get(answer_format, "arguments"))
     rules = [f"object: {' | '.join(f'object{number}' for number in range(len(tools)))}"]
     for number, (name, parameters) in enumerate(map(_function, tools)):
-        opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, {key}: '
-        rules.append(f'object{number}: {json.dumps(opening, ensure_ascii=False)} arguments{number} "}}"')
+        texts = ["{", '"name"', ":", " ", json.dumps(name, ensure_ascii=False), ",", " ", key, ":", " "]
+        terminals = texts if is_split else ["".join(texts)]
+        opening = " ".join('" "?' if one == " " else json.dumps(one, ensure_ascii=False) for one in terminals)
+        rules.append(f'object{number}: {opening} arguments{number} "}}"')
         rules.append(f"arguments{number}: {_json(parameters, is_closed=True)}")
     return rules
 

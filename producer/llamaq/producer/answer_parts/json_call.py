@@ -117,7 +117,8 @@ class JsonCall:
 def parts_of_call(index: int, value: Any) -> list[Part] | None:
     """Return the parts of a call from an object with a name and arguments. None: the value is no such object.
 
-    Raises `ValueError` for a number that JSON does not have.
+    Raises:
+        ValueError: JSON does not have a number.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None

@@ -18,8 +18,7 @@ async def delete_results(connection: QueueConnection, jobs: Sequence[tuple[str, 
 
     Args:
         connection: The client's connection.
-        jobs: For each job its idempotency key, its id, and whether it is a dead letter. A dead letter is kept, but
-            not the record of its key.
+        jobs: For each job its idempotency key, its id, and whether it is a dead letter, which is kept without the key.
     """
     keys = connection.keys
     try:

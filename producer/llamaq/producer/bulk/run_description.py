@@ -153,7 +153,7 @@ class BulkRun(RunParameters):
     )
     errors: Path | None = Field(
         None,
-        description="JSONL file for the rows that failed. If not set: that of the run if it has begun, otherwise "
+        description="JSONL file for the rows that failed. If not set: that of a run that has begun, or "
         "`OUTPUT.errors.jsonl`.",
     )
     ordered: bool = Field(

@@ -134,7 +134,7 @@ class EndCollector(Generic[T]):
             return
         listener = EndListener(self._connection, job_id, self._report)
         listening = self._connection.subscriber.listening(listener)
-        self._jobs[job_id] = _Followed([job], listener, listening)  # first, because the listener may report at once
+        self._jobs[job_id] = _Followed([job], listener, listening)  # first: the listener may report at once
         listening.__enter__()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class EndCollector(Generic[T]):
                 continue
             try:
                 state = read_state(values[: len(STATE_FIELDS)])
-            except ProtocolError as exc:  # another client has damaged this job
+            except ProtocolError as exc:
                 self._end(job_id, exc)
                 continue
             self._jobs[job_id].listener.on_deadline(state.due_ms)

@@ -26,9 +26,7 @@ LONGEST_S = 5.0
 
 @asynccontextmanager
 async def optional_writes() -> AsyncIterator[None]:
-    """Let a call that reads also write. If the server refuses writes, for example because it is a replica, nothing is
-    raised.
-    """
+    """Let a call that reads also write, unless the server refuses writes."""
     try:
         async with asyncio.timeout(LONGEST_S):
             yield

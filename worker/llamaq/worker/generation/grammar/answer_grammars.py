@@ -32,6 +32,8 @@ _TOKEN = r"<\[\d{1,9}\]>"
 _TAG = f"(?:{_TOKEN}|{_TAG_TEXT})"
 _ANY_TEXT = re.escape(r"/(.|\n)*/")
 _NEW_LINE = re.escape(r'"\n"')
+_SPLIT_OPENING = rf'"\{{" "\\"name\\"" ":" " "\? {_STRING} "," " "\? {_STRING} ":" " "\?'
+"""The beginning of a call beside content that may begin in the same way."""
 _ENDS = r"(?:calls|content|calls \| content)"
 _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _START = map(re.escape, (CHANNEL, CONSTRAIN, MESSAGE, END, START))
 _FORMS = (
@@ -45,7 +47,7 @@ _FORMS = (
     rf'calls: {_TAG} "\[" object (?:\(/, \?/ object\)\*)? "\]"',
     r"calls: object",
     r"object: object\d+(?: \| object\d+)*",
-    rf'object\d+: {_STRING} arguments\d+ "\}}"',
+    rf'object\d+: (?:{_STRING}|{_SPLIT_OPENING}) arguments\d+ "\}}"',
     # The format harmony:
     rf'start: \({_CHANNEL} "analysis" {_MESSAGE} TEXT {_END} {_START} "assistant"\)\? rest',
     rf"TEXT: {_ANY_TEXT}",
