@@ -452,3 +452,14 @@ def test_the_comparison_of_hostile_schemas_is_bounded() -> None:
     overlaps = Overlaps(References({"$defs": definitions}))
     assert not overlaps.are_disjoint([{"$ref": "#/$defs/a0"}], [{"$ref": "#/$defs/a1"}])
     assert overlaps._n_steps < 400_000
+
+
+def test_the_search_for_large_multiples_leaves_the_steps_to_one_of() -> None:
+    node = {"$ref": "#/$defs/node"}
+    parts = dict.fromkeys("abcd", node)
+    schema = {
+        "$defs": {"base": {"properties": parts}, "node": {"allOf": [{"$ref": "#/$defs/base"}], "properties": parts}},
+        "properties": {"node": node, "n": {"multipleOf": 5}, "z": {"oneOf": [{"maximum": 1}, {"minimum": 2}]}},
+    }
+    schema["properties"]["z"]["type"] = "integer"  # type: ignore[index]
+    assert rewrite_schema(schema)

@@ -216,10 +216,15 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         "<tool_call><function=f>\n<parameter=a>\n1</function>2\n</parameter>\n</function>\n</tool_call> Done.",
         [("call", "f", '{"a": "1</function>2"}'), ("content", "Done.")],
     ),
-    "xml, tags in a value": (
+    "xml, a tag in a value": (
         XML,
-        "<tool_call><function=f><parameter=a><parameter=b></function></tool_call></parameter></function></tool_call>",
-        [("call", "f", '{"a": "<parameter=b></function></tool_call>"}')],
+        "<tool_call><function=f><parameter=a><parameter=b></function>1</parameter></function></tool_call>",
+        [("call", "f", '{"a": "<parameter=b></function>1"}')],
+    ),
+    "xml, without the end of a parameter": (
+        XML,
+        "<tool_call><function=f><parameter=a>1</function>\n</tool_call><tool_call><function=g></function></tool_call>",
+        [("call", "f", "{}"), ("call", "g", "{}")],
     ),
     "xml, cut off after an end tag in a value": (
         XML,

@@ -11,11 +11,8 @@ import pytest
 from tests.support.bulk_runs import Rows, served_client, serving, texts
 from tests.support.dead_letters import crash_workers
 
-from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.script_types import TerminalWrite
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkState, drop_errors, execute, execution, input_row
 from llamaq.producer.bulk.input_row import Row
@@ -167,29 +164,24 @@ async def test_a_failed_row_whose_job_is_a_dead_letter_can_be_shown_and_retried(
     redis_url: str, queue: str, tmp_path: Path
 ) -> None:
     """The request was deleted when the error was written. The failed job of another row is still deleted then."""
-    rows = Rows(tmp_path, {"prompt": "poison"}, {"prompt": "retried", "retries": 1}, {"prompt": "broken"})
+    rows = Rows(tmp_path, {"prompt": "poison"}, {"prompt": "broken"})
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         running = asyncio.create_task(execute(rows.run, client))
-        for _ in range(3):
+        for _ in range(2):
             attempt = await worker.start_next()
-            match attempt.request.prompt:
-                case "poison":
-                    await crash_workers(worker, attempt)
-                case "retried":
-                    event = Failed(code="internal", message="broken")
-                    end = TerminalWrite(event, {"error": codec.encode_event(event)}, "broken after the last retry")
-                    await worker.scripts.finish(attempt.increment(), end)
-                case _:
-                    await attempt.fail("internal")
-        assert (await running).rows_failed == 3
+            if attempt.request.prompt == "poison":
+                await crash_workers(worker, attempt)
+            else:
+                await attempt.fail("internal")
+        assert (await running).rows_failed == 2
         kinds = [key.decode().split(":")[3] async for key in client.redis.scan_iter(f"*{queue}:0*")]
-        assert (kinds.count("job"), kinds.count("key")) == (2, 0)
-        letters = await client.dead_letters()
-        requests = [(await client.dead_letter(letter.id)).request for letter in letters]
-        assert {request and request.prompt for request in requests} == {"poison", "retried"}
-        for letter in letters:
-            await (await client.retry_dead_letter(letter.id)).cancel()
+        assert (kinds.count("job"), kinds.count("key")) == (1, 0)
+        (letter,) = await client.dead_letters()
+        request = (await client.dead_letter(letter.id)).request
+        assert request is not None
+        assert request.prompt == "poison"
+        await (await client.retry_dead_letter(letter.id)).cancel()
         drop_errors(rows.run)
         async with serving(client):
             progress = await execute(rows.run, client)
-    assert (progress.rows_failed, len(rows.answers())) == (0, 3)
+    assert (progress.rows_failed, len(rows.answers())) == (0, 2)

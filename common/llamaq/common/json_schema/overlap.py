@@ -77,6 +77,8 @@ class Overlaps:
         self._references = references
         self._max_steps = max_steps
         self._n_steps = 0
+        self._multiplied: set[tuple[int, ...]] = set()
+        """The arguments of `have_large_multiple` so far."""
         self._described: dict[tuple[int, ...], _Described] = {}
         """By the identities of the schemas, which the values keep alive. Each schema of a `oneOf` is compared with all
         others."""
@@ -132,8 +134,10 @@ class Overlaps:
 
     def have_large_multiple(self, schemas: Sequence[Schema], depth: int = 0) -> bool:
         """Return whether `multipleOf` of one value have a product of more than 32 bits. False: this may be unknown."""
-        if depth > MAX_DEPTH or self.is_exhausted:
+        key = tuple(map(id, schemas))
+        if depth > MAX_DEPTH or self.is_exhausted or key in self._multiplied:
             return False
+        self._multiplied.add(key)
         shape = self._describe(schemas).shape
         multiples = shape.multiples
         self._n_steps += STEPS_TO_COMPARE + len(multiples)

@@ -1,23 +1,30 @@
-"""The command `llamaq top`."""
+"""The command `llamaq top`, and the output of `--once`: tables for people, one JSON object for programs."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from llamaq.cli.columns import show_rows
 from llamaq.cli.common_options import MAX_INTERVAL_S, OnlyQueues, RedisUrl
-from llamaq.cli.top import report
 from llamaq.cli.top.header_texts import server_name
 from llamaq.cli.top.line_types import Overview
 from llamaq.cli.top.live_queues import LiveQueues
 from llamaq.cli.top.rates import RateTracker
 from llamaq.cli.top.summarize_reading import summarize
+from llamaq.cli.top.table import Table
+from llamaq.cli.top.table_columns import DEAD, QUEUES, RECENT, SLOTS, WORKERS
 from llamaq.common.errors import InvalidRequest, MissingExtra
 from llamaq.producer import AsyncClient
+
+MAX_RECENT_ROWS = 20
+"""Largest number of rows in the table of recent jobs."""
 
 Interval = Annotated[
     float, typer.Option("--interval", min=0.1, max=MAX_INTERVAL_S, help="Seconds between two readings of Redis.")
@@ -46,15 +53,37 @@ def top(
     if once:
         overview = asyncio.run(_read_twice(redis_url, queue or (), interval_s))
         if as_json:
-            typer.echo(report.to_json(overview, interval_s))
+            typer.echo(_to_json(overview, interval_s))
         else:
-            report.show(overview)
+            _show(overview)
         return
     if importlib.util.find_spec("textual") is None:
         raise MissingExtra("llamaq top", "top")
     if not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
         raise InvalidRequest("llamaq top needs a terminal; `llamaq top --once` prints tables, with --json for programs")
     raise typer.Exit(asyncio.run(_run(redis_url, queue or (), interval_s)))
+
+
+def _to_json(overview: Overview, interval_s: float) -> str:
+    """Return an overview as one line of JSON. The rates are means over `interval_s` seconds, or null."""
+    fields = {"time_ms": overview.now_ms, "interval_s": interval_s, **asdict(overview)}
+    del fields["now_ms"]
+    return json.dumps(fields)
+
+
+def _show(overview: Overview) -> None:
+    """Print the tables of an overview with whole ids."""
+    _show_table(QUEUES, overview, missing="no queue has a job or a worker")
+    for table in (WORKERS, SLOTS, RECENT, DEAD):
+        if table.lines(overview):
+            typer.echo(f"\n{table.title}")
+            _show_table(table, overview, missing="")
+
+
+def _show_table(table: Table, overview: Overview, missing: str) -> None:
+    columns = sorted(table.columns, key=lambda column: column.fills)  # columns with ids of any length come last
+    rows = [[column.text(line) for column in columns] for line in table.lines(overview)]
+    show_rows([column.name for column in columns], rows[:MAX_RECENT_ROWS] if table is RECENT else rows, missing=missing)
 
 
 async def _read_twice(redis_url: str | None, queues: list[str] | tuple[str, ...], interval_s: float) -> Overview:

@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.errors import ProtocolError
 from llamaq.common.redis.outage_log import OutageLog
+from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.gateway.batches.batch_run import BatchRun, run_with_lease
 from llamaq.gateway.batches.record import Batch, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
@@ -84,13 +85,23 @@ class BatchRunner:
             return
         for batch_id in await self.store.due(LOOK_AT):
             is_full = len(self._running) >= self._settings.max_batches
-            if batch_id in self._running or (is_full and _is_open(await self.store.read(batch_id))):
+            if batch_id in self._running or (is_full and await self._may_submit(batch_id)):
                 continue
             claim = await self.store.claim(batch_id, self._id, self._settings.batch_lease_s)
             if claim.code == "mine":
                 task = asyncio.create_task(self._run(batch_id))
                 self._running[batch_id] = task
                 task.add_done_callback(partial(self._forget, batch_id))
+
+    async def _may_submit(self, batch_id: str) -> bool:
+        """Return whether a batch may submit more jobs. Otherwise it has only to end, and needs no place."""
+        try:
+            batch = await self.store.read(batch_id)
+        except (ProtocolError, ResponseError) as exc:  # its run finds the damage too, and closes it
+            if isinstance(exc, ResponseError) and not is_job_key_error(exc):
+                raise
+            return False
+        return batch is not None and _is_open(batch)
 
     def _forget(self, batch_id: str, _: asyncio.Task[None]) -> None:
         self._running.pop(batch_id, None)
@@ -180,7 +191,6 @@ def _needs_turn(batch: Batch) -> bool:
     return has_limits and _is_open(batch)
 
 
-def _is_open(batch: Batch | None) -> bool:
+def _is_open(batch: Batch) -> bool:
     """Return whether a batch may submit more jobs. Otherwise it has only to end, and needs no place and no turn."""
-    open_states = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
-    return batch is not None and not batch.is_over and batch.status in open_states
+    return not batch.is_over and batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)

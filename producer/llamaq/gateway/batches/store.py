@@ -128,8 +128,12 @@ class BatchStore:
         return batches, len(ids) > page.limit
 
     async def cancel(self, batch_id: str) -> None:
-        """Let the runner of a batch cancel it. A batch that has ended stays as it is."""
+        """Let the runner of a batch cancel it. A batch that has ended stays as it is.
+
+        A batch without a runner is due before others that wait.
+        """
         await self._scripts["cancel"](keys=[self.keys.http_batch(batch_id)], args=[int(time.time())])
+        await self.redis.zadd(self.keys.http_open_batches(), {batch_id: 0}, xx=True)
 
     async def due(self, count: int) -> Sequence[str]:
         """Return batches that no server runs. The batch that has waited longest is first. What another client of Redis

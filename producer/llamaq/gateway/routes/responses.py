@@ -22,6 +22,7 @@ from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import FIRST_PING_S, Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.query_parameters import page_of, read_page, read_query_flag
+from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.prepared.response import PreparedResponse, conversation_of, count_tokens, read_history
 from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
@@ -107,7 +108,9 @@ async def retrieve(request: Request) -> Response:
     record, job = await _find(request)
     if read_query_flag(request, "stream"):
         pieces = _expiring(_pieces_from(job), _store_of(request), job.id)
-        return await _stream(request, job, record, pieces, _starting_after(request))
+        is_running = (await job.status()).state in (JobState.QUEUED, JobState.RUNNING)
+        models = replace(context_of(request).models, waits=is_running)
+        return await _stream(request, job, record, pieces, _starting_after(request), models=models)
     return json_response(await _current(request, record, job))
 
 
@@ -247,6 +250,7 @@ async def _stream(
     starting_after: int = -1,
     progress: ProgressOptions = NO_PROGRESS,
     first_wait_s: float = 0.0,
+    models: ModelKnowledge | None = None,
 ) -> Response:
     """Return the events of a response after the number `starting_after`, from the `pieces` of its job.
 
@@ -262,7 +266,7 @@ async def _stream(
         # A resumed stream does not repeat the error. So it takes no number of its own.
         return _encode({**error_fields(exc), "type": "error", "sequence_number": sequence.last_sent})
 
-    reader = AnswerReader(context_of(request).models, job.id, record)
+    reader = AnswerReader(models or context_of(request).models, job.id, record)
     return await EventStream.open(
         _events(sequence, reader, pieces, ProgressFields(progress), min(first_wait_s, ping_s)),
         comment=partial(describe_wait, job),

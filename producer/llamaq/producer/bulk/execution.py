@@ -58,7 +58,7 @@ LONGEST_PAUSE_S = 5.0
 ROWS_PER_YIELD = 50
 """After this many rows were read, other tasks of the event loop run."""
 DEAD = frozenset({ErrorCode.POISON, ErrorCode.DAMAGED})
-DEAD_AFTER_RETRIES = DEAD | {ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED}
+"""The errors of rows whose jobs are kept as dead letters. Those that are dead after retries may be too many."""
 
 OnProgress = Callable[[BulkProgress], object]
 ReadRow = Callable[[RunParameters, int, object], Awaitable[Row]]
@@ -109,8 +109,6 @@ class OpenRow:
 
     row: Row
     n_jobs: int
-    dead: frozenset[ErrorCode] = DEAD
-    """The errors of its jobs that are dead letters."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """The outcomes of its jobs so far, by their places in `row.jobs`."""
 
@@ -280,7 +278,7 @@ class Execution:
             for index, outcome in open_row.outcomes.items():
                 if isinstance(outcome, Result | JobFailed) and outcome.job_id:
                     key = row_key(self._run.run_id, open_row.row.number, index)
-                    is_dead = isinstance(outcome, JobFailed) and outcome.code in open_row.dead
+                    is_dead = isinstance(outcome, JobFailed) and outcome.code in DEAD
                     written.append((key, outcome.job_id, is_dead))
         return written
 
@@ -353,8 +351,7 @@ class Execution:
                 await window.wait_for_room()
                 window.add_outcome((OpenRow(row, 1), 0), error)
             else:
-                dead = DEAD_AFTER_RETRIES if any(request.retries for request in requests) else DEAD
-                open_row = OpenRow(row, len(requests), dead)
+                open_row = OpenRow(row, len(requests))
                 for index, request in enumerate(requests):
                     await window.wait_for_room()
                     window.add((open_row, index), request)

@@ -115,7 +115,7 @@ def test_streams_with_the_fewest_generated_tokens_come_first_when_the_budget_is_
         ((1000, 1000), 511, {0: 256, 1: 255}),  # the slot admitted first gets the extra token
         ((10, 20, 30), 512, {0: 10, 1: 20, 2: 30}),
         ((5, 5, 5), 2, {0: 1, 1: 1}),
-        ((1000, 5, 1, 1), 2, {0: 1, 1: 1}),  # short prompts that came later do not delay the long one
+        ((1000, 5, 1, 1), 2, {0: 1, 2: 1}),  # the oldest prompt, and the shortest one
         ((1000, 600, 800), 512, {0: 171, 1: 171, 2: 170}),
         ((1000, 3, 800, 600), 514, {0: 171, 1: 3, 2: 170, 3: 170}),
         ((5, 5), 0, {}),
@@ -140,6 +140,11 @@ def test_a_long_prompt_ends_while_more_short_prompts_come_than_a_tick_can_comput
         new.active.admitted_s = 10.0 + number
         slots = [*waiting, new]
     pytest.fail("the long prompt is not computed")
+
+
+def test_with_fewer_tokens_than_prompts_interactive_prompts_come_before_bulk_prompts() -> None:
+    chunks = prefill_chunks(slots_of(100, 10, 20, bulk=[0, 1]), 2, 512)
+    assert [(chunk.slot.index, chunk.n_tokens) for chunk in chunks] == [(0, 1), (2, 1)]
 
 
 @given(needs=st.lists(st.integers(1, 300), min_size=1, max_size=8), limit=st.integers(0, 1000))

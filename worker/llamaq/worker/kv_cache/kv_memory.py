@@ -117,7 +117,10 @@ class KvMemory:
 
     def could_admit(self, job: Job, without: Sequence[Slot]) -> bool:
         """Whether there would be room for the job if all entries were evicted and the slots in `without` were idle."""
-        return self._pool.could_admit(job, without, n_shared=self._n_shared(job, without))
+        if self._pool.could_admit(job, without):  # usually, and without a lookup
+            return True
+        n_shared = self._n_shared(job, without)
+        return n_shared > 0 and self._pool.could_admit(job, without, n_shared=n_shared)
 
     def _n_shared(self, job: Job, without: Sequence[Slot]) -> int:
         """Return how many cells an admission of the job shares with the jobs in the other slots, at least."""

@@ -8,7 +8,7 @@ Prompts in prefill get equal shares of a tick, and the unused part of a share go
 is therefore computed within one or two ticks, and a long prompt still progresses in every tick. If the oldest prompt
 were served first instead, all other prompts would wait behind one long prompt. The disadvantage of equal shares is that
 several long prompts finish at about the same time, and not one after another. If a tick has fewer tokens for prompts
-than there are prompts, the oldest prompts get one token each.
+than there are prompts, the oldest prompt gets one of them, and the shortest prompts get the others.
 
 If a tick can complete all prompts of interactive jobs, the prompts of bulk jobs wait for this tick, so that the first
 tokens of the interactive jobs come earlier. Prompts of bulk jobs never wait for two ticks in a row.
@@ -168,8 +168,9 @@ def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[
     """Return chunks for the slots in PREFILL: equal shares of `limit`, each at most `chunk_size` and `n_pending`.
 
     A slot that needs less than an equal share gets only what it needs. The other slots divide the rest. If the division
-    leaves a remainder, the slots whose jobs were admitted earlier get one more token each.
-    So if there are fewer tokens than slots, no later job delays a job that was admitted first.
+    leaves a remainder, the slots whose jobs were admitted earlier get one more token each. If there are fewer tokens
+    than slots, the job that was admitted first gets one, so that no later job can stop it, and the shortest prompts
+    get the others, those of interactive jobs first.
 
     Args:
         slots: All slots of the worker.
@@ -179,8 +180,10 @@ def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[
     in_prefill = [slot for slot in slots if slot.state is SlotState.PREFILL]
     if not in_prefill:
         return ()
-    by_admission = sorted(in_prefill, key=lambda slot: slot.active.admitted_s)
-    shares = equal_shares({slot: min(slot.n_pending, chunk_size) for slot in by_admission}, limit)
+    order = sorted(in_prefill, key=lambda slot: slot.active.admitted_s)
+    if limit < len(order):
+        order[1:] = sorted(order[1:], key=lambda slot: (slot.priority is Priority.BULK, slot.n_pending))
+    shares = equal_shares({slot: min(slot.n_pending, chunk_size) for slot in order}, limit)
     return tuple(PrefillChunk(slot, shares[slot]) for slot in in_prefill if shares[slot] > 0)
 
 
