@@ -15,6 +15,8 @@ from llamaq.common.errors import LlamaqError, NoWorker, WorkerEnded
 from llamaq.common.protocol.text_commands import TextReply
 from llamaq.gateway import worker_wait
 from llamaq.gateway.model_knowledge import ModelKnowledge
+from llamaq.gateway.responses.answer_reader import AnswerReader
+from llamaq.gateway.routes import responses
 from llamaq.producer.queries import text_commands
 
 COMPLETIONS = "/v1/completions"
@@ -67,6 +69,32 @@ async def test_a_stream_with_token_ids_asks_for_those_of_its_prompt_when_a_worke
         events = (await reader.readuntil(b"[DONE]")).decode()
     assert events.count('"prompt_token_ids":[5,6]') == 2
     assert n_asked == 1
+
+
+async def test_a_stored_response_that_is_read_as_a_stream_waits_only_while_it_runs(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[bool] = []
+
+    def reader(models: ModelKnowledge, *args: Any) -> AnswerReader:
+        waits.append(models.waits)
+        return AnswerReader(models, *args)
+
+    monkeypatch.setattr(responses, "AnswerReader", reader)
+    async with (
+        gateway(redis_url, queue, wait_for_worker=True) as (url, worker, _),
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        begun = (await http.post("/v1/responses", json={"input": "hi", "background": True})).json()
+        path = f"/v1/responses/{begun['id']}?stream=true"
+        reading = asyncio.create_task(http.get(path))
+        attempt = await worker.start_next()
+        while not waits:  # noqa: ASYNC110  # there is no event to await
+            await asyncio.sleep(0.01)
+        await attempt.finish(text="Hello", tokens=[2])
+        assert "response.completed" in (await reading).text
+        assert "response.completed" in (await http.get(path)).text
+    assert waits == [True, False]
 
 
 @pytest.mark.parametrize(("timeout_s", "n_asked"), [(60.0, 3), (0.0, 1)])
