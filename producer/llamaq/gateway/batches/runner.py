@@ -182,10 +182,7 @@ class BatchRunner:
 
 
 def _needs_turn(batch: Batch) -> bool:
-    """Return whether a batch may run only while no other batch of its API key runs.
-
-    This is so if the key has limits.
-    """
+    """Return whether a batch, because its API key has limits, may run only while no other batch of the key runs."""
     key = batch.request.key
     has_limits = key is not None and (key.max_open is not None or key.requests_per_minute is not None)
     return has_limits and _is_open(batch)
