@@ -281,7 +281,8 @@ from llamaq.producer import Client
 with Client(*sys.argv[1:]) as client:
     before = client.submit("parent")
     child = os.fork()
-    print(client.submit("x").status().state, before.status().state, flush=True)
+    # Each process writes its line in one call, so that the lines of parent and child are not mixed.
+    os.write(1, f"{client.submit('x').status().state} {before.status().state}\\n".encode())
     if child:
         _, status = os.waitpid(child, 0)
         print(client.queue_depth().waiting, os.waitstatus_to_exitcode(status), flush=True)

@@ -25,7 +25,7 @@ from llamaq.worker.broker.job_starts import JobStarts
 from llamaq.worker.broker.preparations import N_THREADS, N_THREADS_OF_KIND, Preparation, PreparationPanic, Preparations
 from llamaq.worker.broker.published_output import NO_OUTPUT
 from llamaq.worker.broker.read_order import ReadOrder
-from llamaq.worker.core.job import Lease, PreparedJob
+from llamaq.worker.core.job import BaseJob, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.testing import make_job
 
@@ -241,13 +241,11 @@ async def test_a_job_that_is_prepared_after_the_close_is_freed_and_not_handed_ov
 
 
 async def test_a_job_whose_lease_was_lost_while_it_was_prepared_is_freed() -> None:
-    outbox, preparer, admitted = Mock(n_claimed=0), NamedPreparer(), Mock()
-    outbox.set_prepared = lambda prepared: prepared.job.id == "quick kept"
-    found = preparations_of("quick lost", "quick kept")
+    outbox, preparer = Mock(n_claimed=0), NamedPreparer()
+    outbox.set_prepared = lambda prepared: prepared.job.id == "kept"
+    admitted: list[BaseJob] = []
     with ThreadPoolExecutor(1) as executor:
-        starts = JobStarts(Mock(), outbox, preparer, executor, admitted, n_slots=2)
-        starts._preparations.add(found)
-        await until(lambda: admitted.called)
-    (call,) = admitted.call_args_list
-    assert [job.id for job in call.args[0]] == ["quick kept"]
-    assert preparer.closed == ["quick lost"]
+        starts = JobStarts(Mock(), outbox, preparer, executor, admitted.extend, n_slots=2)
+        starts._preparations.add(preparations_of("lost", "kept"))
+        await until(lambda: [job.id for job in admitted] == ["kept"])
+    assert preparer.closed == ["lost"]
