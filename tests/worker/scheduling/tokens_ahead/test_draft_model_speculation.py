@@ -11,6 +11,7 @@ import pytest
 from tests.support.outputs import tokens_of
 
 from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.draft import NO_DRAFT, Draft, Drafting
 from llamaq.worker.core.draft_plan import DraftPart, DraftWork
 from llamaq.worker.core.job import Job
@@ -31,6 +32,7 @@ NextToken = Callable[[Sequence[int]], int]
 TICK_S, TOKEN_S = 0.01, 0.001
 """Time of a tick of the fake engine, and of each draft token in it."""
 WRONG = ord("?")
+DEFAULT_SCOPE = Scope()
 
 
 def right(history: Sequence[int]) -> int:
@@ -126,7 +128,7 @@ class Rig:
         self.slot_s = slot_s
         self.clock = ManualClock()
         self.engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 4, next_token=next_letter)
-        memory = make_memory(self.engine, n_slots=n_slots, cache=RadixPrefixCache())
+        self.memory = make_memory(self.engine, n_slots=n_slots, cache=RadixPrefixCache())
         n_cells = draft_cells or n_ctx
         self.draft_model = FakeDraftModel(self.clock, next_token, n_cells, step_s, step_draft_s)
         self.strategy = WithLimit(limit_s)
@@ -135,7 +137,7 @@ class Rig:
         measured = [self.draft_model.measure(number) for number in (1, n_slots)] if is_measured else []
         planner = DraftModelSpeculation(end_tokens, 32, self.sequences, max_missing=max_missing, measured=measured)
         self.scheduler = Scheduler(
-            memory,
+            self.memory,
             GuardedStrategy(self.strategy, TickLimits(64, 16)),
             end_tokens=end_tokens,
             speculation=planner if drafts else None,
@@ -180,8 +182,14 @@ class WithLimit(DecodeMaximal):
         return self.limit_s
 
 
-def drafted_job(prompt: str = "Hello", *, max_tokens: int = 60, n_max: int = 8) -> Job:
-    return make_job(prompt, max_tokens=max_tokens, drafting=Drafting(None, n_max))
+def drafted_job(
+    prompt: str = "Hello", *, max_tokens: int = 60, n_max: int = 8, scope: Scope | None = DEFAULT_SCOPE
+) -> Job:
+    """Return a job with drafts. `scope` None: it shares no cells."""
+    drafting, cache_prompt = Drafting(None, n_max), scope is not None
+    job = make_job(prompt, max_tokens=max_tokens, drafting=drafting, cache_prompt=cache_prompt)
+    job.scope = scope or DEFAULT_SCOPE
+    return job
 
 
 def expected_tokens(prompt: str, n_tokens: int) -> list[int]:
@@ -311,6 +319,51 @@ def test_the_next_job_of_a_slot_keeps_the_tokens_of_its_common_prefix() -> None:
     assert rig.n_drafted > 100
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "n_kept"),
+    [
+        (Scope(), Scope(), 61),
+        (Scope("a"), Scope("a"), 61),
+        (Scope("a"), Scope("b"), 0),
+        (Scope("a", public=20), Scope("b", public=30), 20),
+        (None, Scope(), 0),
+        (Scope(), None, 0),
+    ],
+    ids=repr,
+)
+def test_a_job_uses_the_tokens_of_another_one_only_if_their_scopes_allow_it(
+    first: Scope | None, second: Scope | None, n_kept: int
+) -> None:
+    rig = Rig(n_slots=1)
+    rig.run(drafted_job("x" * 60, scope=first))
+    n_plans = len(rig.draft_model.plans)
+    rig.run(drafted_job("x" * 60 + "y", max_tokens=100, scope=second))
+    parts = [part for plan in rig.draft_model.plans[n_plans:] for part in plan]
+    assert parts[0].n_kept == n_kept
+    assert max(part.n_missing for part in parts[2:]) <= 64, "its own tokens it may always use"
+
+
+def test_slots_without_cells_take_no_drafts_from_slots_that_have_them() -> None:
+    rig = Rig(n_slots=3, draft_cells=400, step_s=0.004, slot_s=0.01, is_measured=True)
+    rig.run(*(drafted_job(text * 100, max_tokens=200) for text in "abc"))
+    assert rig.n_drafted > 250, "172 if the gain counts drafts that cannot be made"
+
+
+def test_a_run_that_generates_nothing_in_this_tick_keeps_its_cells() -> None:
+    rig = Rig(n_slots=2)
+    rig.scheduler.submit(drafted_job("x" * 60, max_tokens=300))
+    rig.scheduler.submit(drafted_job("y" * 60, max_tokens=300))
+    while rig.n_drafted < 100:
+        rig.tick()
+    assert rig.sequences.n_used > 200
+    (first, second), n_used = rig.memory.active_slots, rig.sequences.n_used
+    plan = rig.sequences.plan({first: 1}, [first], 64)
+    assert plan.emptied == ()
+    assert rig.sequences.n_used >= n_used
+    second.run = None
+    assert rig.sequences.plan({first: 1}, [first], 64).emptied == (second.index,)
+
+
 def test_slots_that_generate_nothing_hold_few_cells() -> None:
     n_held = []
     for held_cells in (1000, 130):
@@ -323,10 +376,11 @@ def test_slots_that_generate_nothing_hold_few_cells() -> None:
 
 
 def test_sequences_are_emptied_also_if_no_other_sequence_gets_their_cells() -> None:
-    rig = Rig(n_slots=2, draft_cells=200, held_cells=50)
-    rig.run(drafted_job("x" * 60))
+    rig = Rig(n_slots=2, draft_cells=200, held_cells=50, n_vocab=ord("z") + 1)
+    known, unknown = (make_job([token] * 60, max_tokens=60, drafting=Drafting(None, 8)) for token in b"a~")
+    rig.run(known)
     assert len(rig.draft_model.held[0]) > 50
-    rig.run(drafted_job("c" * 300, max_tokens=150))
+    rig.run(unknown)  # the draft model does not have its tokens
     assert sum(map(len, rig.draft_model.held.values())) == rig.sequences.n_used < 50
 
 

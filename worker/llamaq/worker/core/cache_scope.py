@@ -39,3 +39,7 @@ class Scope:
     def key(self) -> bytes:
         """The 32-byte key of the namespace."""
         return self.hashed or namespace_key(self.namespace)
+
+    def n_shared(self, other: Scope) -> int | None:
+        """Return how many first tokens two jobs with these scopes may share. None: all."""
+        return None if self.key == other.key else min(self.public, other.public)

@@ -139,13 +139,13 @@ class DraftModelSpeculation(Speculation):
         room, max_missing = self._budgets(costs, room, limit_s)
         if room <= 0 or max_missing <= 0:
             return batch
-        proposals = [one for slot in slots if (one := self._propose_length(slot)) is not None]
+        proposals = self._that_fit([one for slot in slots if (one := self._propose_length(slot)) is not None])
         lengths = self._choose(proposals, room, costs, may_gain=may_gain)
         if not lengths:
             return batch
         plan = self._sequences.plan(lengths, [part.slot for part in batch.decode], max_missing)
         self._note_plan(plan, proposals)
-        return replace(batch, draft_plan=plan)
+        return replace(batch, draft_plan=plan) if plan else batch
 
     def _budgets(self, costs: _Costs, room: int, limit_s: float) -> tuple[int, int]:
         """Return how many draft tokens and how many missing tokens a tick may compute. Each gets half of the time."""
@@ -209,6 +209,11 @@ class DraftModelSpeculation(Speculation):
         if drafting is None or n_missing is None:
             return None
         return _ProposedLength(slot, drafting, self._n_max(slot.active), n_missing, self._probability(drafting, GRADE))
+
+    def _that_fit(self, proposals: Sequence[_ProposedLength]) -> list[_ProposedLength]:
+        """Return the proposals of the slots that have cells in the draft model. The gain counts only their drafts."""
+        fitting = self._sequences.fitting([one.slot for one in proposals])
+        return [one for one in proposals if one.slot in fitting]
 
     def _choose_drafts(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the lengths of the drafts that promise a gain. If the time of a step is old, they are short."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.draft_plan import DraftPart, DraftPlan
 from llamaq.worker.core.packed_tokens import common_prefix
-from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.slot import Run, Slot
 
 NO_RUN = -1
 
@@ -24,16 +26,29 @@ class _Sequence:
     """Number of its first tokens that are known to be equal to the history of the run."""
     run: int = NO_RUN
     """Admission number of the run that `n_equal` belongs to."""
+    slot: Slot | None = None
+    """The slot, if `n_equal` was found for a run of it."""
+    scope: Scope | None = None
+    """The jobs that may use the tokens. None: no other job."""
+    n_usable: int = 0
+    """Number of first tokens that the run may use."""
     refused_run: int = NO_RUN
     """Admission number of a run whose history has a token that the draft model does not have."""
     used: int = 0
     """Number of the plan that used it last."""
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the run of `n_equal` is still in its slot."""
+        run = None if self.slot is None else self.slot.run
+        return run is not None and run.admission_number == self.run
+
 
 class DraftSequences:
     """Decides what the draft model computes. Each slot has one sequence, which follows the history of its jobs.
 
-    A sequence keeps its tokens when its job ends: the next job of the slot may begin with the same tokens.
+    A sequence keeps its tokens when its job ends: the next job of the slot may begin with the same tokens. As in the
+    prefix cache, a job uses the tokens of another job only if their scopes allow it.
 
     Args:
         n_slots: Number of slots.
@@ -63,6 +78,22 @@ class DraftSequences:
             return None
         self._compare(slot)
         return len(run.tokens) - self._n_kept(slot)
+
+    def fitting(self, slots: Collection[Slot]) -> list[Slot]:
+        """Return the slots whose histories have cells in the draft model, all at once, and a draft of one token each.
+
+        Slots with fewer missing tokens come first, as in `plan`. Other sequences can be emptied for them.
+
+        Args:
+            slots: Slots for which `n_missing` is not None.
+        """
+        n_free, found = self._n_cells, []
+        for slot in sorted(slots, key=lambda slot: len(slot.active.tokens) - self._n_kept(slot)):
+            n_cells = len(slot.active.tokens)
+            if n_cells <= n_free:
+                n_free -= n_cells
+                found.append(slot)
+        return found
 
     def plan(self, wanted: Mapping[Slot, int], generating: Collection[Slot], max_missing: int) -> DraftPlan:
         """Return what the draft model computes before this tick.
@@ -114,10 +145,12 @@ class DraftSequences:
         """Find out how many tokens of the sequence are equal to the history. The history of a run only grows."""
         sequence, run = self._sequences[slot.index], slot.active
         if sequence.run != run.admission_number:
-            sequence.run = run.admission_number
-            sequence.n_equal = common_prefix(sequence.tokens.tobytes(), run.packed_history(len(run.tokens)))
+            sequence.slot, sequence.run = slot, run.admission_number
+            sequence.n_usable = _n_usable(sequence.scope, _scope_of(run))
+            n_common = common_prefix(sequence.tokens.tobytes(), run.packed_history(len(run.tokens)))
+            sequence.n_equal = min(n_common, sequence.n_usable)
             return
-        end = min(len(sequence.tokens), len(run.tokens))
+        end = min(len(sequence.tokens), len(run.tokens), sequence.n_usable)
         while sequence.n_equal < end and sequence.tokens[sequence.n_equal] == run.tokens[sequence.n_equal]:
             sequence.n_equal += 1
 
@@ -133,10 +166,17 @@ class DraftSequences:
         return False
 
     def _release_idle(self, generating: Collection[Slot]) -> list[int]:
-        """Empty sequences of slots that generate nothing, until these hold at most `held_cells`. Returns them."""
+        """Empty sequences of slots that generate nothing, until these hold at most `held_cells`. Returns them.
+
+        A run that generates nothing in this tick, because it is the turn of jobs with other adapters, keeps its cells.
+        """
         busy = {slot.index for slot in generating}
         idle = sorted(
-            (index for index, one in enumerate(self._sequences) if one.tokens and index not in busy),
+            (
+                index
+                for index, one in enumerate(self._sequences)
+                if one.tokens and index not in busy and not one.is_used
+            ),
             key=lambda index: self._sequences[index].used,
         )
         emptied = []
@@ -175,6 +215,7 @@ class DraftSequences:
         del sequence.tokens[part.n_kept :]
         sequence.tokens.extend(part.slot.active.tokens[part.n_kept : part.n_past])
         sequence.n_equal = part.n_past
+        sequence.scope, sequence.n_usable = _scope_of(part.slot.active), sys.maxsize
         sequence.used = self._n_plans
 
     def _empty(self, index: int) -> None:
@@ -182,3 +223,16 @@ class DraftSequences:
 
     def __repr__(self) -> str:
         return f"<DraftSequences {self.n_used}/{self._n_cells} cells>"
+
+
+def _scope_of(run: Run) -> Scope | None:
+    """Return the jobs that may use the tokens of a run. None: no other job."""
+    return run.job.scope if run.job.request.cache_prompt else None
+
+
+def _n_usable(held: Scope | None, scope: Scope | None) -> int:
+    """Return how many first tokens a job of `scope` may use of a sequence whose last job had the scope `held`."""
+    if held is None or scope is None:
+        return 0
+    n_shared = held.n_shared(scope)
+    return sys.maxsize if n_shared is None else n_shared
