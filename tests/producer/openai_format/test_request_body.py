@@ -31,7 +31,10 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
     assert [(each.get("prompt"), each.get("tokens"), each["seed"]) for each in body.jobs] == [
         ("a", None, 7), ("a", None, 8), (None, [1, 2], 7), (None, [1, 2], 8),
     ]  # fmt: skip
-    assert [each["seed"] for each in chat(n=2, seed=-1).jobs] == [-1, -1]
+    first, *others = (each["seed"] for each in chat(n=4, seed=-1).jobs)
+    assert (first, len(set(others))) == (-1, 3), "the default seed of a worker would replace a seed that submit draws"
+    first, *others = (each.get("seed") for each in chat(n=4).jobs)
+    assert (first, len({*others, None})) == (None, 4)
     assert [each["seed"] for each in chat(n=3, seed=-2).jobs] == [2**63 - 2, 2**63 - 1, 0]
     with pytest.raises(InvalidRequest, match="several answers"):
         _ = body.only_job

@@ -149,6 +149,14 @@ def test_a_stop_token_is_masked_before_the_minimum_of_tokens(vocab: Vocab) -> No
     assert [job.sampler.sample(logits.copy(), [1, *[5] * n], 1) == 300 for n in range(4)] == [False, False, True, True]
 
 
+def test_a_banned_token_is_no_part_of_the_standard_deviation(vocab: Vocab) -> None:
+    logits = np.random.default_rng(0).normal(size=vocab.n_tokens).astype(np.float32)
+    logits[[300, 301]] = 6
+    requests = (JobRequest(prompt="x", seed=seed, logit_bias={300: -1e9}, top_n_sigma=0.1) for seed in range(50))
+    drawn = {prepare(vocab, request).sampler.sample(logits.copy(), [1], 1) for request in requests}
+    assert drawn == {301}
+
+
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
 def test_a_token_outside_the_vocabulary_is_refused_by_the_name_of_its_option(vocab: Vocab, name: str) -> None:
     prepare(vocab, JobRequest(prompt="x", seed=1, **{name: [vocab.n_tokens - 1]}))

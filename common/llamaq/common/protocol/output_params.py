@@ -36,7 +36,9 @@ GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 ListedTokenId = Annotated[TokenId, BeforeValidator(refuse_boolean)]
 """A token in an option. `TokenId` is faster: a prompt may have a million of them."""
-LogitBias = Annotated[float, Field(ge=-1e9, le=1e9), BeforeValidator(refuse_boolean)]
+BAN = -1e9
+"""The bias of a token that is never drawn. llama-server writes `false` for it."""
+LogitBias = Annotated[float, Field(ge=BAN, le=1e9), BeforeValidator(refuse_boolean)]
 LoraScale = Annotated[float, Field(ge=-100, le=100), BeforeValidator(refuse_boolean)]
 """With larger scales, keys and values of usual adapters exceed the range of 16-bit numbers."""
 LoraScales = Annotated[dict[str, LoraScale], Field(max_length=MAX_ADAPTERS)]
@@ -82,7 +84,7 @@ class OutputParams(TemplateParams, SamplingParams):
     logit_bias: Annotated[dict[ListedTokenId, LogitBias], BeforeValidator(_check_n_biases)] = Field(
         default_factory=dict,
         max_length=MAX_LOGIT_BIASES,
-        description="Maps a token id to a number that is added to its logit.",
+        description="Maps a token id to a number that is added to its logit; -1e9 bans the token.",
     )
     allowed_token_ids: Annotated[tuple[ListedTokenId, ...], Field(fail_fast=True)] | None = Field(
         None,

@@ -27,7 +27,13 @@ LETTERS: dict[str, SamplerName] = {
 }
 """The letters of llama.cpp's `--sampler-seq`."""
 
-_SHORT_NAMES: dict[str, SamplerName] = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typicalp": "typ_p"}
+_SHORT_NAMES: dict[str, SamplerName] = {
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+    "typical": "typ_p",
+    "typicalp": "typ_p",
+}
 _BY_NAME = {name.replace("_", ""): name for name in SAMPLERS} | _SHORT_NAMES
 
 
@@ -43,7 +49,7 @@ def read_samplers(value: Any) -> Any:
         ValueError: There is no sampler of a name.
     """
     if isinstance(value, str):
-        if value and set(value) <= LETTERS.keys():
+        if value and value not in _SHORT_NAMES and set(value) <= LETTERS.keys():
             return tuple(LETTERS[letter] for letter in value)
         value = [part.strip() for part in value.replace(",", ";").split(";") if part.strip()]
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
-from llamaq.common.protocol.output_params import MAX_SEED
+from llamaq.common.protocol.output_params import BAN, MAX_SEED
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
 from llamaq.producer.openai_format.output_format import read_constraint
 from llamaq.producer.openai_format.tools import ToolChoice, read_tools, with_tools_of_functions
 from llamaq.producer.option_synonyms import SYNONYMS
+from llamaq.producer.submission import SEED_BITS
 
 MAX_CHOICES = 128
 """Largest number of answers to one request: `n` times the number of prompts."""
 RETIRED_SAMPLERS = ("tfs_z", "tfs", "tail_free")
 """Names of tail-free sampling, which llama.cpp had until 2024. Stored settings still name it, for example
 SillyTavern's default preset. llama-server leaves it out."""
-BANNED = -1e9
-"""The bias of a token that must not be generated. llama-server writes `false` for it."""
-
 RESERVED = frozenset(
     {
         "cancel_on_disconnect", "grammar", "has_random_seed", "idempotency_key", "json_schema", "logit_bias",
@@ -281,11 +280,14 @@ def _read_count(value: Any) -> int:
 
 
 def _with_seed(values: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the arguments of a job with a separate seed. Otherwise all choices with one seed would be the same."""
+    """Return the arguments of a job with a separate seed. Otherwise all choices with one seed would be the same.
+
+    The later choices have a seed even if the request has none: the default seed of the worker would replace theirs.
+    """
     seed = values.get("seed")
-    if number == 0 or isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+    if number == 0 or (seed not in (None, -1) and type(seed) is not int):
         return values
-    return {**values, "seed": (seed + number) & MAX_SEED}
+    return {**values, "seed": secrets.randbits(SEED_BITS) if seed in (None, -1) else (seed + number) & MAX_SEED}
 
 
 def _tenant_of(user: str) -> str:
@@ -349,7 +351,7 @@ def _read_logit_bias(value: Any) -> dict[str, Any]:
         return {}
     if not all(type(token) is int or (isinstance(token, str) and token.isdecimal()) for token, _ in pairs):
         raise InvalidRequest("logit_bias: only token ids are supported, no texts: POST /tokenize returns the ids")
-    return {"logit_bias": {token: BANNED if bias is False else bias for token, bias in pairs}}
+    return {"logit_bias": {token: BAN if bias is False else bias for token, bias in pairs}}
 
 
 def _read_lora(value: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import partial
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import JobDefaults, JobRequest
-from llamaq.common.protocol.output_params import CONSTRAINTS
+from llamaq.common.protocol.output_params import BAN, CONSTRAINTS
 from llamaq.common.protocol.prompt_logprobs import MAX_VALUES
 from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.vocab.llama_vocab import Vocab
@@ -243,7 +243,7 @@ class JobPreparer:
         return LogitSampler(
             params,
             seed=request.seed or 0,
-            logit_bias=request.logit_bias,
+            logit_bias={token: bias for token, bias in request.logit_bias.items() if bias > BAN},
             masked_tokens=masked,
             end_tokens=end_tokens,
             min_tokens=request.min_tokens,
@@ -265,7 +265,7 @@ class JobPreparer:
             masked = masked | ends.difference(request.stop_token_ids)
         if request.allowed_token_ids is not None:
             masked = masked | ends.difference(request.allowed_token_ids)
-        return masked
+        return masked.union(token for token, bias in request.logit_bias.items() if bias <= BAN)
 
     def _only_tokens(self, request: JobRequest) -> TokenSet | None:
         """Return the only tokens that a job may draw, and the end tokens, which are masked if the job does not name
