@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.fake_redis import url_of_each_server
+from tests.support.reclaims import reclaim
 from tests.support.started_jobs import field, start
 from tests.support.worker_scripts import worker_scripts
 
@@ -145,7 +146,7 @@ async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, q
             assert isinstance(await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS), Attempt)
         assert await worker_scripts(worker).requeue(claim, 1 if was_claimed else None) is True
         assert (await job.status()).state is JobState.QUEUED
-        reclaimed = await worker.claim_scripts.reclaim(claim.stream, 10, LEASE_MS, trusted_until_ms=0)
+        reclaimed = await reclaim(worker, claim.stream, 10, LEASE_MS, trusted_until_ms=0)
         assert [(entry, found[b"id"]) for entry, found, _ in reclaimed] == [(claim.entry_id.encode(), job.id.encode())]
         again = await worker.claim_scripts.claim_job(claim, "other", LEASE_MS)
         assert isinstance(again, Attempt)

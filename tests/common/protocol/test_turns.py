@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.fake_redis import url_of_each_server
 from tests.support.job_claims import worker_queue
+from tests.support.reclaims import reclaim
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.protocol.job_events import Failed
@@ -181,7 +182,7 @@ async def test_a_requeued_job_keeps_its_place_before_all_turns(redis_url: str, q
         attempt = await worker.start_next()
         assert await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
-        (again,) = await worker.claim_scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=0)
+        (again,) = await reclaim(worker, stream, 5, LEASE_MS, trusted_until_ms=0)
         assert again[0].decode() == attempt.claim.entry_id
         assert isinstance(await worker.claim_scripts.claim_job(attempt.claim, "fake", LEASE_MS), Attempt)
         assert tenants_of(await start(worker, 3)) == "bab", "the requeued job counts as claimed"
@@ -214,7 +215,7 @@ async def test_lost_turns_are_repaired(redis_server: EmbeddedRedis, queue: str, 
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
         while claim := await worker.claim():
             claimed.add(claim.job_id)
-        found = await worker.claim_scripts.reclaim(stream, 5, LEASE_MS, trusted_until_ms=2**52)
+        found = await reclaim(worker, stream, 5, LEASE_MS, trusted_until_ms=2**52)
         claimed |= {fields[b"id"].decode() for _, fields, _ in found}
         assert claimed == {job.id for job in jobs}
         for job in jobs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import OutOfMemoryError, ResponseError
+from tests.support.reclaims import reclaim
 from tests.worker.broker.test_suspects import until, until_true, working
 
 from llamaq.common.protocol.claim_scripts import ClaimScripts
@@ -113,7 +114,7 @@ async def test_a_job_that_is_claimed_while_the_worker_stops_is_requeued_at_once_
             assert worker.outbox.n_jobs == 0
             asyncio.get_running_loop().call_later(0.01, may_reply.set)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
-        ((_, fields, _),) = await other.claim_scripts.reclaim(stream, 10, LEASE_MS, trusted_until_ms=0)
+        ((_, fields, _),) = await reclaim(other, stream, 10, LEASE_MS, trusted_until_ms=0)
         assert fields[b"id"].decode() == job.id
         assert (await job.status()).crashes == 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.reclaims import reclaim
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
@@ -151,7 +152,7 @@ async def test_a_worker_without_redis_for_longer_than_its_lease_removes_the_cras
         reader = ReaderWithNumbers(connection, "w1")
         (first,) = await reader.read(0, 0, lease_ms=1)
         stream = client.keys.jobs(queue, 0, Priority.INTERACTIVE)
-        await until_true(lambda: connection.claim_scripts.reclaim(stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
+        await until_true(lambda: reclaim(connection, stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
         claim = JobEntry(job.id, stream, first.entry_id.decode())
         verdict = await worker_scripts(connection, "w2").check_crash(
             claim, last_worker="w1", heartbeat_ms=0, dead_after_s=1, max_crashes=3

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.support.reclaims import reclaim
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
@@ -203,6 +204,6 @@ async def test_the_lease_of_the_holder_counts_and_not_that_of_the_taker(redis_ur
             assert not isinstance(await worker.claim_scripts.claim_job(claim, f"lease {lease_ms}", lease_ms), str)
         taken: StreamEntries = []
         while not taken:
-            taken = await worker.claim_scripts.reclaim(stream, 10, 10, trusted_until_ms=FOREVER)
+            taken = await reclaim(worker, stream, 10, 10, trusted_until_ms=FOREVER)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [fast.id]
-        assert await worker.claim_scripts.reclaim(stream, 10, 10, trusted_until_ms=0) == []
+        assert await reclaim(worker, stream, 10, 10, trusted_until_ms=0) == []

@@ -12,7 +12,6 @@ from tests.support.job_claims import worker_queue
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_other_model import model
 
-from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_scripts import JobScripts
 from llamaq.producer import AsyncClient
@@ -21,6 +20,7 @@ from llamaq.worker.broker.abandoned_jobs import AbandonedJobs
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.open_jobs import OpenJobs
+from llamaq.worker.broker.stream_scripts import StreamScripts
 from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 
@@ -98,7 +98,7 @@ async def searching(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(scripts, name, recorded)
 
-    count(ClaimScripts, "reclaim")
+    count(StreamScripts, "reclaim")
     count(WorkerScripts, "movable_jobs")
     count(UpkeepScripts, "end_abandoned")
     async with (

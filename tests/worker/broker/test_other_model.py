@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.job_claims import claims_of
+from tests.support.reclaims import reclaim
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import FOREVER
 
@@ -54,7 +55,7 @@ async def test_a_job_with_tokens_waits_for_a_worker_with_its_model(redis_url: st
         _, claim = await begin(client, worker, 3)
         async with model(worker, "second") as second, model(worker, "first") as first:
             assert await second.claim_job(claim) is None
-            taken = await worker.claim_scripts.reclaim(claim.stream, 1, 1000, trusted_until_ms=FOREVER)
+            taken = await reclaim(worker, claim.stream, 1, 1000, trusted_until_ms=FOREVER)
             assert taken == [], "the entry cannot be taken again at once"
             continued = await first.claim_job(claim)
             assert continued is not None

@@ -13,6 +13,7 @@ import pytest
 from redis.exceptions import ResponseError
 from tests.support.job_claims import worker_queue
 from tests.support.outbox_rig import AT_ONCE, OutboxRig, until, working
+from tests.support.reclaims import reclaim
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_events import Started
@@ -134,7 +135,7 @@ async def test_jobs_are_requeued_while_redis_is_full(own_url: str, queue: str) -
             upkeep = UpkeepScripts(worker_queue(at.claimer))
             assert await upkeep.release_worker(0, at.claimer.name) == 1
             stream = at.client.keys.of_job(stopped.id).interactive
-            assert len(await at.claimer.claim_scripts.reclaim(stream, 9, LEASE_MS, trusted_until_ms=0)) == 3
+            assert len(await reclaim(at.claimer, stream, 9, LEASE_MS, trusted_until_ms=0)) == 3
         assert await at.stored(stopped) == [2], "the next worker generates the token that Redis has refused"
 
 

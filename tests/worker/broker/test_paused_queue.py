@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from tests.support.reclaims import reclaim
 from tests.support.started_jobs import field
 from tests.support.worker_scripts import worker_scripts
 from tests.worker.broker.test_suspects import until, until_true, working
@@ -100,17 +101,17 @@ async def test_an_interrupted_job_continues_in_a_paused_queue_and_others_are_not
         await attempt.emit([1], "a")
         await client.pause()
         await worker_scripts(worker).requeue(attempt.claim, attempt.number)
-        taken = await worker.claim_scripts.reclaim(claim.stream, 1, LEASE_MS, trusted_until_ms=NOW_MS)
+        taken = await reclaim(worker, claim.stream, 1, LEASE_MS, trusted_until_ms=NOW_MS)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [interrupted.id]
         again = await worker.begin(attempt.claim)
         assert again is not None
         assert again.text == "a"
         # A claim that began before the pause requeues the job.
         assert await worker.claim_scripts.claim_job(claim, "late", LEASE_MS) == "paused"
-        assert await worker.claim_scripts.reclaim(claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS) == []
+        assert await reclaim(worker, claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS) == []
         assert (await claimed.status()).attempt == 0
         await client.resume()
-        assert len(await worker.claim_scripts.reclaim(claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS)) == 1
+        assert len(await reclaim(worker, claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS)) == 1
 
 
 async def test_an_interrupted_job_keeps_its_priority_in_a_paused_queue_and_continues(
@@ -128,7 +129,7 @@ async def test_an_interrupted_job_keeps_its_priority_in_a_paused_queue_and_conti
         await client.pause()
         await worker_scripts(worker).requeue(attempt.claim, attempt.number)
         assert [await job.set_priority("bulk") for job in (interrupted, retried, new)] == [False, True, True]
-        (taken,) = await worker.claim_scripts.reclaim(attempt.claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS)
+        (taken,) = await reclaim(worker, attempt.claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS)
         assert taken.fields[b"id"].decode() == interrupted.id
         again = await worker.begin(attempt.claim)
         assert again is not None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from tests.support.job_claims import worker_queue
+from tests.support.reclaims import reclaim
 from tests.worker.broker.test_suspects import FOREVER
 
 from llamaq.common.errors import InvalidSettings
@@ -166,9 +167,8 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         assert await sweep_all(scripts, []) == [job.id]
         if loss == "stream":
             await worker.redis.xgroup_create(stream, GROUP, id="0")
-        scripts_of_worker = worker.claim_scripts
-        entries = await scripts_of_worker.read_unclaimed(stream, 1, 1000) or await scripts_of_worker.reclaim(
-            stream, 1, 1000, trusted_until_ms=FOREVER
+        entries = await worker.claim_scripts.read_unclaimed(stream, 1, 1000) or await reclaim(
+            worker, stream, 1, 1000, trusted_until_ms=FOREVER
         )
         assert [fields[b"id"] for _, fields, _ in entries] == [job.id.encode()]
         assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
@@ -341,7 +341,7 @@ async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url:
         assert await scripts.release_worker(0, "another") == 0
         assert await scripts.release_worker(0, worker.name) == 3
         assert await scripts.release_worker(0, worker.name) == 0
-        taken = await worker.claim_scripts.reclaim(stream, 10, 1000, trusted_until_ms=0)
+        taken = await reclaim(worker, stream, 10, 1000, trusted_until_ms=0)
         assert [fields[b"id"].decode() for _, fields, _ in taken] == [started.id, proven.id, waiting.id]
         assert [(await job.status()).crashes for job in (started, proven, waiting)] == [1, 0, 1]
         assert await worker.redis.hget(Keys().metrics(queue, 0), "crashes") == b"3"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.support.job_claims import claims_of
+from tests.support.reclaims import reclaim
 from tests.support.worker_scripts import worker_scripts
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -244,7 +245,7 @@ async def test_the_lease_of_a_waiting_suspect_is_renewed(
             await asyncio.sleep(0.01)
             pending: Any = await client.redis.xpending_range(keys.interactive, GROUP, entry, entry, 1)
             idle_ms.append(pending[0]["time_since_delivered"])
-        assert await other.claim_scripts.reclaim(keys.interactive, 10, LEASE_MS, trusted_until_ms=FOREVER) == []
+        assert await reclaim(other, keys.interactive, 10, LEASE_MS, trusted_until_ms=FOREVER) == []
         worker.end(good)
         await until(lambda: suspect.id in worker.admitted)
         assert worker.history[-1] == suspect.id

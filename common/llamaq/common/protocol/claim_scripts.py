@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import GROUP, Keys
@@ -21,8 +21,6 @@ from llamaq.common.protocol.script_types import (
     Reader,
     StreamEntries,
 )
-from llamaq.common.redis.client import RetryingRedis
-from llamaq.common.redis.shared_round_trips import Command
 from llamaq.common.redis.write_refusals import DamagedJobKey
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ def _attempt(
     )
 
 
-def _read_args(reader: Reader, streams: Sequence[str], count: int, total: int) -> list[Any]:
+def read_args(reader: Reader, streams: Sequence[str], count: int, total: int) -> list[Any]:
     """Return the arguments of read.lua."""
     claimant, numbers = reader.claimant, [reader.n_replies[stream] for stream in streams]
     claims = [claimant.worker, claimant.model, int(claimant.restart_other_model)]
@@ -74,10 +72,11 @@ def _read_args(reader: Reader, streams: Sequence[str], count: int, total: int) -
 
 def entries_by_stream(reply: list[Any]) -> list[tuple[str, StreamEntries]]:
     """Return the entries of each stream in a reply of read.lua."""
-    return [(stream.decode(), [_entry(entry) for entry in entries]) for stream, entries in reply]
+    return [(stream.decode(), [entry_of(entry) for entry in entries]) for stream, entries in reply]
 
 
-def _entry(reply: list[Any]) -> Entry:
+def entry_of(reply: list[Any]) -> Entry:
+    """Return one entry in a reply of read.lua or reclaim.lua."""
     entry_id, fields, *claimed = reply
     return Entry(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), *map(_claim_outcome, claimed))
 
@@ -86,11 +85,8 @@ class ClaimScripts:
     """Calls the scripts that read and claim jobs. Each method raises `RedisError` if Redis cannot execute them."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        self._redis = redis
         self._keys = keys
-        self._read, self._reclaim, self._claim = (
-            redis.register_script(source(name)) for name in ("read", "reclaim", "claim")
-        )
+        self._read, self._claim = (redis.register_script(source(name)) for name in ("read", "claim"))
 
     async def read(
         self, reader: Reader, streams: Sequence[str], count: int, total: int
@@ -107,44 +103,7 @@ class ClaimScripts:
             The entries of each stream. An entry has no outcome if it names no job of its partition, or if the requests
             of the jobs before it are large. At most `MAX_JOBS_IN_CALL` jobs are claimed.
         """
-        return entries_by_stream(await self._read(keys=list(streams), args=_read_args(reader, streams, count, total)))
-
-    async def wait_and_read(
-        self, wait: Command, reader: Reader, streams: Sequence[str], count: int
-    ) -> tuple[Any, list[tuple[str, StreamEntries]]]:
-        """Send a blocking command, and right behind it what `read` sends. Redis reads when the command has ended.
-
-        Args:
-            wait: The blocking command, which uses keys of the partition of the streams.
-            reader: The process that reads.
-            streams: The job streams, of one partition.
-            count: Number of entries to read from all streams together at most.
-
-        Returns:
-            The reply to the blocking command, which may be an error, and the entries of each stream.
-        """
-        redis = self._redis
-        if not isinstance(redis, RetryingRedis):
-            raise TypeError("connect() did not create this client of Redis")
-        args = _read_args(reader, streams, count, count)
-        read: Command = (("EVALSHA", self._read.sha, len(streams), *streams, *args), {})
-        waited, reply = await redis.call_with_retry(lambda: redis.send_together(streams[0], [wait, read]))
-        if isinstance(reply, RedisError):
-            raise reply
-        return waited, entries_by_stream(reply)
-
-    async def reclaim(self, stream: str, count: int, lease_ms: int, *, trusted_until_ms: int) -> StreamEntries:
-        """Take entries that were requeued or whose lease has expired.
-
-        Args:
-            stream: The job stream.
-            count: Number of entries to take at most.
-            lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
-            trusted_until_ms: Time of the server in milliseconds since the epoch. Until then, entries whose lease looks
-                expired are taken. Later, only requeued entries are taken.
-        """
-        reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, trusted_until_ms])
-        return [_entry(entry) for entry in reply]
+        return entries_by_stream(await self._read(keys=list(streams), args=read_args(reader, streams, count, total)))
 
     async def claim_jobs(
         self, entries: Sequence[JobEntry], claimant: Claimant, *, at_risk: bool = True

@@ -20,7 +20,6 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Claimant, DueJobs, Reader, StreamEntries
@@ -28,6 +27,7 @@ from llamaq.common.redis.connect import is_cluster
 from llamaq.worker.broker.lease_guard import LeaseGuard
 from llamaq.worker.broker.open_jobs import OpenJobs
 from llamaq.worker.broker.partition_turns import PartitionTurns
+from llamaq.worker.broker.stream_scripts import StreamScripts
 from llamaq.worker.broker.worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class JobStreams:
         """
         self._queue = queue
         self._redis = queue.redis
-        self._scripts = ClaimScripts(queue.redis, queue.keys)
+        self._scripts = StreamScripts(queue.redis, queue.keys)
         self._partitions = [
             {priority: queue.job_stream(partition, priority) for priority in Priority} for partition in queue.partitions
         ]
