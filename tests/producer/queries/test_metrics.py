@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from tests.support.fake_redis import replace_redis
 
 from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.metric_definitions import Samples
+from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.redis.server_state import ServerMemory
 from llamaq.common.settings import client_settings
 from llamaq.producer import AsyncClient
@@ -80,6 +82,20 @@ async def test_only_the_named_queues_are_read_also_if_they_do_not_exist_yet(url:
     samples = await read(MetricsReader(["mine"]), url)
     assert samples.values[f.WAITING_JOBS] == {("mine",): 0}
     assert samples.values[f.OLDEST_WAITING] == {("mine",): 0}
+
+
+async def test_named_queues_whose_workers_have_stored_their_settings_are_not_searched(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncClient(url, "mine", partitions=4) as client:
+        for _ in range(8):
+            await client.submit("hello")
+        searched = await read(MetricsReader(["mine"]), url)
+        stored: Any = QueueConfig(4, 0, 1000, "model", "name").fields()
+        await client.redis.hset(client.keys.config("mine", 0), mapping=stored)
+    monkeypatch.setattr("llamaq.producer.queries.metrics.find_queues", None)  # it would examine every key of Redis
+    samples = await read(MetricsReader(["mine"]), url)
+    assert samples.values[f.WAITING_JOBS] == searched.values[f.WAITING_JOBS] == {("mine",): 8}
 
 
 async def test_counters_that_another_client_has_overwritten_are_zero(url: str) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,6 +73,31 @@ def test_a_child_that_dies_before_it_reads_its_settings_is_started_again(
     child.start()
     wait_until(lambda: child.check() is None and len(started) == 3, "the child is started again")
     child.check_end()
+
+
+def test_a_child_has_the_automatic_configuration_of_opentelemetry(
+    set_program: SetProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def path_of_child() -> str:
+        log.seek(0)
+        log.truncate()
+        child = SupervisedChild(WorkerSettings(), log)
+        child.start()
+        wait_until(lambda: not child.is_running, "the child has ended")
+        child.check_end()
+        return (tmp_path / "log").read_text().strip()
+
+    set_release(monkeypatch, lambda: None)
+    set_program('echo "$PYTHONPATH" >&2')
+    monkeypatch.setenv("PYTHONPATH", "/own")
+    with (tmp_path / "log").open("w+b") as log:
+        assert path_of_child() == "/own"
+        module = ModuleType("opentelemetry.instrumentation.auto_instrumentation")
+        module.__file__ = "/site/auto/__init__.py"
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        assert path_of_child() == "/site/auto:/own"
+        monkeypatch.delenv("PYTHONPATH")
+        assert path_of_child() == "/site/auto"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.job_counters import add_job_counters, sum_partitions
 from llamaq.common.metrics.metric_definitions import Samples
 from llamaq.common.metrics.worker_samples import add_worker
-from llamaq.common.protocol.queue_config import QueueMode
+from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_state import read_server_memory, server_time_ms
 from llamaq.common.redis.write_refusals import is_job_key_error
@@ -28,7 +28,7 @@ from llamaq.producer.queue_connection import QueueConnection
 log = logging.getLogger(__name__)
 
 FIND_QUEUES_EVERY_S = 30.0
-"""Seconds between two searches for queues. A search examines every key in Redis."""
+"""Seconds between two searches for queues. A search for all of them examines every key in Redis."""
 QUEUES_AT_ONCE = 8
 """Number of queues that are read at the same time."""
 
@@ -75,9 +75,7 @@ class MetricsReader:
 
     async def _read_queues(self, samples: Samples, connection: QueueConnection) -> None:
         if self._clock() - self._found_s >= FIND_QUEUES_EVERY_S:
-            found = await find_queues(connection)
-            wanted = self._wanted or found
-            self._partitions = {queue: found.get(queue, 1) for queue in sorted(wanted)}
+            self._partitions = await self._find_partitions(connection)
             self._found_s = self._clock()
         now_ms = await server_time_ms(connection.redis)
         places = asyncio.Semaphore(QUEUES_AT_ONCE)
@@ -89,6 +87,17 @@ class MetricsReader:
         for found_samples in await asyncio.gather(*(read(*item) for item in self._partitions.items())):
             if found_samples is not None:
                 samples.add(found_samples)
+
+    async def _find_partitions(self, connection: QueueConnection) -> dict[str, int]:
+        """Return the number of partitions of each queue. A search is needed if no worker has stored one of them."""
+        redis, keys = connection.redis, connection.keys
+        reads = {queue: QueueConfig.read(redis, keys, queue, 0) for queue in sorted(self._wanted)}
+        configs = {queue: await self._damaged.read(queue, read) for queue, read in reads.items()}
+        partitions = {queue: config.partitions for queue, config in configs.items() if config is not None}
+        if configs and len(partitions) == len(configs):
+            return partitions
+        found = await find_queues(connection)
+        return {queue: found.get(queue, 1) for queue in sorted(self._wanted or found)}
 
     def __repr__(self) -> str:
         return f"<MetricsReader {len(self._partitions)} queues>"

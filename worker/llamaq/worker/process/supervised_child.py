@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_FORCED, EXIT_OK
@@ -78,6 +79,7 @@ class SupervisedChild:
                 stderr=self._log_file,
                 pass_fds=(write_fd,),
                 start_new_session=True,  # Ctrl-C must reach only the supervisor, which then stops its children
+                env=_environment(),
             )
         finally:
             os.close(write_fd)
@@ -176,3 +178,16 @@ class SupervisedChild:
 
     def __repr__(self) -> str:
         return f"<SupervisedChild pid={self.pid} device={self.settings.device}>"
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a child, which OpenTelemetry configures as it has configured this process.
+
+    `opentelemetry-instrument` puts the folder of its `sitecustomize` into PYTHONPATH. Before version 0.66, the first
+    process removes it.
+    """
+    automatic = sys.modules.get("opentelemetry.instrumentation.auto_instrumentation")
+    if automatic is None or automatic.__file__ is None:
+        return dict(os.environ)
+    paths = [str(Path(automatic.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
