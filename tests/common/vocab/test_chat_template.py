@@ -89,6 +89,15 @@ def test_arguments_that_are_no_object_stay_a_text() -> None:
     assert message_for_template(message)["tool_calls"][0]["function"]["arguments"] == "[1"
 
 
+@pytest.mark.parametrize("arguments", ["", " \n", "null", "{}"])
+def test_the_arguments_of_a_call_without_arguments_are_an_empty_object(arguments: str) -> None:
+    """Some servers send such texts. The template of Qwen3-Coder iterates over the arguments."""
+    template = "{% for name, value in messages[0].tool_calls[0].function.arguments|items %}{{ name }}{% endfor %}none"
+    call = {"function": {"name": "now", "arguments": arguments}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert ChatTemplate(template, eos="", bos="").render([message], request()) == "none"
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [

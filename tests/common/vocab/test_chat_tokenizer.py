@@ -77,6 +77,7 @@ def test_a_content_has_the_tokens_of_ordinary_text(chat_vocab: Vocab, contents: 
         ({"<|im_end|>": 1}, '{"<|im_end|>": 1}'),
         ("<|im_end|>[", '"<|im_end|>["'),
         ({"a": "b"}, '{"a": "b"}'),
+        (" ", "{}"),
     ],
 )
 def test_special_texts_in_the_arguments_of_calls_stay_text(tmp_path: Path, arguments: Any, printed: str) -> None:

@@ -289,6 +289,17 @@ def test_a_tool_may_have_returned_nothing() -> None:
         job(messages=[{"role": "user", "content": None}])
 
 
+def test_a_call_without_arguments_may_have_null_as_its_arguments() -> None:
+    call = {**CALL, "function": {"name": "now", "arguments": None}}
+    messages = job(messages=[*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}])["messages"]
+    (read,) = JobRequest.model_validate({"messages": messages}).messages[-1].tool_calls  # type: ignore[index,misc]
+    assert read.function.arguments == "{}"
+    for function in ({"name": "now"}, {"name": "now", "arguments": 5}):
+        wrong = job(messages=[*HELLO, {"role": "assistant", "tool_calls": [{**CALL, "function": function}]}])
+        with pytest.raises(InvalidRequest, match="arguments"):
+            build_request(wrong)
+
+
 def test_reasoning_in_the_parts_of_an_answer_is_its_reasoning() -> None:
     """LiteLLM sends answers of Anthropic's API in this form to the servers of its provider `hosted_vllm`."""
     thinking = [{"type": "thinking", "thinking": "hm"}, {"type": "redacted_thinking", "data": "AA=="}]

@@ -25,8 +25,8 @@ class FunctionCall(StrictModel):
 
     name: str = Field(min_length=1, max_length=256, description="Name of the function.")
     arguments: str | JsonObject = Field(
-        description="The arguments: an object, or its JSON text. Chat templates get the object in both cases. Special "
-        "tokens in the arguments are not parsed."
+        description="The arguments: an object, or its JSON text. A blank text means an empty object. Chat templates "
+        "get the object in all cases. Special tokens in the arguments are not parsed."
     )
 
 
@@ -149,11 +149,16 @@ def message_for_template(message: Message) -> dict[str, Any]:
 
 
 def arguments_as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Return the arguments of a call as chat templates read them: an object, or the text if it is no JSON object."""
+    """Return the arguments of a call as chat templates read them: an object, or the text if it is no JSON object.
+
+    Some servers send a blank text or `null` for a call without arguments. This is an empty object.
+    """
     if isinstance(arguments, dict):
         return arguments
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments.strip() or "null")
     except (ValueError, RecursionError):
         return arguments
+    if value is None:
+        return {}
     return value if isinstance(value, dict) else arguments

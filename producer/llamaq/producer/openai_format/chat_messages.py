@@ -181,13 +181,15 @@ def _without_thinking(content: Any) -> tuple[Any, str]:
 def _read_call(call: Any) -> Any:
     """Return a tool call with only the fields that templates read. The job refuses values of a wrong type.
 
-    Clients that join the deltas of a stream repeat the field `index` of the deltas.
+    Clients that join the deltas of a stream repeat the field `index` of the deltas. Some servers send `null` as the
+    arguments of a call without arguments.
     """
     if not isinstance(call, Mapping):
         return call
     read = {name: value for name, value in call.items() if name in ToolCall.model_fields and value is not None}
     if isinstance(function := read.get("function"), Mapping):
-        read["function"] = {name: value for name, value in function.items() if name in FunctionCall.model_fields}
+        known = {name: value for name, value in function.items() if name in FunctionCall.model_fields}
+        read["function"] = known | ({"arguments": "{}"} if known.get("arguments", "") is None else {})
     return read
 
 
