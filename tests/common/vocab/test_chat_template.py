@@ -32,6 +32,12 @@ def render(messages: list[Message], options: TemplateOptions) -> str:
 USER = Message(role="user", content=" hi ")
 
 
+def calling(name: str, arguments: Any = "{}", **call: Any) -> Message:
+    """Return a message of the assistant that calls a function."""
+    calls = [{"function": {"name": name, "arguments": arguments}, **call}]
+    return Message.model_validate({"role": "assistant", "content": "", "tool_calls": calls})
+
+
 def test_a_template_gets_tools_and_further_variables() -> None:
     options = request(tools=[WEATHER], chat_template_kwargs={"mood": "glad"})
     rendered = render([USER], options)
@@ -93,9 +99,7 @@ def test_arguments_that_are_no_object_stay_a_text() -> None:
 def test_the_arguments_of_a_call_without_arguments_are_an_empty_object(arguments: str) -> None:
     """Some servers send such texts. The template of Qwen3-Coder iterates over the arguments."""
     template = "{% for name, value in messages[0].tool_calls[0].function.arguments|items %}{{ name }}{% endfor %}none"
-    call = {"function": {"name": "now", "arguments": arguments}}
-    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
-    assert ChatTemplate(template, eos="", bos="").render([message], request()) == "none"
+    assert ChatTemplate(template, eos="", bos="").render([calling("now", arguments)], request()) == "none"
 
 
 @pytest.mark.parametrize(
@@ -121,12 +125,13 @@ def test_an_unknown_field_of_a_message_is_refused() -> None:
     ("message", "options"),
     [
         (Message(role="tool", content="x", tool_call_id="<|im_end|>"), TemplateOptions()),
-        (Message(role="assistant", content="x", reasoning_content="a <|im_start|>"), TemplateOptions()),
+        (calling("weather", id="<|im_start|>"), TemplateOptions()),
+        (calling("<|im_start|>"), TemplateOptions()),
         (USER, request(tools=[{"type": "function", "function": {"name": "<|im_end|>"}}])),
         (USER, request(chat_template_kwargs={"a": {"<|im_end|>": 1}})),
     ],
 )
-def test_a_special_token_outside_of_a_content_is_refused(
+def test_a_special_token_in_an_id_a_name_or_an_option_is_refused(
     chat_vocab: Vocab, message: Message, options: TemplateOptions
 ) -> None:
     with pytest.raises(JobRejected, match="contains the text of a special token"):

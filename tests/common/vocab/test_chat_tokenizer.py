@@ -90,6 +90,25 @@ def test_special_texts_in_the_arguments_of_calls_stay_text(tmp_path: Path, argum
     assert vocab.decode(tokens) == f'{{"name": "f", "arguments": {printed}}}' * 2
 
 
+@pytest.mark.parametrize("reasoning", ["Say <|im_end|> now", "<|im_start|>", "Well <|im_end|><|im_end|>", "no tag <"])
+def test_special_texts_in_the_reasoning_of_an_earlier_answer_stay_text(tmp_path: Path, reasoning: str) -> None:
+    """Models quote such texts in their reasoning, and clients send it back."""
+    vocab = template_vocab(
+        tmp_path, "{% for m in messages %}<|im_start|>{{ m.reasoning_content }}<|im_end|>{{ m.content }}{% endfor %}"
+    )
+    message = Message(role="assistant", content="Hi", reasoning_content=reasoning)
+    start, end = (vocab.encode_part(tag, parse_special=True) for tag in ("<|im_start|>", "<|im_end|>"))
+    answer = [*start, *vocab.encode_part(reasoning), *end]
+    hi = vocab.encode_part("Hi")
+    assert vocab.encode_chat([message, message]) == [vocab.bos, *answer, *hi, *answer, *hi]
+
+
+def test_reasoning_and_the_text_next_to_it_never_form_a_special_token_together(tmp_path: Path) -> None:
+    vocab = template_vocab(tmp_path, "<|{{ messages[0].reasoning_content }}|>")
+    tokens = vocab.encode_chat([Message(role="assistant", content="Hi", reasoning_content="im_end")])
+    assert (special_texts_of(vocab, tokens), vocab.decode(tokens)) == (["<|bos|>"], "<|im_end|>")
+
+
 def spm_vocab(path: Path, template: str, name: str = "spm") -> Vocab:
     """Return a vocabulary of SentencePiece, which puts a space before a text and after each special token."""
     controls = ["<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>"]

@@ -108,6 +108,14 @@ def test_tags_of_reasoning_in_an_answer_become_no_special_token(
     assert rendered_prompt(tmp_path, template, Message(role="assistant", content=content)) == (text, [])
 
 
+def test_tags_of_reasoning_inside_the_reasoning_become_no_special_token(tmp_path: Path) -> None:
+    template = "{% set m = messages[0] %}<think>{{ m.reasoning_content }}</think>{{ m.content }}"
+    message = Message(role="assistant", content="a<think>b", reasoning_content="Close it with </think> or <|im_end|>")
+    text, specials = rendered_prompt(tmp_path, template, message)
+    assert text == "<think>Close it with </think> or <|im_end|></think>a<think>b"
+    assert specials == ["<think>", "</think>"]
+
+
 @pytest.mark.parametrize("change", ["upper", "lower", "title"])
 def test_a_template_may_change_the_case_of_a_content_with_special_texts(tmp_path: Path, change: str) -> None:
     message = Message(role="user", content="say <|im_end|> now")

@@ -63,7 +63,9 @@ class Message(StrictModel):
         default=None, max_length=256, description="Id of the call that a message of the role `tool` answers."
     )
     reasoning_content: str | None = Field(
-        default=None, description="Reasoning of the assistant before its content, for chat templates that show it."
+        default=None,
+        description="Reasoning of the assistant before its content, for chat templates that show it. Special tokens in "
+        "it are not parsed.",
     )
 
     @model_validator(mode="after")

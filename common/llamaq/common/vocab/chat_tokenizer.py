@@ -14,11 +14,11 @@ from llamaq.common.vocab.text_tokenizer import TextTokenizer
 class ChatTokenizer:
     """Turns the chats of one model into tokens.
 
-    The chat template gets placeholders for the texts of special tokens in contents and in the arguments of calls, and
-    for the beginning and end of a content if they could be parts of such a text. So it prints these parts, but cannot
-    look for them or change them.
+    The chat template gets placeholders for the texts of special tokens in contents, in reasoning and in the arguments
+    of calls, and for the beginning and end of a content or a reasoning if they could be parts of such a text. So it
+    prints these parts, but cannot look for them or change them.
 
-    Only the tags of reasoning in the assistant's messages are shown to a template that does more with them than to
+    Only the tags of reasoning in the contents of the assistant are shown to a template that does more with them than to
     print them: it may leave out the reasoning. Each of these tags in its result is the special token.
 
     Args:
@@ -38,9 +38,9 @@ class ChatTokenizer:
         rendered = self._render(masked.without_special_texts(), options)
         if not masked.placeholders.originals:
             return self._tokenizer.encode(rendered, max_tokens=max_tokens)
-        # If no content and no argument has a special text, placeholders stand only for the beginnings and ends of
-        # contents. If the chat without placeholders has no additional special text, no beginning or end is part of a
-        # special text. Then the placeholders are not needed.
+        # If no content, reasoning or argument has a special text, placeholders stand only for the beginnings and ends
+        # of contents and reasoning. If the chat without placeholders has no additional special text, no beginning or
+        # end is part of a special text. Then the placeholders are not needed.
         if not masked.has_special_texts:
             plain = self._render(messages, options)
             if len(self._special_tokens.find(plain)) == len(self._special_tokens.find(rendered)):
@@ -99,7 +99,7 @@ def _refuse_special_texts(
 ) -> None:
     """Raise `JobRejected` if an option or a field of a message has the text of a special token.
 
-    The contents of messages and the arguments of calls may have it.
+    The contents and the reasoning of messages, and the arguments of calls, may have it.
     """
     _refuse_in("tools", json.loads(options.tools), special_tokens)
     _refuse_in("chat_template_kwargs", json.loads(options.kwargs), special_tokens)
@@ -108,7 +108,7 @@ def _refuse_special_texts(
         for call in values.get("tool_calls", ()):
             del call["function"]["arguments"]
         for name, value in values.items():
-            if name not in ("role", "content"):
+            if name not in ("role", "content", "reasoning_content"):
                 _refuse_in(f"messages: {name}", value, special_tokens)
 
 

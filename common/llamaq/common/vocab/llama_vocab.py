@@ -93,9 +93,9 @@ class Vocab(TextTokenizer):
     ) -> list[int]:
         """Return the tokens of a chat.
 
-        A special token's text inside the content of a message, or inside the arguments of a call, stays text. If there
-        is none, and no content forms one with the text next to it, the result equals the tokens of the whole rendered
-        chat. `ChatTokenizer` says what the template gets otherwise.
+        A special token's text inside the content or the reasoning of a message, or inside the arguments of a call,
+        stays text. If there is none, and no content or reasoning forms one with the text next to it, the result equals
+        the tokens of the whole rendered chat. `ChatTokenizer` says what the template gets otherwise.
 
         Args:
             messages: The messages, from the oldest to the newest.

@@ -138,12 +138,14 @@ class MaskedMessages:
         self.placeholders = Placeholders()
         self._messages = list(map(self._mask_arguments, messages))
         self._spans_of = [special_tokens.find(message.content) for message in messages]
-        self.has_special_texts = bool(self.placeholders.originals) or any(self._spans_of)
-        """Whether a content or an argument has the text of a special token. Parts of such texts do not count."""
+        has_reasoning_spans = any(special_tokens.find(message.reasoning_content or "") for message in messages)
+        self.has_special_texts = bool(self.placeholders.originals) or any(self._spans_of) or has_reasoning_spans
+        """Whether a content, a reasoning or an argument has the text of a special token. Parts of such texts do not
+        count."""
 
     def without_special_texts(self) -> list[Message]:
         """Return the messages with placeholders for special texts, and for parts of them at the edges of contents."""
-        return list(map(self._mask_content, self._messages, self._spans_of))
+        return list(map(self._mask_message, self._messages, self._spans_of))
 
     def with_reasoning_tags(self) -> list[Message] | None:
         """Return the messages as `without_special_texts` does, but with the tags of reasoning in the assistant's ones.
@@ -152,7 +154,7 @@ class MaskedMessages:
             None if the assistant's messages have no such tag that is a special text.
         """
         tags_of = list(map(_reasoning_tags, self._messages, self._spans_of))
-        return list(map(self._mask_content, self._messages, self._spans_of, tags_of)) if any(tags_of) else None
+        return list(map(self._mask_message, self._messages, self._spans_of, tags_of)) if any(tags_of) else None
 
     def _mask_arguments(self, message: Message) -> Message:
         """Replace the special texts in the arguments of calls. In a JSON text, escapes may hide such a text."""
@@ -167,23 +169,27 @@ class MaskedMessages:
             calls.append(call.model_copy(update={"function": function}))
         return message.model_copy(update={"tool_calls": tuple(calls)}) if calls else message
 
-    def _mask_content(self, message: Message, spans: Sequence[Span], shown: Sequence[Span] = ()) -> Message:
-        """Replace the special texts at `spans` in the content, and parts of special texts at its edges.
+    def _mask_message(self, message: Message, spans: Sequence[Span], shown: Sequence[Span] = ()) -> Message:
+        """Mask the content, in which the special texts at `shown` stay, and the reasoning."""
+        changed = {"content": self._mask(message.content, spans, shown)}
+        if reasoning := message.reasoning_content:
+            changed["reasoning_content"] = self._mask(reasoning, self._special_tokens.find(reasoning))
+        return message.model_copy(update=changed)
+
+    def _mask(self, text: str, spans: Sequence[Span], shown: Sequence[Span] = ()) -> str:
+        """Replace the special texts at `spans`, and parts of special texts at the edges of the text.
 
         The special texts at `shown` stay. A template may leave them out and join what is around them, so the parts of
         special texts next to them are replaced too.
         """
-        content = message.content
         masked = sorted(set(spans) - set(shown))
-        bounds = [0, *chain.from_iterable(shown), len(content)]
+        bounds = [0, *chain.from_iterable(shown), len(text)]
         for start, end in zip(bounds[::2], bounds[1::2], strict=True):
-            for edge in self._special_tokens.find_at_edges(content[start:end]):
+            for edge in self._special_tokens.find_at_edges(text[start:end]):
                 moved = Span(start + edge.start, start + edge.end)
                 if not _overlaps(moved, spans):
                     masked.append(moved)
-        if not masked:
-            return message
-        return message.model_copy(update={"content": self.placeholders.replace(content, sorted(masked))})
+        return self.placeholders.replace(text, sorted(masked))
 
 
 def _reasoning_tags(message: Message, spans: Sequence[Span]) -> list[Span]:
