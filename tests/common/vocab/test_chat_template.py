@@ -32,10 +32,10 @@ def render(messages: list[Message], options: TemplateOptions) -> str:
 USER = Message(role="user", content=" hi ")
 
 
-def calling(name: str, arguments: Any = "{}", **call: Any) -> Message:
+def calling(name: str, arguments: Any = "{}", call_id: str | None = None, **values: Any) -> Message:
     """Return a message of the assistant that calls a function."""
-    calls = [{"function": {"name": name, "arguments": arguments}, **call}]
-    return Message.model_validate({"role": "assistant", "content": "", "tool_calls": calls})
+    calls = [{"id": call_id, "function": {"name": name, "arguments": arguments}}]
+    return Message.model_validate({"role": "assistant", "tool_calls": calls, **values})
 
 
 def test_a_template_gets_tools_and_further_variables() -> None:
@@ -125,7 +125,7 @@ def test_an_unknown_field_of_a_message_is_refused() -> None:
     ("message", "options"),
     [
         (Message(role="tool", content="x", tool_call_id="<|im_end|>"), TemplateOptions()),
-        (calling("weather", id="<|im_start|>"), TemplateOptions()),
+        (calling("weather", call_id="<|im_start|>"), TemplateOptions()),
         (calling("<|im_start|>"), TemplateOptions()),
         (USER, request(tools=[{"type": "function", "function": {"name": "<|im_end|>"}}])),
         (USER, request(chat_template_kwargs={"a": {"<|im_end|>": 1}})),
@@ -201,3 +201,49 @@ def test_a_template_that_refuses_the_chat_for_another_reason_says_this_reason() 
     template = ChatTemplate("{{ raise_exception('no ' ~ messages | length) }}", eos="</s>", bos="<s>")
     with pytest.raises(JobRejected, match="no 3"):
         template.render(chat("system", "system", "user"), request())
+
+
+GPT_OSS = """{% for message in messages %}{% if message.role == 'assistant' -%}
+{% if 'content' in message and '<|channel|>' in message.content %}{{ raise_exception('a tag') }}{% endif -%}
+{% if 'tool_calls' in message -%}
+{% if message.content and message.thinking -%}
+{{ raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}
+{%- elif message.content %}[analysis]{{ message.content -}}
+{% elif message.thinking %}[analysis]{{ message.thinking }}{% endif -%}
+[call]{{ message.tool_calls[0].function.name -}}
+{% else -%}
+{% if loop.last and not add_generation_prompt and 'thinking' in message %}[analysis]{{ message.thinking }}{% endif -%}
+[final]{{ message.content }}{% endif -%}
+{% else %}[{{ message.role }}]{{ message.content }}{% endif %}{% endfor %}"""
+"""A template that reads reasoning as that of gpt-oss does."""
+LFM = """{% for message in messages -%}
+{% if message.thinking is defined %}<think>{{ message.thinking }}</think>{% endif %}{{ message.content -}}
+{% if message.tool_calls is defined %}[call]{% endif %}{% endfor %}"""
+"""A template that reads reasoning as that of LFM2.5 does."""
+BOTH_NAMES = "{{ messages[0].thinking is defined }} {{ messages[0].reasoning_content }}"
+RESULT = Message(role="tool", content="20")
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "rendered"),
+    [
+        (GPT_OSS, "", "[analysis]why[call]weather[tool]20"),
+        (GPT_OSS, "I look.", "[analysis]why[call]weather[tool]20"),
+        (LFM, "I look.", "<think>why</think>I look.[call]20"),
+        ("{{ messages[0]['thinking'] }}", "I look.", "why"),
+        (BOTH_NAMES, "I look.", "False why"),
+    ],
+)
+def test_a_template_gets_the_reasoning_by_the_name_that_it_reads(template: str, content: str, rendered: str) -> None:
+    messages = [calling("weather", content=content, reasoning_content="why"), RESULT]
+    assert ChatTemplate(template, eos="", bos="").render(messages, request()) == rendered
+    assert "thinking" not in message_for_template(messages[0])
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "rendered"), [(None, "[final]Hi"), ("", "[final]Hi"), ("why", "[analysis]why[final]Hi")]
+)
+def test_an_answer_of_gpt_oss_is_continued_after_its_reasoning(reasoning: str | None, rendered: str) -> None:
+    message = Message(role="assistant", content="Hi", reasoning_content=reasoning)
+    template = ChatTemplate(GPT_OSS, eos="", bos="")
+    assert template.render([message], request(continue_final_message=True)) == rendered

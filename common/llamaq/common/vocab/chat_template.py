@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,8 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.chat import Message, TemplateOptions, message_for_template
 from llamaq.common.vocab.system_messages import with_one_system_message
+
+_READS_THINKING = re.compile(r"""\.thinking\b|\[["']thinking["']\]""")
 
 
 class ChatTemplate:
@@ -34,6 +37,10 @@ class ChatTemplate:
             self._without_prompt = Jinja2ChatFormatter(template, eos, bos, add_generation_prompt=False)
         except Exception as exc:  # jinja2 raises errors of several kinds for a broken template
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template does not compile: {exc}") from exc
+        self._reads_thinking = "reasoning_content" not in template and bool(_READS_THINKING.search(template))
+        """Whether the template reads the reasoning of a message as `thinking`, as those of gpt-oss and LFM2.5 do."""
+        self._refuses_both = "both content and thinking" in template
+        """Whether the template of gpt-oss refuses a message with calls that has a content and reasoning."""
 
     def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         """Return the chat as text.
@@ -69,23 +76,34 @@ class ChatTemplate:
     def _render(self, formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
         """Return the chat as text. If the template refuses several system messages, it gets one."""
         try:
-            return _format(formatter, messages, options)
+            return self._format(formatter, messages, options)
         except JobRejected:
             chat = with_one_system_message(messages)
             if chat is None:
                 raise
             with suppress(JobRejected):
-                return _format(formatter, chat, options)
+                return self._format(formatter, chat, options)
             raise
 
+    def _format(self, formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
+        return _format(formatter, list(map(self._values_of, messages)), options)
 
-def _format(formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
-    dicts: Any = [message_for_template(message) for message in messages]
+    def _values_of(self, message: Message) -> dict[str, Any]:
+        """Return a message with the names that the template reads. llama.cpp does the same for gpt-oss."""
+        values = message_for_template(message)
+        if self._reads_thinking and message.reasoning_content:
+            values["thinking"] = message.reasoning_content
+            if self._refuses_both and message.tool_calls:
+                del values["content"]
+        return values
+
+
+def _format(formatter: Jinja2ChatFormatter, messages: Any, options: TemplateOptions) -> str:
     try:
         tools = json.loads(options.tools)
         # Templates of firefunction concatenate a text of this name.
         functions = json.dumps(tools, indent=2) if tools else ""
-        given = {"messages": dicts, "tools": tools, "functions": functions, **json.loads(options.kwargs)}
+        given = {"messages": messages, "tools": tools, "functions": functions, **json.loads(options.kwargs)}
         variables = default_variables(datetime.now()) | given  # noqa: DTZ005  # the model is told the local date
         return str(formatter(**variables).prompt)
     except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
