@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
@@ -247,3 +248,44 @@ def test_an_answer_of_gpt_oss_is_continued_after_its_reasoning(reasoning: str | 
     message = Message(role="assistant", content="Hi", reasoning_content=reasoning)
     template = ChatTemplate(GPT_OSS, eos="", bos="")
     assert template.render([message], request(continue_final_message=True)) == rendered
+
+
+DEEPSEEK = """{% for message in messages -%}
+{% if message['role'] == 'system' and not loop.first and strict %}{{ raise_exception('system') }}{% endif -%}
+{% for tool in message['tool_calls'] -%}
+{{ '[call]' + tool['function']['name'] + '[sep]' + tool['function']['arguments'] + '[end]' -}}
+{% endfor -%}
+{% if message['content'] is not none %}{{ '[' + message['role'] + ']' + message['content'] }}{% endif %}{% endfor %}"""
+"""A template that joins the arguments of calls with texts, as those of DeepSeek R1 and V3.1 do."""
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Köln"}, '{"city":"K\\u00f6ln"}'])
+@pytest.mark.parametrize(
+    ("before", "kwargs", "rendered"),
+    [
+        (["user"], {}, "[user]0"),
+        (["system", "user", "system"], {}, "[system]0[user]1[system]2"),
+        (["system", "system"], {"strict": True}, "[system]0\n\n1"),
+    ],
+)
+def test_a_template_that_joins_arguments_with_texts_gets_them_as_json(
+    before: list[str], kwargs: dict[str, Any], rendered: str, arguments: Any
+) -> None:
+    messages = [*chat(*before), calling("weather", arguments), RESULT, calling("now", content="Well")]
+    called = '[call]weather[sep]{"city": "Köln"}[end][tool]20[call]now[sep]{}[end][assistant]Well'
+    template = ChatTemplate(DEEPSEEK, eos="", bos="")
+    assert template.render(messages, request(chat_template_kwargs=kwargs)) == rendered + called
+
+
+def test_a_template_that_accepts_objects_gets_the_chat_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(TEMPLATE, eos="", bos="")
+    rendered = Mock(side_effect=template._without_prompt)
+    monkeypatch.setattr(template, "_without_prompt", rendered)
+    template.render([calling("weather", {"city": "Ulm"}), RESULT], request(add_generation_prompt=False))
+    rendered.assert_called_once()
+
+
+def test_a_template_that_refuses_a_chat_with_calls_in_each_form_says_its_first_reason() -> None:
+    template = ChatTemplate("{{ raise_exception(messages[0].content is none) }}", eos="", bos="")
+    with pytest.raises(JobRejected, match="False"):
+        template.render([calling("weather")], request())

@@ -90,6 +90,17 @@ def test_special_texts_in_the_arguments_of_calls_stay_text(tmp_path: Path, argum
     assert vocab.decode(tokens) == f'{{"name": "f", "arguments": {printed}}}' * 2
 
 
+def test_special_texts_in_arguments_that_a_template_joins_with_texts_stay_text(tmp_path: Path) -> None:
+    """The templates of DeepSeek R1 and V3.1 join the arguments with texts."""
+    vocab = template_vocab(
+        tmp_path, "{{ '<|im_start|>' + messages[0].tool_calls[0].function.arguments + '<|im_end|>' }}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {"a": '<|im_end|> "ü"'}}}]
+    tokens = vocab.encode_chat([Message.model_validate({"role": "assistant", "tool_calls": calls})])
+    start, end = (vocab.encode_part(tag, parse_special=True) for tag in ("<|im_start|>", "<|im_end|>"))
+    assert tokens == [vocab.bos, *start, *vocab.encode_part('{"a": "<|im_end|> \\"ü\\""}'), *end]
+
+
 @pytest.mark.parametrize("reasoning", ["Say <|im_end|> now", "<|im_start|>", "Well <|im_end|><|im_end|>", "no tag <"])
 def test_special_texts_in_the_reasoning_of_an_earlier_answer_stay_text(tmp_path: Path, reasoning: str) -> None:
     """Models quote such texts in their reasoning, and clients send it back."""

@@ -26,7 +26,7 @@ class FunctionCall(StrictModel):
     name: str = Field(min_length=1, max_length=256, description="Name of the function.")
     arguments: str | JsonObject = Field(
         description="The arguments: an object, or its JSON text. A blank text means an empty object. Chat templates "
-        "get the object in all cases. Special tokens in the arguments are not parsed."
+        "get the object, or its JSON text if they refuse the object. Special tokens in the arguments are not parsed."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -74,28 +74,49 @@ class ChatTemplate:
         return before + tail if after.startswith(tail) else before
 
     def _render(self, formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
-        """Return the chat as text. If the template refuses several system messages, it gets one."""
+        """Return the chat as text. If the template refuses the chat, it gets the other forms of the chat."""
         try:
-            return self._format(formatter, messages, options)
+            return _format(formatter, self._values_of(messages), options)
         except JobRejected:
-            chat = with_one_system_message(messages)
-            if chat is None:
-                raise
-            with suppress(JobRejected):
-                return self._format(formatter, chat, options)
+            for chat in self._other_forms(messages):
+                with suppress(JobRejected):
+                    return _format(formatter, chat, options)
             raise
 
-    def _format(self, formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
-        return _format(formatter, list(map(self._values_of, messages)), options)
+    def _other_forms(self, messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the chat in the forms that some templates need: with one system message, with arguments as texts."""
+        one_system = with_one_system_message(messages)
+        if one_system is not None:
+            yield self._values_of(one_system)
+        if any(message.tool_calls for message in messages):
+            yield _with_argument_texts(self._values_of(messages))
+            if one_system is not None:
+                yield _with_argument_texts(self._values_of(one_system))
 
-    def _values_of(self, message: Message) -> dict[str, Any]:
-        """Return a message with the names that the template reads. llama.cpp does the same for gpt-oss."""
-        values = message_for_template(message)
-        if self._reads_thinking and message.reasoning_content:
-            values["thinking"] = message.reasoning_content
-            if self._refuses_both and message.tool_calls:
-                del values["content"]
-        return values
+    def _values_of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages with the fields that the template reads. llama.cpp does the same for gpt-oss."""
+        chat = list(map(message_for_template, messages))
+        for values in chat if self._reads_thinking else ():
+            if reasoning := values.get("reasoning_content"):
+                values["thinking"] = reasoning
+                if self._refuses_both and values.get("tool_calls"):
+                    del values["content"]
+        return chat
+
+
+def _with_argument_texts(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Change the arguments of calls to JSON texts, and an empty content beside them to None, and return the chat.
+
+    The templates of DeepSeek join the arguments with other texts, and print each content that is not None.
+    """
+    for values in chat:
+        calls = values.get("tool_calls", ())
+        for function in (call["function"] for call in calls):
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        if calls:
+            values["content"] = values.get("content") or None
+    return chat
 
 
 def _format(formatter: Jinja2ChatFormatter, messages: Any, options: TemplateOptions) -> str:
