@@ -81,6 +81,16 @@ async def test_reasoning_is_a_part_of_its_own(caller: ServedQueue) -> None:
     assert all(isinstance(part, Reasoning) for part in parts)
 
 
+async def test_an_answer_that_was_cut_inside_its_reasoning_is_continued_there(caller: ServedQueue) -> None:
+    messages: Any = [*HELLO, {"role": "assistant", "content": "", "reasoning_content": "Say <think> or </think>"}]
+    async with AsyncClient(caller.url, caller.queue) as client:
+        for options in ({"max_tokens": 6}, {"json_schema": {"enum": ["C"]}, "max_tokens": 6}):
+            answers = await client.chat_answers(messages, continue_final_message=True, **options)
+            answer = answers.read(await client.chat(messages, **answers.options))
+            assert answer.reasoning, answer
+            assert answer.content == ""
+
+
 async def test_without_tools_the_text_is_the_content(caller: ServedQueue) -> None:
     async with AsyncClient(caller.url, caller.queue) as client:
         answers = await client.chat_answers(HELLO, tools=TOOLS, tool_choice="none", regex="yes")

@@ -82,3 +82,18 @@ async def test_what_the_request_constrains_is_no_reasoning(directory: QueueDirec
     begun = [*HELLO, {"role": "assistant", "content": "<think>Well"}]
     for messages in (begun, [Message(role="user", content="Hi"), Message(role="assistant", content="<think>Well")]):
         assert (await forms.of(CONNECTION, {"messages": messages, "continue_final_message": True})).starts_in_reasoning
+
+
+CUT = {"role": "assistant", "content": "", "reasoning_content": "Is it </think>? "}
+
+
+@pytest.mark.parametrize("last", [CUT, {**CUT, "content": None}, Message.model_validate({**CUT, "content": "\n"})])
+async def test_an_answer_that_was_cut_inside_its_reasoning_begins_there(directory: QueueDirectory, last: Any) -> None:
+    forms = AnswerForms(directory.last_card)
+    job = {"messages": [*HELLO, last], "continue_final_message": True}
+    form = await forms.of(CONNECTION, job)
+    assert (form.starts_in_reasoning, form.has_reasoned) == (True, False)
+    shown = await forms.of(CONNECTION, job, may_reason=False)
+    assert not shown.starts_in_reasoning
+    answered = {**job, "messages": [*HELLO, {**dict(last), "content": "Yes"}]}
+    assert not (await forms.of(CONNECTION, answered)).starts_in_reasoning

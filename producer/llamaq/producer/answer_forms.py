@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from llamaq.common.errors import LlamaqError
-from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.chat import is_cut_in_reasoning
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, form_of
@@ -66,11 +66,15 @@ class AnswerForms:
             may_reason=may_reason and not is_free,
             tag_tokens=tag_tokens,
         )
-        if not form.reasoning_open:
+        if not form.reasoning_tags:
             return form
         if job.get("continue_final_message"):
-            last = job["messages"][-1]
-            return form.after((last.content if isinstance(last, Message) else last["content"]) or "")
+            last = dict(job["messages"][-1])  # a `Message`, or an object of its fields
+            if is_cut_in_reasoning(last.get("content"), last.get("reasoning_content")):
+                return form.model_copy(update={"starts_in_reasoning": True})
+            return form.after(last.get("content") or "")
+        if not form.reasoning_open:
+            return form
         return form.after(await self._beginning(connection, template or "", job.get("chat_template_kwargs") or {}))
 
     async def _beginning(self, connection: QueueConnection, template: str, kwargs: Mapping[str, Any]) -> str:

@@ -83,6 +83,30 @@ def test_a_message_without_content_cannot_be_continued() -> None:
         render([Message(role="assistant", content=" ")], request(continue_final_message=True))
 
 
+THINK = """{% for message in messages %}[{{ message.role }}]{% if message.reasoning_content -%}
+<think>{{ message.reasoning_content.strip('\n') }}</think>{% endif %}{{ message.content }}.{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "end"),
+    [
+        ("", "Let me", "<think>Let me"), (" \n", "\nLet me </think> ", "<think>Let me </think> "),
+        ("So", "Let me", "<think>Let me</think>So"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_was_cut_inside_its_reasoning_is_continued_there(content: str, reasoning: str, end: str) -> None:
+    messages = [USER, Message(role="assistant", content=content, reasoning_content=reasoning)]
+    template = ChatTemplate(THINK, eos="", bos="")
+    assert template.render(messages, request(continue_final_message=True)) == f"[user] hi .[assistant]{end}"
+
+
+@pytest.mark.parametrize(("template", "reasoning"), [(TEMPLATE, "Let me"), (THINK, " \n")])
+def test_reasoning_that_the_template_does_not_show_cannot_be_continued(template: str, reasoning: str) -> None:
+    message = Message(role="assistant", content="", reasoning_content=reasoning)
+    with pytest.raises(JobRejected, match="does not contain the reasoning_content of the last message"):
+        ChatTemplate(template, eos="", bos="").render([message], request(continue_final_message=True))
+
+
 @pytest.mark.parametrize("arguments", [{"city": "Ulm"}, '{"city": "Ulm"}'])
 def test_a_template_gets_the_arguments_of_a_call_as_an_object(arguments: Any) -> None:
     call = {"id": "c1", "function": {"name": "weather", "arguments": arguments}}
@@ -242,10 +266,16 @@ def test_a_template_gets_the_reasoning_by_the_name_that_it_reads(template: str, 
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "rendered"), [(None, "[final]Hi"), ("", "[final]Hi"), ("why", "[analysis]why[final]Hi")]
+    ("content", "reasoning", "rendered"),
+    [
+        ("Hi", None, "[final]Hi"),
+        ("Hi", "", "[final]Hi"),
+        ("Hi", "why", "[analysis]why[final]Hi"),
+        ("", "why", "[analysis]why"),
+    ],
 )
-def test_an_answer_of_gpt_oss_is_continued_after_its_reasoning(reasoning: str | None, rendered: str) -> None:
-    message = Message(role="assistant", content="Hi", reasoning_content=reasoning)
+def test_an_answer_of_gpt_oss_is_continued_where_it_was_cut(content: str, reasoning: str | None, rendered: str) -> None:
+    message = Message(role="assistant", content=content, reasoning_content=reasoning)
     template = ChatTemplate(GPT_OSS, eos="", bos="")
     assert template.render([message], request(continue_final_message=True)) == rendered
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.vocabularies import chat, special_texts_of, template_vocab
 
-from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.chat import Message, TemplateOptions
 from llamaq.common.vocab.llama_vocab import Vocab
 
 
@@ -112,6 +112,14 @@ def test_special_texts_in_the_reasoning_of_an_earlier_answer_stay_text(tmp_path:
     answer = [*start, *vocab.encode_part(reasoning), *end]
     hi = vocab.encode_part("Hi")
     assert vocab.encode_chat([message, message]) == [vocab.bos, *answer, *hi, *answer, *hi]
+
+
+def test_reasoning_with_a_special_text_is_continued(tmp_path: Path) -> None:
+    vocab = template_vocab(tmp_path, "<|im_start|>{{ messages[0].reasoning_content }}<|im_end|>")
+    message = Message(role="assistant", content="", reasoning_content="Say <|im_end|>")
+    start = vocab.encode_part("<|im_start|>", parse_special=True)
+    tokens = vocab.encode_chat([message], TemplateOptions(continue_final_message=True))
+    assert tokens == [vocab.bos, *start, *vocab.encode_part("Say <|im_end|>")]
 
 
 def test_reasoning_and_the_text_next_to_it_never_form_a_special_token_together(tmp_path: Path) -> None:

@@ -241,6 +241,8 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
     assert job(messages=begun)["continue_final_message"] is True
     assert job(messages=begun)["add_generation_prompt"] is False
     assert job(messages=begun, add_generation_prompt=True)["continue_final_message"] is False
+    cut = {"role": "assistant", "content": "", "reasoning_content": "Let me"}
+    assert job(messages=[*HELLO, cut])["continue_final_message"] is True
     assert "continue_final_message" not in job()
 
 

@@ -109,7 +109,9 @@ class TemplateParams(BaseModel):
         True, description="The rendered chat ends with the beginning of an answer of the assistant. Only for chats."
     )
     continue_final_message: bool = Field(
-        False, description="The output continues the last message instead of answering it. Only for chats."
+        False,
+        description="The output continues the last message instead of answering it: its content, or its reasoning if "
+        "there is no content. Only for chats.",
     )
 
     @model_validator(mode="after")
@@ -148,6 +150,11 @@ def message_for_template(message: Message) -> dict[str, Any]:
     for call in values.get("tool_calls", ()):
         call["function"]["arguments"] = arguments_as_object(call["function"]["arguments"])
     return values
+
+
+def is_cut_in_reasoning(content: str | None, reasoning: str | None) -> bool:
+    """Return whether an answer has ended in its reasoning. To continue it is to continue the reasoning."""
+    return bool(reasoning and not (content or "").strip())
 
 
 def arguments_as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:

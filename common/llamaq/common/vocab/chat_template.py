@@ -13,7 +13,7 @@ from typing import Any
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.chat import Message, TemplateOptions, message_for_template
+from llamaq.common.protocol.chat import Message, TemplateOptions, is_cut_in_reasoning, message_for_template
 from llamaq.common.vocab.system_messages import with_one_system_message
 
 _READS_THINKING = re.compile(r"""\.thinking\b|\[["']thinking["']\]""")
@@ -57,19 +57,23 @@ class ChatTemplate:
     def _render_open(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         """Return the chat up to the end of the last message's content, so that the output continues this content.
 
+        Without a content, the output continues the reasoning, if there is one.
+
         A marker finds the end. The content itself would not: the template's text after it may contain it too, as
         `<|im_end|>` contains `end`. Templates often remove the white space around a content. Then the result does not
         end with white space either.
         """
-        content = messages[-1].content
-        core = content.rstrip()
-        tail = content[len(core) :]
+        last = messages[-1]
+        field = "reasoning_content" if is_cut_in_reasoning(last.content, last.reasoning_content) else "content"
+        text: str = getattr(last, field)
+        core = text.rstrip()
+        tail = text[len(core) :]
         marker = f"{secrets.randbelow(10**24):024}"  # digits, because a template may change the case of letters
-        marked = messages[-1].model_copy(update={"content": core + marker + tail})
+        marked = last.model_copy(update={field: core + marker + tail})
         rendered = self._render(self._without_prompt, [*messages[:-1], marked], options)
         before, _, after = rendered.rpartition(marker)
         if not core or not before.endswith(core.lstrip()):
-            message = "continue_final_message: the rendered chat does not contain the content of the last message"
+            message = f"continue_final_message: the rendered chat does not contain the {field} of the last message"
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, message)
         return before + tail if after.startswith(tail) else before
 
