@@ -9,7 +9,6 @@ from hashlib import sha256
 from typing import Any
 
 from llamaq.common.errors import LlamaqError
-from llamaq.common.protocol.chat import is_cut_in_reasoning
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, form_of
@@ -70,9 +69,10 @@ class AnswerForms:
             return form
         if job.get("continue_final_message"):
             last = dict(job["messages"][-1])  # a `Message`, or an object of its fields
-            if is_cut_in_reasoning(last.get("content"), last.get("reasoning_content")):
+            content = last.get("content") or ""
+            if last.get("reasoning_content") and not content.strip():
                 return form.model_copy(update={"starts_in_reasoning": True})
-            return form.after(last.get("content") or "")
+            return form.after(content)
         if not form.reasoning_open:
             return form
         return form.after(await self._beginning(connection, template or "", job.get("chat_template_kwargs") or {}))

@@ -152,22 +152,17 @@ def message_for_template(message: Message) -> dict[str, Any]:
     return values
 
 
-def is_cut_in_reasoning(content: str | None, reasoning: str | None) -> bool:
-    """Return whether an answer has ended in its reasoning. To continue it is to continue the reasoning."""
-    return bool(reasoning and not (content or "").strip())
-
-
 def arguments_as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     """Return the arguments of a call as chat templates read them: an object, or the text if it is no JSON object.
 
-    Some servers send a blank text or `null` for a call without arguments. This is an empty object.
+    Some servers send a blank text or `null` for a call without arguments.
     """
     if isinstance(arguments, dict):
         return arguments
+    if arguments.strip() in ("", "null"):
+        return {}
     try:
-        value = json.loads(arguments.strip() or "null")
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    if value is None:
-        return {}
     return value if isinstance(value, dict) else arguments

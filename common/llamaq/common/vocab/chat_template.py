@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,10 +12,10 @@ from typing import Any
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.chat import Message, TemplateOptions, is_cut_in_reasoning, message_for_template
+from llamaq.common.protocol.chat import Message, TemplateOptions, message_for_template
 from llamaq.common.vocab.system_messages import with_one_system_message
 
-_READS_THINKING = re.compile(r"""\.thinking\b|\[["']thinking["']\]""")
+_THINKING = (".thinking", "['thinking']", '["thinking"]')
 
 
 class ChatTemplate:
@@ -37,10 +36,10 @@ class ChatTemplate:
             self._without_prompt = Jinja2ChatFormatter(template, eos, bos, add_generation_prompt=False)
         except Exception as exc:  # jinja2 raises errors of several kinds for a broken template
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template does not compile: {exc}") from exc
-        self._reads_thinking = "reasoning_content" not in template and bool(_READS_THINKING.search(template))
-        """Whether the template reads the reasoning of a message as `thinking`, as those of gpt-oss and LFM2.5 do."""
+        self._reads_thinking = "reasoning_content" not in template and any(name in template for name in _THINKING)
+        """Whether the template reads reasoning as `thinking`, as those of gpt-oss and LFM2.5 do."""
         self._refuses_both = "both content and thinking" in template
-        """Whether the template of gpt-oss refuses a message with calls that has a content and reasoning."""
+        """Whether the template refuses content and reasoning beside calls, as that of gpt-oss does."""
 
     def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         """Return the chat as text.
@@ -57,14 +56,14 @@ class ChatTemplate:
     def _render_open(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         """Return the chat up to the end of the last message's content, so that the output continues this content.
 
-        Without a content, the output continues the reasoning, if there is one.
+        Without a content, it is the end of the reasoning.
 
         A marker finds the end. The content itself would not: the template's text after it may contain it too, as
         `<|im_end|>` contains `end`. Templates often remove the white space around a content. Then the result does not
         end with white space either.
         """
         last = messages[-1]
-        field = "reasoning_content" if is_cut_in_reasoning(last.content, last.reasoning_content) else "content"
+        field = "reasoning_content" if last.reasoning_content and not last.content.strip() else "content"
         text: str = getattr(last, field)
         core = text.rstrip()
         tail = text[len(core) :]
@@ -78,27 +77,29 @@ class ChatTemplate:
         return before + tail if after.startswith(tail) else before
 
     def _render(self, formatter: Jinja2ChatFormatter, messages: Sequence[Message], options: TemplateOptions) -> str:
-        """Return the chat as text. If the template refuses the chat, it gets the other forms of the chat."""
+        """Return the chat as text, in the first form that the template does not refuse."""
+        forms = self._forms_of(messages)
         try:
-            return _format(formatter, self._values_of(messages), options)
+            return _format(formatter, next(forms), options)
         except JobRejected:
-            for chat in self._other_forms(messages):
+            for chat in forms:
                 with suppress(JobRejected):
                     return _format(formatter, chat, options)
             raise
 
-    def _other_forms(self, messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the chat in the forms that some templates need: with one system message, with arguments as texts."""
+    def _forms_of(self, messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the chat, then with one system message and with arguments as texts, as some templates need it."""
+        yield self._values_of(messages)
         one_system = with_one_system_message(messages)
-        if one_system is not None:
+        if one_system:
             yield self._values_of(one_system)
         if any(message.tool_calls for message in messages):
             yield _with_argument_texts(self._values_of(messages))
-            if one_system is not None:
+            if one_system:
                 yield _with_argument_texts(self._values_of(one_system))
 
     def _values_of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return messages with the fields that the template reads. llama.cpp does the same for gpt-oss."""
+        """Return messages with the fields that the template reads, as llama.cpp does for gpt-oss."""
         chat = list(map(message_for_template, messages))
         for values in chat if self._reads_thinking else ():
             if reasoning := values.get("reasoning_content"):
@@ -111,15 +112,14 @@ class ChatTemplate:
 def _with_argument_texts(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Change the arguments of calls to JSON texts, and an empty content beside them to None, and return the chat.
 
-    The templates of DeepSeek join the arguments with other texts, and print each content that is not None.
+    Templates of DeepSeek join the arguments with texts, and print each content that is not None.
     """
     for values in chat:
-        calls = values.get("tool_calls", ())
-        for function in (call["function"] for call in calls):
+        for call in values.get("tool_calls", ()):
+            values["content"] = values.get("content") or None
+            function = call["function"]
             if not isinstance(function["arguments"], str):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        if calls:
-            values["content"] = values.get("content") or None
     return chat
 
 

@@ -14,11 +14,11 @@ from llamaq.common.vocab.text_tokenizer import TextTokenizer
 class ChatTokenizer:
     """Turns the chats of one model into tokens.
 
-    The chat template gets placeholders for the texts of special tokens in contents, in reasoning and in the arguments
-    of calls, and for the beginning and end of a content or a reasoning if they could be parts of such a text. So it
-    prints these parts, but cannot look for them or change them.
+    The chat template gets placeholders for the texts of special tokens in contents, reasoning and the arguments of
+    calls, and for the beginning and end of a content or reasoning if they could be parts of such a text. So it prints
+    these parts, but cannot look for them or change them.
 
-    Only the tags of reasoning in the contents of the assistant are shown to a template that does more with them than to
+    Only the tags of reasoning in the assistant's contents are shown to a template that does more with them than to
     print them: it may leave out the reasoning. Each of these tags in its result is the special token.
 
     Args:

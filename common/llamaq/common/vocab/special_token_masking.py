@@ -140,8 +140,7 @@ class MaskedMessages:
         self._spans_of = [special_tokens.find(message.content) for message in messages]
         has_reasoning_spans = any(special_tokens.find(message.reasoning_content or "") for message in messages)
         self.has_special_texts = bool(self.placeholders.originals) or any(self._spans_of) or has_reasoning_spans
-        """Whether a content, a reasoning or an argument has the text of a special token. Parts of such texts do not
-        count."""
+        """Whether a content, reasoning or argument has the text of a special token. A part of one does not count."""
 
     def without_special_texts(self) -> list[Message]:
         """Return the messages with placeholders for special texts, and for parts of them at the edges of contents."""
