@@ -9,7 +9,8 @@ import pytest
 
 from llamaq.common.errors import NoWorker
 from llamaq.common.protocol.chat import Message
-from llamaq.common.protocol.text_commands import TextReply
+from llamaq.common.protocol.text_commands import TextCommand, TextReply
+from llamaq.common.vocab.chat_template import ChatTemplate
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
 from llamaq.producer.answer_forms import PROBE, AnswerForms
@@ -97,3 +98,75 @@ async def test_an_answer_that_was_cut_inside_its_reasoning_begins_there(director
     assert not shown.starts_in_reasoning
     answered = {**job, "messages": [*HELLO, {**dict(last), "content": "Yes"}]}
     assert not (await forms.of(CONNECTION, answered)).starts_in_reasoning
+
+
+NEMOTRON = """{% set ns = namespace(thinks=true) %}{% for message in messages -%}
+{% if message.role in ('user', 'system') and '/think' in message.content %}{% set ns.thinks = true -%}
+{% elif message.role in ('user', 'system') and '/no_think' in message.content %}{% set ns.thinks = false %}{% endif -%}
+[{{ message.role }}]{{ message.content.replace('/no_think', '').strip() }}{% endfor -%}
+{% if add_generation_prompt %}[assistant]{{ '<think>\n' if ns.thinks else '<think></think>' }}{% endif %}"""
+"""A template that looks for a switch in the messages, as that of Nemotron Nano v2 does."""
+DEEPSEEK = """{% set ns = namespace(is_tool=false) %}{% for message in messages -%}
+{% set ns.is_tool = message.role == 'tool' %}[{{ message.role }}]{{ message.content }}{% endfor -%}
+{% if add_generation_prompt and not ns.is_tool %}[assistant]<think>\n{% endif %}{# </think> #}"""
+"""A template that does not begin the reasoning after the result of a tool, as that of DeepSeek R1 does."""
+QWEN = """{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}[assistant]<think>
+{# </think> #}"""
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}
+RESULT = {"role": "tool", "content": "<think> 20 </think>", "tool_call_id": "c"}
+QUOTE = {"role": "user", "content": "What is <think>?"}
+CLOSED, OPENED, NEITHER = (False, True), (True, False), (False, False)
+
+
+def system(content: str) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("template", "chats", "n_asked"),
+    [
+        (NEMOTRON, [(HELLO, OPENED), ([system("Be kind."), QUOTE], OPENED)], 2),
+        (NEMOTRON, [([system("/no_think"), QUOTE], CLOSED), ([*HELLO, CALL, RESULT, system("/no_think")], CLOSED)], 2),
+        (NEMOTRON, [([system("/no_think"), {"role": "user", "content": "Hi /think"}], OPENED)], 1),
+        (DEEPSEEK, [(HELLO, OPENED), ([QUOTE, CALL, RESULT], NEITHER), ([*HELLO, CALL, RESULT, *HELLO], OPENED)], 3),
+        (QWEN, [(HELLO, OPENED), ([QUOTE, CALL, RESULT], OPENED), ([system("/no_think"), *HELLO], OPENED)], 1),
+    ],
+)
+@pytest.mark.parametrize("has_objects", [False, True])
+async def test_a_template_that_reads_the_messages_is_asked_with_those_of_the_chat(
+    monkeypatch: pytest.MonkeyPatch, template: str, chats: Any, n_asked: int, has_objects: bool
+) -> None:
+    asked: list[TextCommand] = []
+
+    async def exchange(_: Any, command: TextCommand, __: float) -> TextReply:
+        asked.append(command)
+        rendered = ChatTemplate(template, eos="", bos="").render(command.messages or (), command.template_options)
+        return TextReply(text=rendered)
+
+    async def card(_: str) -> Any:
+        return SimpleNamespace(chat_template=template, tag_tokens={})
+
+    monkeypatch.setattr("llamaq.producer.answer_forms.text_commands._exchange_with_any", exchange)
+    settings = SimpleNamespace(queue="q", max_request_bytes=10_000)
+    connection: Any = SimpleNamespace(settings=settings, timeout_s=lambda timeout_s: timeout_s)
+    forms, tools = AnswerForms(card), [{"type": "function", "function": {"name": "now"}}]
+    for chat, expected in chats:
+        messages = [Message.model_validate(each) for each in chat] if has_objects else chat
+        form = await forms.of(connection, {"messages": messages, "tools": tools})
+        assert (form.starts_in_reasoning, form.has_reasoned) == expected, chat
+    assert len(asked) == n_asked
+    for command in asked:
+        is_probe = [(each.role, each.content) for each in command.messages or ()] == [("user", PROBE)]
+        assert command.tools == (None if is_probe else tuple(tools))
+
+
+@pytest.mark.parametrize(
+    "messages", [["tool"], [*HELLO, 5, "tool"], "tool", [{"role": "tool", "content": "x" * 10_000}]]
+)
+async def test_for_messages_that_are_refused_the_form_is_no_error(messages: Any) -> None:
+    async def card(_: str) -> Any:
+        return SimpleNamespace(chat_template=DEEPSEEK, tag_tokens={})
+
+    settings = SimpleNamespace(queue="q", max_request_bytes=10_000)
+    form = await AnswerForms(card).of(SimpleNamespace(settings=settings), {"messages": messages})  # type: ignore[arg-type]
+    assert (form.starts_in_reasoning, form.has_reasoned) == NEITHER

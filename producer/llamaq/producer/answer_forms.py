@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any
@@ -19,11 +19,14 @@ from llamaq.producer.queue_connection import QueueConnection
 MAX_KNOWN = 256
 ASK_TIMEOUT_S = 5.0
 PROBE = "llamaq-probe"
-"""Content of a message that a template renders as a test. The beginning of the answer follows it."""
+"""End of the last message that a template renders as a test. The beginning of the answer follows it."""
+SIGNS = {"is_tool": "tool", "/no_think": "think"}
+"""Maps what shows that a template (of DeepSeek, of Nemotron) begins the answer to some chats in another way, to a word
+in these chats."""
 
 
 class AnswerForms:
-    """The forms of answers. A worker is asked once for each template and its variables.
+    """The forms of answers. A worker is asked once for each template and its variables, or for each chat.
 
     Args:
         card: Returns the card of a worker of a queue. None: no worker of the queue is known.
@@ -75,25 +78,33 @@ class AnswerForms:
             return form.after(content)
         if not form.reasoning_open:
             return form
-        return form.after(await self._beginning(connection, template or "", job.get("chat_template_kwargs") or {}))
+        return form.after(await self._beginning(connection, template or "", job))
 
-    async def _beginning(self, connection: QueueConnection, template: str, kwargs: Mapping[str, Any]) -> str:
+    async def _beginning(self, connection: QueueConnection, template: str, job: Mapping[str, Any]) -> str:
+        kwargs, messages = job.get("chat_template_kwargs") or {}, job["messages"]
         key = (template, sha256(json.dumps(kwargs, sort_keys=True).encode()).digest())
-        if key not in self._beginnings:
-            if len(self._beginnings) >= MAX_KNOWN:
-                self._beginnings.clear()
-            # Without a reply, the job itself will tell what is wrong.
-            with suppress(LlamaqError):
-                self._beginnings[key] = await self._ask(connection, kwargs)
-        return self._beginnings.get(key, "")
+        # Without a reply, or if the messages are not valid, the job itself will tell what is wrong.
+        with suppress(LlamaqError, TypeError, ValueError):
+            if any(sign in template and word in str(messages) for sign, word in SIGNS.items()):
+                return await self._ask(connection, kwargs, messages, job.get("tools"))
+            if key not in self._beginnings:
+                if len(self._beginnings) >= MAX_KNOWN:
+                    self._beginnings.clear()
+                self._beginnings[key] = await self._ask(connection, kwargs, [{"role": "user"}])
+            return self._beginnings[key]
+        return ""
 
-    async def _ask(self, connection: QueueConnection, kwargs: Mapping[str, Any]) -> str:
-        probe = [{"role": "user", "content": PROBE}]
+    async def _ask(
+        self, connection: QueueConnection, kwargs: Mapping[str, Any], messages: Sequence[Any], tools: Any = None
+    ) -> str:
+        *earlier, last = messages
+        last = dict(last)
         reply = await text_commands.ask(
             connection,
             TextAction.APPLY_TEMPLATE,
             ASK_TIMEOUT_S,
-            messages=probe,
+            messages=[*earlier, {**last, "content": f"{last.get('content') or ''}{PROBE}"}],
             chat_template_kwargs=dict(kwargs),
+            tools=tools or None,
         )
         return reply.text.rpartition(PROBE)[2]
