@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from llamaq.common.errors import InvalidSettings, ModelError
+from llamaq.common.errors import EngineError, InvalidSettings, ModelError
 from llamaq.tools.random_gguf import PLAIN, SLIDING, write_model
 from llamaq.worker.process.draft_model_parts import find_draft_model, load_draft_model
 from llamaq.worker.process.generation_parts import load_engine
@@ -49,6 +49,11 @@ def test_the_refusal_of_speculation_names_the_slots_and_the_batch_that_a_sliding
             with pytest.raises(InvalidSettings, match=r"--n-parallel of at most 127, and --n-batch above twice"):
                 make_speculation(settings, engine)
         engine.close()
+
+
+def test_a_model_that_has_no_kv_memory_does_not_generate_text(bert_model: Path) -> None:
+    with pytest.raises(EngineError, match=r"--model .*\(bert .*--embeddings"):
+        load_engine(bert_model, settings_of(bert_model))
 
 
 def test_the_context_has_logits_for_the_slots_and_the_drafts_of_a_tick() -> None:

@@ -107,7 +107,9 @@ class Model:
 
     @property
     def generates_text(self) -> bool:
-        """Whether the model has a decoder and no encoder. llama.cpp computes a model like BERT without either."""
+        """Whether the model has a decoder and no encoder. llama.cpp says so of a model like BERT too: only a context
+        shows that it has no KV memory.
+        """
         has_encoder = llama_cpp.llama_model_has_encoder(self.pointer)
         return bool(llama_cpp.llama_model_has_decoder(self.pointer)) and not has_encoder
 
@@ -164,7 +166,8 @@ class Context:
 
     Raises:
         EngineError: The options are not valid, or llama.cpp cannot create the context, usually for lack of memory, or
-            cannot use the adapters or the control vectors of the model.
+            cannot use the adapters or the control vectors of the model. Or the context is not for embeddings, and
+            llama.cpp has no KV memory for the model, for example for a model like BERT.
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
@@ -186,6 +189,12 @@ class Context:
         model.control_vectors.apply(self.pointer)
         self._adapter_scales: tuple[float, ...] | None = None
         self._memory = llama_cpp.llama_get_memory(self.pointer)
+        if not self._memory and not options.embeddings:
+            self.close()
+            raise EngineError(
+                f"--model (or --model-draft): llama.cpp has no KV memory for this model ({model.description}), so it "
+                "generates no text; a model for embeddings needs --embeddings"
+            )
         self.n_ctx: int = llama_cpp.llama_n_ctx(self.pointer)
         self.n_batch: int = llama_cpp.llama_n_batch(self.pointer)
         self.n_seq_max: int = llama_cpp.llama_n_seq_max(self.pointer)
