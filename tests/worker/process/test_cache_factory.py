@@ -37,7 +37,9 @@ def engine(n_ctx: int = 8192, *, kv_unified: bool = True) -> Any:
     """Return the parts of an engine that the factory reads."""
     sequences = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=8, kv_unified=kv_unified).sequences
     context = SimpleNamespace(n_ctx=n_ctx, n_seq_max=8, kv_unified=kv_unified, cells_per_sequence=n_ctx)
-    model = SimpleNamespace(metadata=lambda _: None, options=ModelOptions(), is_purely_recurrent=False)
+    model = SimpleNamespace(
+        metadata=lambda _: None, options=ModelOptions(), is_purely_recurrent=False, n_ctx_train=n_ctx
+    )
     return SimpleNamespace(sequences=sequences, context=context, model=model)
 
 

@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import RopeScalingType
 from tests.support.control_vector_files import draw_directions, write_control_vector
 from tests.support.lora_files import write_lora
 
-from llamaq.tools.random_gguf import PLAIN, write_model
+from llamaq.tools.random_gguf import PLAIN, ModelSpec, write_model, writer
+from llamaq.tools.random_gguf.tensors import Tensor, Values, model_tensors
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.load_options import ModelOptions
 from llamaq.worker.metadata_override import MetadataOverride
@@ -71,15 +75,50 @@ def test_a_hash_that_cannot_be_stored_is_returned_with_a_warning(
     ],
 )
 def test_a_context_longer_than_the_original_one_uses_other_rope_factors(
-    original: str | None, override: int | None, expected: bool
+    model: Path, original: str | None, override: int | None, expected: bool
 ) -> None:
     key = "phi3.rope.scaling.original_context_length"
     values = {"general.architecture": "phi3", key: original}
     options = ModelOptions(override_kv=() if override is None else (MetadataOverride(key, override),))
     engine: Any = SimpleNamespace(
-        model=SimpleNamespace(metadata=values.get, options=options), context=SimpleNamespace(cells_per_sequence=4096)
+        model=SimpleNamespace(metadata=values.get, options=options, n_ctx_train=4096),
+        context=SimpleNamespace(cells_per_sequence=4096),
     )
-    assert _has_long_context(engine) is expected
+    assert _has_long_context(model, engine) is expected
+
+
+@pytest.mark.starts_processes  # it loads models
+@pytest.mark.parametrize("has_factors", [False, True])
+def test_without_an_original_context_llama_cpp_chooses_rope_factors_by_the_training_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_factors: bool
+) -> None:
+    if has_factors:
+        add_rope_factors(monkeypatch)
+    path = write_model(tmp_path / "model.gguf", replace(PLAIN, n_ctx=256))
+    loaded = [load(path, n_ctx=n_ctx) for n_ctx in (256, 512)]
+    (first, first_found), (second, second_found) = loaded
+    assert [engine.context.cells_per_sequence for engine, _ in loaded] == [256, 512]
+    assert (compute(first) == compute(second)) is (first_found == second_found) is not has_factors
+    for engine, _ in loaded:
+        engine.close()
+
+
+def add_rope_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `write_model` write a model with two sets of RoPE factors."""
+
+    def tensors(spec: ModelSpec) -> Iterator[Tensor]:
+        yield from model_tensors(spec)
+        for name, factor in (("long", 4), ("short", 1)):
+            yield Values(f"rope_factors_{name}.weight", np.full(spec.head_dim // 2, factor, np.float32))
+
+    add_metadata = writer._add_metadata
+
+    def add_metadata_and_scaling(file: Any, spec: ModelSpec) -> None:
+        add_metadata(file, spec)
+        file.add_rope_scaling_type(RopeScalingType.LONGROPE)
+
+    monkeypatch.setattr(writer, "model_tensors", tensors)
+    monkeypatch.setattr(writer, "_add_metadata", add_metadata_and_scaling)
 
 
 @pytest.mark.starts_processes  # it loads a model

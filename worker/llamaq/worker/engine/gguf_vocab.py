@@ -35,6 +35,7 @@ _SPLIT_INDEX, _SPLIT_COUNT = b"split.no", b"split.count"
 _TEMPLATE = b"tokenizer.chat_template"
 _CLASSIFIER_TENSORS = (b"cls.weight", b"cls.output.weight")
 _POSITIONS_TENSOR = b"position_embd.weight"
+_LONG_FACTORS_TENSOR = b"rope_factors_long.weight"
 MAX_TENSOR_INFO_BYTES = 128
 """Upper bound on the bytes of a tensor's name, shape, type and offset: a name has at most 64."""
 
@@ -81,6 +82,16 @@ def has_position_table(path: Path) -> bool:
     """
     with _opened(path) as metadata:
         return metadata.has_tensor(_POSITIONS_TENSOR)
+
+
+def has_long_rope_factors(path: Path) -> bool:
+    """Return whether the model has RoPE factors for contexts longer than its original one. True if the model is split.
+
+    Raises:
+        ModelError: As in `extract_vocab`.
+    """
+    with _opened(path) as metadata:
+        return metadata.is_split or metadata.has_tensor(_LONG_FACTORS_TENSOR)
 
 
 @contextmanager

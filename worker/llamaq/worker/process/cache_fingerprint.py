@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine.gguf_vocab import has_long_rope_factors
 from llamaq.worker.engine.llama_bindings import LLAMA_CPP_PYTHON_VERSION
 from llamaq.worker.engine.model_files import files_of_model
 from llamaq.worker.model_settings import RopeSettings
@@ -51,7 +52,7 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
     if not engine.context.kv_unified and not engine.model.is_purely_recurrent:
         # llama.cpp loads the state only into a context with the same number of streams.
         parts["streams"] = engine.context.n_seq_max
-    if _has_long_context(engine):
+    if _has_long_context(path, engine):
         parts["rope_factors"] = "long"
     return json.dumps(parts, sort_keys=True)
 
@@ -67,17 +68,22 @@ def _attention_layout(settings: WorkerSettings) -> str:
     return "off" if settings.flash_attn == "off" else "auto"
 
 
-def _has_long_context(engine: Engine) -> bool:
+def _has_long_context(path: Path, engine: Engine) -> bool:
     """Return whether the context is longer than the one that the model was first trained with.
 
-    For such a context, llama.cpp takes the other one of the two sets of RoPE factors that some models have.
+    For such a context, llama.cpp takes the other one of the two sets of RoPE factors that some models have
+    (`llama_model::get_rope_factors`). If the file does not name that first context, llama.cpp compares with the
+    training context (`llama_model::load_hparams`).
     """
     architecture = engine.model.metadata("general.architecture")
     key = f"{architecture}.rope.scaling.original_context_length"
     # Of several overrides of a key, llama.cpp takes the first one.
     overrides = {override.key: override.value for override in reversed(engine.model.options.override_kv)}
     original = overrides.get(key, engine.model.metadata(key))  # `metadata` returns the value of the file
-    return original is not None and engine.context.cells_per_sequence > int(original)
+    n_cells = engine.context.cells_per_sequence
+    if original is None:  # most models have no such factors; workers with any context then share saved state
+        return n_cells > engine.model.n_ctx_train and has_long_rope_factors(path)
+    return n_cells > int(original)
 
 
 def _file_hash(path: Path, cache_dir: Path | None) -> str:
