@@ -121,6 +121,24 @@ def add_rope_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_add_metadata", add_metadata_and_scaling)
 
 
+@pytest.mark.starts_processes  # it loads models
+@pytest.mark.parametrize("types", list(product(("f16", "q8_0"), repeat=2)), ids="-".join)
+def test_quantized_cells_that_llama_cpp_does_not_rotate_have_another_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[str, str]
+) -> None:
+    path = write_model(tmp_path / "model.gguf", replace(PLAIN, head_dim=64))  # llama.cpp rotates multiples of 64
+    cells, found = [], []
+    for is_rotated in (True, False):
+        if not is_rotated:
+            monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
+        engine, fingerprint_ = load(path, cache_type_k=types[0], cache_type_v=types[1])
+        cells.append(compute(engine))
+        found.append(fingerprint_)
+        engine.close()
+    assert (cells[0] == cells[1]) is (found[0] == found[1]) is (types == ("f16", "f16"))
+    assert "ROT" not in found[0], "files of workers without this variable stay valid"
+
+
 @pytest.mark.starts_processes  # it loads a model
 def test_llama_cpp_returns_the_metadata_of_the_file_also_if_they_are_overridden(chat_model: Path) -> None:
     """Therefore `_has_long_context` reads the overrides."""

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 """Increased when the meaning of saved data changes."""
+UNQUANTIZED_TYPES = frozenset({"f32", "f16", "bf16"})
+"""The types of cells whose values are single numbers."""
 MODEL_HASHES = "models"
 """Name of the folder with the known hashes of model files, in the cache folder."""
 
@@ -54,6 +56,8 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         parts["streams"] = engine.context.n_seq_max
     if _has_long_context(path, engine):
         parts["rope_factors"] = "long"
+    if rotation := _unrotated_quants(settings):
+        parts["LLAMA_ATTN_ROT_DISABLE"] = rotation
     return json.dumps(parts, sort_keys=True)
 
 
@@ -66,6 +70,17 @@ def _attention_layout(settings: WorkerSettings) -> str:
     has none, the cells differ from those of `on` by rounding alone.
     """
     return "off" if settings.flash_attn == "off" else "auto"
+
+
+def _unrotated_quants(settings: WorkerSettings) -> str | None:
+    """Return the environment variable with which llama.cpp does not rotate keys and values of a quantized type.
+
+    Without it, llama.cpp rotates them before it stores them (`llama_kv_cache::llama_kv_cache`). None: the variable is
+    not set, or it changes no cells, because neither type is quantized.
+    """
+    if {settings.cache_type_k, settings.cache_type_v} <= UNQUANTIZED_TYPES:
+        return None
+    return os.environ.get("LLAMA_ATTN_ROT_DISABLE")
 
 
 def _has_long_context(path: Path, engine: Engine) -> bool:
