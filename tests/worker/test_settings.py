@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,23 @@ def test_a_file_with_an_unknown_key_or_bad_value_is_refused(tmp_path: Path, text
 def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match="--config: there is no file"):
         load_settings(tmp_path / "nowhere.toml")
+
+
+def test_a_file_that_the_system_cannot_look_up_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="--config: "):
+        load_settings(tmp_path / ("x" * 5000))
+
+
+@pytest.mark.parametrize("name", ["is_file", "open"])
+def test_a_file_that_the_user_may_not_look_up_or_read_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(path: Path, **_: object) -> Any:  # root may read every file
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(InvalidSettings, match=r"--config: .*worker\.toml.* Permission denied"):
+        load_settings(config)
 
 
 def test_a_variable_of_a_client_setting_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

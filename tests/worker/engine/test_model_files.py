@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import MissingExtra, ModelError
-from llamaq.worker.engine.model_files import demo_model_path, resolve_model_file
+from llamaq.worker.engine.model_files import demo_model_path, files_of_model, resolve_model_file
 
 
 class HfHubHTTPError(OSError):
@@ -62,6 +64,27 @@ def test_a_path_is_used_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_path_without_a_file_is_an_error_that_names_the_flag(spec: str) -> None:
     with pytest.raises(ModelError, match="--model: there is no file"):
         resolve_model_file(spec)
+
+
+@pytest.mark.parametrize("spec", ["x" * 5000, "~no-such-user/model.gguf"], ids=["length", "user"])
+def test_a_path_that_the_system_cannot_look_up_is_a_model_error(spec: str) -> None:
+    with pytest.raises(ModelError, match="--model: "):
+        resolve_model_file(spec)
+
+
+def test_a_model_in_a_folder_that_the_user_may_not_enter_is_a_model_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ModelError, match=r"--model-draft: 'private/model\.gguf' cannot be read: .*Permission denied"):
+        resolve_model_file("private/model.gguf", "--model-draft")
+    first = tmp_path / "model-00001-of-00002.gguf"
+    assert files_of_model(first) == [first]
+
+
+def refuse(path: Path) -> bool:
+    """Raise the error of a folder that the user may not enter. Root may enter every folder."""
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 @pytest.mark.parametrize("spec", ["hf:", "hf:owner/file.gguf", "hf:owner/repo/file.bin", "hf:owner/repo/../x y.gguf"])

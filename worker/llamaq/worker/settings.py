@@ -306,8 +306,8 @@ def load_settings(config: Path | None = None, **flags: Any) -> WorkerSettings:
     Raises:
         InvalidSettings: A setting is unknown or not valid, or the file cannot be read.
     """
-    if config is not None and not config.is_file():
-        raise InvalidSettings(f"--config: there is no file {config}")
+    if config is not None:
+        _check_is_file(config)
 
     class Configured(WorkerSettings):
         model_config = SettingsConfigDict(toml_file=config)
@@ -316,7 +316,17 @@ def load_settings(config: Path | None = None, **flags: Any) -> WorkerSettings:
         loaded = Configured(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as exc:
         raise explain_settings(exc) from exc
-    except ValueError as exc:
+    except (OSError, ValueError) as exc:
         raise InvalidSettings(f"--config: {config}: {exc}") from exc
     values = {name: getattr(loaded, name) for name in WorkerSettings.model_fields}
     return WorkerSettings.model_construct(loaded.model_fields_set, **values)
+
+
+def _check_is_file(config: Path) -> None:
+    """Raise `InvalidSettings` if the path has no file, or is in a folder that the user may not enter."""
+    try:
+        if config.is_file():
+            return
+    except OSError as exc:
+        raise InvalidSettings(f"--config: {config} cannot be read: {exc.strerror}") from exc
+    raise InvalidSettings(f"--config: there is no file {config}")

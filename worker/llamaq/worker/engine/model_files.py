@@ -25,15 +25,19 @@ def resolve_model_file(spec: str | None, setting: str = "--model") -> Path:
         setting: The setting that an error names.
 
     Raises:
-        ModelError: The file does not exist or cannot be downloaded.
+        ModelError: The file does not exist, cannot be looked up, or cannot be downloaded.
         MissingExtra: `spec` names a file of the hub, and huggingface_hub is not installed.
     """
     if spec is None:
         return demo_model_path()
     if spec.startswith("hf:"):
         return _download(spec, setting)
-    path = Path(spec).expanduser()
-    if not path.is_file():
+    try:
+        path = Path(spec).expanduser()
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as exc:  # the user may not enter the folder; there is no user of that name
+        raise ModelError(f"{setting}: {spec!r} cannot be read: {exc}") from exc
+    if not is_file:
         raise ModelError(f"{setting}: there is no file {spec!r} (for the Hugging Face hub: hf:OWNER/REPO/FILE.gguf)")
     return path
 
@@ -50,7 +54,15 @@ def names_of_files(first: str) -> list[str]:
 def files_of_model(first: Path) -> list[Path]:
     """Return all files of a model that exist, the given one first. A model may be split into several files."""
     others = (first.with_name(name) for name in names_of_files(first.name)[1:])
-    return [first, *(path for path in others if path.is_file())]
+    return [first, *(path for path in others if _is_file(path))]
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is a file that can be looked up. A link may lead to a folder that the user may not enter."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _download(spec: str, setting: str) -> Path:
