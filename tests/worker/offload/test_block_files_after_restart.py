@@ -13,6 +13,7 @@ from tests.support.disk_blocks import LIMIT_S, Disk, Warnings, pack
 
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.kv_cache.blocks.block import FILE_BYTES
+from llamaq.worker.offload.atomic_files import LOCK
 from llamaq.worker.offload.disk_format import HEADER, fingerprint_key
 
 
@@ -51,6 +52,17 @@ def test_a_read_updates_the_modification_time(tmp_path: Path) -> None:
         os.utime(disk.paths[0], (1000, 1000))
         disk.read([1, 1])
         assert disk.paths[0].stat().st_mtime > 1000
+
+
+def test_the_lock_of_a_folder_has_the_time_when_a_worker_locked_or_left_the_folder(tmp_path: Path) -> None:
+    """Other workers do not erase a folder that was used a short time ago."""
+    for _ in range(2):
+        with Disk(tmp_path) as disk:
+            lock = disk.files.folder / LOCK
+            assert lock.stat().st_mtime > 1000
+            os.utime(lock, (1000, 1000))
+        assert lock.stat().st_mtime > 1000
+        os.utime(lock, (1000, 1000))
 
 
 def test_files_of_another_model_are_not_touched(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.support.disk_blocks import Warnings
 
 from llamaq.worker.offload import old_cache_folders
 from llamaq.worker.offload.atomic_files import LOCK, claim_folder
-from llamaq.worker.offload.old_cache_folders import erase_old_blocks
+from llamaq.worker.offload.old_cache_folders import MAX_RECENT_FOLDERS, RECENT_S, erase_old_blocks
 
 BLOCK = "a" * 64 + ".kv"
 
@@ -23,7 +24,8 @@ def add_folder(cache_dir: Path, name: str, n_bytes: int, used_s: float) -> Path:
     (folder / LOCK).touch()
     (folder / BLOCK).write_bytes(bytes(n_bytes))
     (folder / "notes.txt").write_text("not ours")
-    os.utime(folder / BLOCK, (used_s, used_s))
+    for file in (LOCK, BLOCK):
+        os.utime(folder / file, (used_s, used_s))
     return folder
 
 
@@ -48,10 +50,35 @@ def test_a_folder_that_a_worker_uses_is_not_erased_and_can_be_claimed_afterwards
     assert (folder / BLOCK).exists()
     os.close(lock)
     erase_old_blocks(tmp_path, 0)
+    assert (folder / BLOCK).exists(), "the worker may be about to start again"
+    os.utime(folder / LOCK, (1000.0, 1000.0))
+    erase_old_blocks(tmp_path, 0)
     assert not (folder / BLOCK).exists()
     _, lock = claim_folder(tmp_path, folder.name)
     fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
+
+
+@pytest.mark.parametrize(("n_recent", "n_erased"), [(1, 3), (MAX_RECENT_FOLDERS, 3), (MAX_RECENT_FOLDERS + 2, 5)])
+def test_folders_of_the_last_day_are_erased_last_and_some_of_them_never(
+    tmp_path: Path, n_recent: int, n_erased: int
+) -> None:
+    """Their workers may still load their models."""
+    now_s = time.time()
+    old_s, recent_s = [now_s - RECENT_S - number for number in (3, 2, 1)], [now_s - 60 + n for n in range(n_recent)]
+    folders = [add_folder(tmp_path, f"{number:032x}", 20, used_s) for number, used_s in enumerate(old_s + recent_s)]
+    for number in range(100, 110):  # empty folders do not count
+        (add_folder(tmp_path, f"{number:032x}", 20, now_s) / BLOCK).unlink()
+    erase_old_blocks(tmp_path, 0)
+    assert [(folder / BLOCK).exists() for folder in folders] == [number >= n_erased for number in range(len(folders))]
+
+
+@pytest.mark.parametrize("n_kept", [1, 4])
+def test_folders_of_the_last_day_count_with_the_others(tmp_path: Path, n_kept: int) -> None:
+    times_s = [1000.0, 1001.0, 1002.0, time.time()]
+    folders = [add_folder(tmp_path, f"{number:032x}", 20, used_s) for number, used_s in enumerate(times_s)]
+    erase_old_blocks(tmp_path, 20 * n_kept)
+    assert [(folder / BLOCK).exists() for folder in folders] == [number >= 4 - n_kept for number in range(4)]
 
 
 @pytest.mark.parametrize("has_bad_lock", [True, False])
@@ -93,6 +120,7 @@ def test_the_unfinished_files_of_a_killed_worker_count_and_are_erased(tmp_path: 
     folder = add_folder(tmp_path, "a" * 32, 20, 1000.0)
     unfinished = folder / "tmpabc.tmp"
     unfinished.write_bytes(bytes(80))
+    os.utime(unfinished, (1000.0, 1000.0))
     erase_old_blocks(tmp_path, 100)
     assert unfinished.exists()
     erase_old_blocks(tmp_path, 99)

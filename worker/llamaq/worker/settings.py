@@ -124,7 +124,8 @@ class CacheSettings(BaseModel):
         8192,
         ge=0,
         description="Maximum size of the prefixes of a worker in `cache_dir`, in MiB. Prefixes of other models and "
-        "settings, which no worker uses, take at most the same size. Saved slots do not count.",
+        "settings, which no worker uses, take at most the same size, unless they were used within a day. Saved slots "
+        "do not count.",
     )
     cache_salt: str = Field(
         "", max_length=MAX_SALT_CHARS, description="Workers share files in `cache_dir` only if they have the same salt."

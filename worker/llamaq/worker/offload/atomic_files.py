@@ -6,6 +6,7 @@ import fcntl
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,6 +46,7 @@ def claim_folder(folder: Path, key: str) -> tuple[Path, int]:
         make_private_folder(claimed)
         lock = lock_folder(claimed)
         if lock is not None:
+            mark_used(lock)
             return claimed, lock
     raise OSError(f"{MAX_FOLDERS} other workers use {folder}: name another folder")
 
@@ -67,6 +69,12 @@ def lock_folder(folder: Path) -> int | None:
             return None
         raise
     return lock
+
+
+def mark_used(lock: int) -> None:
+    """Record in the time of the lock's file that its folder is used now."""
+    with suppress(OSError):  # then only the times of its other files say when the folder was used
+        os.utime(lock)
 
 
 def is_locked_folder(folder: Path, lock: int) -> bool:

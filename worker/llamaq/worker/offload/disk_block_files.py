@@ -29,6 +29,7 @@ from llamaq.worker.offload.atomic_files import (
     TEMPORARY,
     claim_folder,
     is_locked_folder,
+    mark_used,
     open_file,
     write_file,
 )
@@ -151,6 +152,7 @@ class DiskBlockFiles:
         self._collect_written()
         if not is_done:
             log.warning("disk_cache.closed_early files=%d bytes=%d", len(self._pending), self.pending_bytes)
+        mark_used(self._lock)
         os.close(self._lock)
 
     def _submit_write(self, write: WriteBlock, *, is_closing: bool) -> None:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaq.worker.offload.atomic_files import TEMPORARY, lock_folder
+from llamaq.worker.offload.atomic_files import LOCK, TEMPORARY, lock_folder
 from llamaq.worker.offload.disk_block_files import FILE_NAME
 
 log = logging.getLogger(__name__)
+
+RECENT_S = 24 * 60 * 60.0
+"""A folder that was used within this number of seconds may be that of a worker that restarts at the moment. A worker
+locks its folder only after its model is loaded, because the name of the folder depends on the loaded model."""
+MAX_RECENT_FOLDERS = 8
+"""Number of recently used folders that are never erased: a machine with 8 devices often has 8 workers. More folders are
+those of settings that were tried during the day."""
 
 _FOLDER_NAME = re.compile(r"[0-9a-f]{32}(\.\d+)?")
 
@@ -26,7 +34,7 @@ class _OldFolder:
     files: tuple[Path, ...]
     n_bytes: int
     used_s: float
-    """When its last block was written or read, as Unix time in seconds."""
+    """When a worker last locked it, left it, or wrote or read a block in it, as Unix time in seconds."""
 
 
 def erase_old_blocks(cache_dir: Path, max_bytes: int) -> None:
@@ -37,12 +45,15 @@ def erase_old_blocks(cache_dir: Path, max_bytes: int) -> None:
 
     Args:
         cache_dir: The cache folder, shared by all models and workers.
-        max_bytes: Upper bound on the size of the blocks that remain in these folders.
+        max_bytes: Upper bound on the size of the blocks that remain in these folders. Up to `MAX_RECENT_FOLDERS`
+            folders that were used within the last `RECENT_S` seconds remain in any case.
     """
     folders = sorted(_old_folders(cache_dir), key=lambda folder: folder.used_s)
     n_bytes = sum(folder.n_bytes for folder in folders)
-    for folder in folders:
-        if n_bytes <= max_bytes:
+    recent_s = time.time() - RECENT_S
+    for index, folder in enumerate(folders):
+        is_kept = folder.used_s > recent_s and len(folders) - index <= MAX_RECENT_FOLDERS
+        if n_bytes <= max_bytes or is_kept:
             return
         with _logged_errors(folder.path), _locked(folder.path) as is_locked:
             if is_locked:
@@ -51,7 +62,7 @@ def erase_old_blocks(cache_dir: Path, max_bytes: int) -> None:
 
 
 def _old_folders(cache_dir: Path) -> list[_OldFolder]:
-    """Return the folders that no worker has locked."""
+    """Return the folders with files that no worker has locked."""
     paths: list[Path] = []
     with _logged_errors(cache_dir), os.scandir(cache_dir) as entries:
         folder_entries = (entry for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -59,8 +70,8 @@ def _old_folders(cache_dir: Path) -> list[_OldFolder]:
     folders: list[_OldFolder] = []
     for path in paths:
         with _logged_errors(path):
-            if _is_unused(path):
-                folders.append(_read(path))
+            if _is_unused(path) and (folder := _read(path)).files:
+                folders.append(folder)
     return folders
 
 
@@ -92,7 +103,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 def _read(path: Path) -> _OldFolder:
     """Return the blocks and the unfinished files of a folder, which is not locked."""
-    files, n_bytes, used_s = [], 0, 0.0
+    files, n_bytes, used_s = [], 0, (path / LOCK).stat().st_mtime
     with os.scandir(path) as entries:
         for entry in entries:
             is_ours = FILE_NAME.fullmatch(entry.name) or entry.name.endswith(TEMPORARY)
