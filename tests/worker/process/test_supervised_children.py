@@ -18,6 +18,7 @@ from tests.support.redis_servers import wait_until
 
 from llamaq.worker.process import supervised_child
 from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S
+from llamaq.worker.process.stop_times import LEAVE_TIMEOUT_S, SAVE_TIMEOUT_S
 from llamaq.worker.process.supervised_child import SupervisedChild
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
@@ -98,6 +99,11 @@ def test_a_child_has_the_automatic_configuration_of_opentelemetry(
         assert path_of_child() == "/site/auto:/own"
         monkeypatch.delenv("PYTHONPATH")
         assert path_of_child() == "/site/auto"
+
+
+def test_a_supervisor_waits_until_its_children_have_left_their_queue_and_saved_their_prefix_caches() -> None:
+    """A shorter wait would end a normal stop with exit code 1."""
+    assert Supervisor.REQUEUE_S >= LEAVE_TIMEOUT_S + SAVE_TIMEOUT_S
 
 
 @contextmanager

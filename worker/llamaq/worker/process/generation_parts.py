@@ -32,6 +32,7 @@ from llamaq.worker.process.engine_options import (
 )
 from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.process.speculation_factory import make_speculation, n_draft_tokens
+from llamaq.worker.process.stop_times import SAVE_TIMEOUT_S
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.scheduling.strategies.batch_strategies import BatchStrategy
 from llamaq.worker.scheduling.strategies.guarded_strategy import GuardedStrategy, TickLimits
@@ -41,8 +42,6 @@ from llamaq.worker.slot_files.slot_operations import SlotOperations
 
 MAX_DRAW_THREADS = 8
 """The largest number that was measured: the tokens of 32 streams take 0.34 ms with 8 threads, and 0.50 with 4."""
-SAVE_TIMEOUT_S = 10.0
-"""Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
 
 
 class GenerationParts:

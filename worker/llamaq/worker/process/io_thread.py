@@ -19,7 +19,8 @@ from llamaq.worker.broker.preparations import N_THREADS
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process.broker_factory import BrokerFactory
-from llamaq.worker.process.queue_session import LEAVE_TIMEOUT_S, QueueSession
+from llamaq.worker.process.queue_session import QueueSession
+from llamaq.worker.process.stop_times import LEAVE_TIMEOUT_S
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -22,12 +22,11 @@ from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process.broker_factory import BrokerFactory, BrokerServices, QueueAccess
 from llamaq.worker.process.lost_errors import LostErrors
 from llamaq.worker.process.redis_server_check import log_dangers, refuse_old_server
+from llamaq.worker.process.stop_times import LEAVE_TIMEOUT_S
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-LEAVE_TIMEOUT_S = 5.0
-"""How long a worker takes at most to leave its queue."""
 REGISTER_TIMEOUT_S = 5.0
 """How long the start of a worker waits for its first heartbeat."""
 CONNECT_EVERY_S = 1.0

@@ -19,6 +19,7 @@ from llamaq.common.errors import LlamaqError
 from llamaq.worker.process.exit_codes import EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S
 from llamaq.worker.process.stop_requests import handle_stop_signals
+from llamaq.worker.process.stop_times import LEAVE_TIMEOUT_S, SAVE_TIMEOUT_S
 from llamaq.worker.process.supervised_child import SupervisedChild
 from llamaq.worker.settings import WorkerSettings
 
@@ -30,8 +31,9 @@ POLL_S = 0.1
 class Supervisor:
     """Runs a worker process for each of the given settings, and restarts processes that die or hang."""
 
-    REQUEUE_S = 5.0
-    """How long the children may take to requeue their jobs after the drain, before the second signal."""
+    REQUEUE_S = LEAVE_TIMEOUT_S + SAVE_TIMEOUT_S
+    """How long the children may take to requeue their jobs and to save their prefix caches after the drain, before the
+    second signal."""
     KILL_AFTER_S = 20.0
     """How long the children may take to end after the second signal. Then all of them are killed."""
     AFTER_DRAIN_S = REQUEUE_S + KILL_AFTER_S + RELEASE_TIMEOUT_S
