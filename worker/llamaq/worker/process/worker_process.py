@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
-from llamaq.common.errors import LlamaqError
+from llamaq.common.errors import LlamaqError, ModelError
 from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.broker.heartbeat_content import describe_worker
@@ -37,6 +37,7 @@ from llamaq.worker.process.free_heap import return_free_heap
 from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.process.job_spans import span_hooks
+from llamaq.worker.process.model_file_versions import ModelFileVersions
 from llamaq.worker.process.model_fingerprint import fingerprint_model
 from llamaq.worker.process.model_parts_interface import ModelParts
 from llamaq.worker.process.own_metrics import bind_metrics_server
@@ -72,7 +73,7 @@ class WorkerProcess:
             token: Part of the worker's id. None: a random token, of a worker without a supervisor.
 
         Raises:
-            ModelError: The model cannot be loaded.
+            ModelError: The model cannot be loaded, or one of its files was replaced meanwhile.
             InvalidSettings: A setting does not fit the model or this machine.
         """
         path = resolve_model_file(settings.model)
@@ -87,6 +88,7 @@ class WorkerProcess:
         chat_template = settings.chat_template_text
         # Before the model is loaded, so that a port in use is reported at once.
         self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.liveness.is_alive)
+        file_versions = ModelFileVersions(path, settings)
         self._vocab_blob = gguf_vocab.extract_vocab(path, chat_template, settings.metadata_overrides)
         with keeping_placement():
             if settings.embeddings:
@@ -94,6 +96,7 @@ class WorkerProcess:
             else:
                 self._parts = GenerationParts(path, settings, strategy, self._worker_id)
         self.card = self._make_card(path, chat_template)
+        self._check_files(file_versions)
         self._shared = SharedState(Telemetry(hooks, self.card.worker, job_hooks=span_hooks(self.card)))
         self._ticks = self._make_tick_loop()
         self._io_thread = self._make_io_thread()
@@ -159,6 +162,15 @@ class WorkerProcess:
             version=version("llamaq"),
             started_ms=int(time.time() * 1000),
         )
+
+    def _check_files(self, file_versions: ModelFileVersions) -> None:
+        """Free the model and raise `ModelError` if one of its files was replaced while it was loaded."""
+        try:
+            file_versions.check()
+        except ModelError:
+            self._parts.close()
+            self._parts.free_model()
+            raise
 
     def _describe_state(self, now_ms: int) -> Worker:
         return describe_worker(self.card, self._ticks, self._shared.telemetry, now_ms)
