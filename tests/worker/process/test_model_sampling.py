@@ -31,6 +31,15 @@ def test_the_settings_of_the_user_then_the_file_then_llamaq_give_the_defaults(
     assert "general.sampling.min_p value='seven'" in caplog.text
 
 
+@pytest.mark.parametrize(("text", "expected", "n_warnings"), [("-1", 0, 0), ("0", 0, 0), ("7", 7, 0), ("-x", 40, 1)])
+def test_a_top_k_below_0_keeps_all_tokens_as_in_llama_cpp(
+    caplog: pytest.LogCaptureFixture, text: str, expected: int, n_warnings: int
+) -> None:
+    defaults = job_defaults_for_model(load_settings(), {"general.sampling.top_k": text}.get)
+    assert defaults.top_k == expected
+    assert caplog.text.count("model.bad_sampling") == n_warnings
+
+
 def test_the_file_can_be_ignored() -> None:
     settings = load_settings(model_sampling=False)
     assert job_defaults_for_model(settings, FILE.get) == settings.job_defaults

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,9 +48,14 @@ def job_defaults_for_model(settings: WorkerSettings, read: Callable[[str], str |
         if text is None:
             continue
         try:
-            found[field] = getattr(JobDefaults.model_validate({field: text}), field)
+            found[field] = getattr(JobDefaults.model_validate({field: _as_ours(field, text)}), field)
         except ValidationError:
             log.warning("model.bad_sampling key=%s%s value=%r: not used, because it is not valid", PREFIX, key, text)
     if found:
         log.info("model.sampling %s", " ".join(f"{name}={value}" for name, value in found.items()))
     return defaults.model_copy(update=found)
+
+
+def _as_ours(field: str, text: str) -> str:
+    """Return the value of our parameter for a text of the file. In llama.cpp, `top_k` below 0 keeps all tokens."""
+    return "0" if field == "top_k" and re.fullmatch(r"-\d+", text) else text
