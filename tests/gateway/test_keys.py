@@ -75,9 +75,7 @@ async def test_only_requests_with_a_valid_key_pass(redis_url: str, queue: str, m
         401,
     ]
     assert missing.json()["error"]["code"] == "invalid_api_key"
-    assert [(each.tenant, each.cache_salt, each.cache_public) for each in requests] == [
-        ("alice", "alice", "system")
-    ] * 2
+    assert [(each.tenant, each.cache_salt, each.cache_public) for each in requests] == [("alice", "alice", 0)] * 2
 
 
 async def test_a_damaged_record_does_not_keep_other_keys_from_being_managed(redis_url: str, queue: str) -> None:
@@ -115,6 +113,32 @@ def test_no_request_can_choose_the_salt_of_another_key() -> None:
     assert [key.job_options({})["cache_salt"] for key in (keys[0], keys[1], keys[-2])] == ["", "x", "alice"]
 
 
+async def test_a_request_cannot_share_more_cells_with_other_keys_than_its_key_allows(
+    redis_url: str, queue: str
+) -> None:
+    bodies = [(CHAT, HELLO), (CHAT, {**HELLO, "cache_public": 100_000}), (CHAT, {**HELLO, "cache_public": 0})]
+    bodies += [("/v1/completions", {"prompt": [1, 2], "cache_public": public}) for public in (100_000, "system")]
+    async with key_store(redis_url, queue) as store, answering(redis_url, queue) as (url, requests):
+        secrets = [
+            await store.add(name="alone"),
+            await store.add(name="unsalted", cache_salt=""),
+            await store.add(name="sharing", share_system_prompt=True),
+        ]
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            statuses = [
+                (await http.post(path, json=body, headers=bearer(secret))).status_code
+                for secret in secrets
+                for path, body in bodies
+            ]
+    assert statuses == [200] * 15
+    assert [each.cache_public for each in requests] == [0] * 10 + ["system", 0, 0, 0, 0]
+
+
+def test_a_key_that_an_older_version_has_stored_shares_nothing() -> None:
+    stored = '{"name":"a","queues":[],"priority":"interactive","max_open":null,"cache_salt":null,"created_ms":0}'
+    assert "cache_public" not in KeyRecord.model_validate_json(stored).job_options(HELLO)
+
+
 async def test_a_key_has_limits_that_all_servers_share(redis_url: str, queue: str) -> None:
     async with (
         key_store(redis_url, queue) as store,
@@ -144,13 +168,15 @@ def test_the_command_adds_lists_and_revokes_keys(
 ) -> None:
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
     monkeypatch.setenv("LLAMAQ_KEY_PREFIX", queue)
-    secret = llamaq("keys", "add", "alice", "--queues", "a, b", "--max-open", "2").strip()
+    secret = llamaq("keys", "add", "alice", "--queues", "a, b", "--max-open", "2", "--share-system-prompt").strip()
     assert secret.startswith("llamaq-alice-")
     assert "there is a key 'alice'" in failing(monkeypatch, capsys, "keys", "add", "alice", code=2)
     assert "name:" in failing(monkeypatch, capsys, "keys", "add", "two words", code=2)
     listed = json.loads(llamaq("keys", "list", "--json"))
     assert (listed["name"], listed["queues"], listed["max_open"]) == ("alice", ["a", "b"], 2)
-    assert secret not in llamaq("keys", "list") + json.dumps(listed)
+    shown = llamaq("keys", "list")
+    assert "share_system_prompt" in shown
+    assert secret not in shown + json.dumps(listed)
     llamaq("keys", "revoke", "alice")
     assert "no key 'alice'" in failing(monkeypatch, capsys, "keys", "revoke", "alice", code=2)
     assert llamaq("keys", "list") == "no keys\n"

@@ -21,6 +21,9 @@ from llamaq.producer import AsyncClient, Priority
 
 T = TypeVar("T")
 
+PERMISSIONS = ("share_system_prompt",)
+"""Fields of a key that allow more than it may do without them."""
+
 _FIELDS = KeyRecord.model_fields
 Name = Annotated[str, typer.Argument(help=_FIELDS["name"].description)]
 
@@ -34,6 +37,9 @@ def add(
     requests_per_minute: Annotated[int | None, typer.Option(help=_FIELDS["requests_per_minute"].description)] = None,
     max_open: Annotated[int | None, typer.Option(help=_FIELDS["max_open"].description)] = None,
     cache_salt: Annotated[str | None, typer.Option(help=_FIELDS["cache_salt"].description)] = None,
+    share_system_prompt: Annotated[
+        bool, typer.Option("--share-system-prompt", help=_FIELDS["share_system_prompt"].description)
+    ] = False,
     file: Annotated[
         Path | None, typer.Option(help="Write the hash of the key to this file, for `llamaq serve --keys-file`.")
     ] = None,
@@ -47,6 +53,7 @@ def add(
         "requests_per_minute": requests_per_minute,
         "max_open": max_open,
         "cache_salt": cache_salt,
+        "share_system_prompt": share_system_prompt,
     }
     if file is None:
         typer.echo(_with_store(redis_url, lambda store: store.add(**fields)))
@@ -70,11 +77,13 @@ def list_keys(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
             record.priority.value,
             str(record.requests_per_minute or "-"),
             str(record.max_open or "-"),
+            ",".join(name for name in PERMISSIONS if getattr(record, name)) or "-",
             datetime.fromtimestamp(record.created_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M"),
         )
         for record in records
     ]
-    show_rows(("NAME", "QUEUES", "PRIORITY", "PER MINUTE", "OPEN", "ADDED (UTC)"), rows, missing="no keys")
+    columns = ("NAME", "QUEUES", "PRIORITY", "PER MINUTE", "OPEN", "PERMISSIONS", "ADDED (UTC)")
+    show_rows(columns, rows, missing="no keys")
 
 
 def revoke(name: Name, redis_url: RedisUrl = None) -> None:

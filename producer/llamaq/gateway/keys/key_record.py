@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
@@ -49,6 +50,11 @@ class KeyRecord(StrictModel):
         description="Only jobs with the same salt share KV cells. If not set: the name of the key. Empty: cells are "
         "shared with all jobs without a salt. The `cache_salt` of a request divides the jobs of a salt further.",
     )
+    share_system_prompt: bool = Field(
+        False,
+        description="Whether chats of the key share the KV cells of their system messages with other keys of which "
+        "this is true. Such keys can find out by guesses which system messages the others use.",
+    )
     created_ms: int = Field(ge=0, description="Time when the key was added, in milliseconds since the epoch.")
 
     def allows(self, queue: str) -> bool:
@@ -60,11 +66,17 @@ class KeyRecord(StrictModel):
         own_salt = self.name if self.cache_salt is None else self.cache_salt
         salt = _joined_salt(own_salt, str(options.get("cache_salt") or ""))
         decided: dict[str, Any] = {"tenant": self.name, "cache_salt": salt}
-        if own_salt and "messages" in options:  # tenants may share the system prompts of their chats
-            decided["cache_public"] = options.get("cache_public", "system")
+        if self._shares_system_prompt(options):
+            decided["cache_public"] = "system"
         if self.priority is Priority.BULK:
             decided["priority"] = Priority.BULK
-        return {**options, **decided}
+        left = {name: value for name, value in options.items() if name != "cache_public"}
+        return {**left, **decided}
+
+    def _shares_system_prompt(self, options: Mapping[str, Any]) -> bool:
+        """Return whether a job shares its system messages with other keys. A request may decide to share nothing."""
+        is_chat = "messages" in options
+        return self.share_system_prompt and is_chat and options.get("cache_public", "system") == "system"
 
 
 def _joined_salt(of_key: str, of_request: str) -> str:
