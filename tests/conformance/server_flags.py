@@ -60,7 +60,8 @@ def read_flags(flags: Sequence[str], folder: Path, models: StandInModels) -> Sta
 
 
 def _disabled_endpoints(given: argparse.Namespace) -> tuple[str, ...]:
-    flags = {"page": given.no_ui, "slots": given.no_slots, "metrics": not given.metrics}
+    has_slots = not given.no_slots or given.slot_save_path  # llama-server saves slots with `--no-slots` too
+    flags = {"page": given.no_ui, "slots": not has_slots, "metrics": not given.metrics}
     return tuple(name for name, is_disabled in flags.items() if is_disabled)
 
 

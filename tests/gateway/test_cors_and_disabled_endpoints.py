@@ -43,7 +43,9 @@ async def test_disabled_endpoints_are_refused() -> None:
         statuses = [(await http.get(path)).status_code for path in ("/", "/metrics", "/slots", "/openapi.json")]
         answer = await http.get("/metrics")
         refused = answer.json()
+        erased = await http.post("/slots/0?action=erase")
     assert statuses == [404, 501, 501, 200]
+    assert (erased.status_code, "without /slots/0" in erased.text) == (501, True)
     assert answer.headers["x-should-retry"] == "false"
     assert refused["error"]["type"] == "not_supported_error"
     assert "disabled_endpoints" in refused["error"]["message"]

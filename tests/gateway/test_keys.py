@@ -134,6 +134,23 @@ async def test_a_request_cannot_share_more_cells_with_other_keys_than_its_key_al
     assert [each.cache_public for each in requests] == [0] * 10 + ["system", 0, 0, 0, 0]
 
 
+async def test_only_a_key_that_may_manage_slots_acts_on_them(redis_url: str, queue: str) -> None:
+    async with (
+        key_store(redis_url, queue) as store,
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        await worker.announce()
+        plain = bearer(await store.add(name="plain"))
+        manager = bearer(await store.add(name="manager", manage_slots=True))
+        actions = [f"/slots/0?action={action}" for action in ("save", "restore", "erase")]
+        refused = [await http.post(path, headers=plain) for path in actions]
+        allowed = await http.post("/slots/0?action=erase", headers=manager)
+    assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [(403, "slots_not_allowed")] * 3
+    assert (allowed.status_code, allowed.json()["error"]["param"]) == (400, "id_slot")  # this worker has no slots
+
+
 def test_a_key_that_an_older_version_has_stored_shares_nothing() -> None:
     stored = '{"name":"a","queues":[],"priority":"interactive","max_open":null,"cache_salt":null,"created_ms":0}'
     assert "cache_public" not in KeyRecord.model_validate_json(stored).job_options(HELLO)
@@ -168,14 +185,15 @@ def test_the_command_adds_lists_and_revokes_keys(
 ) -> None:
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
     monkeypatch.setenv("LLAMAQ_KEY_PREFIX", queue)
-    secret = llamaq("keys", "add", "alice", "--queues", "a, b", "--max-open", "2", "--share-system-prompt").strip()
+    permissions = ("--share-system-prompt", "--manage-slots")
+    secret = llamaq("keys", "add", "alice", "--queues", "a, b", "--max-open", "2", *permissions).strip()
     assert secret.startswith("llamaq-alice-")
     assert "there is a key 'alice'" in failing(monkeypatch, capsys, "keys", "add", "alice", code=2)
     assert "name:" in failing(monkeypatch, capsys, "keys", "add", "two words", code=2)
     listed = json.loads(llamaq("keys", "list", "--json"))
     assert (listed["name"], listed["queues"], listed["max_open"]) == ("alice", ["a", "b"], 2)
     shown = llamaq("keys", "list")
-    assert "share_system_prompt" in shown
+    assert "share_system_prompt,manage_slots" in shown
     assert secret not in shown + json.dumps(listed)
     llamaq("keys", "revoke", "alice")
     assert "no key 'alice'" in failing(monkeypatch, capsys, "keys", "revoke", "alice", code=2)

@@ -105,14 +105,20 @@ async def openapi(_: Request) -> Response:
 
 ROUTES += [Route("/openapi.json", openapi), Route("/", chat_page)]
 DISABLED_PATHS = {"page": "/", "metrics": "/metrics", "props": "/props", "slots": "/slots"}
-"""Maps a name in the setting `disabled_endpoints` to the path of its endpoint."""
+"""Maps a name in the setting `disabled_endpoints` to the path of its endpoint. All paths below it belong to it."""
 
 
 def enabled_routes(routes: Sequence[Route], disabled: Sequence[str]) -> list[Route]:
     """Return the routes of a server. Its disabled endpoints answer 501, as with llama-server, and the page 404."""
-    paths = {DISABLED_PATHS[name] for name in disabled}
-    kept = [route for route in routes if route.path not in paths]
-    return kept + [Route(path, _refuse, methods=["GET", "POST"]) for path in sorted(paths - {"/"})]
+    paths = [DISABLED_PATHS[name] for name in disabled]
+    refused = [route for route in routes if any(_is_at_or_below(route.path, path) for path in paths)]
+    kept = [route for route in routes if route not in refused]
+    answered = dict.fromkeys(route.path for route in refused if route.path != "/")
+    return kept + [Route(path, _refuse, methods=["GET", "POST"]) for path in answered]
+
+
+def _is_at_or_below(route_path: str, path: str) -> bool:
+    return route_path == path or route_path.startswith(f"{path}/")
 
 
 async def _refuse(request: Request) -> Response:

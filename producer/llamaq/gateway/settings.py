@@ -113,7 +113,7 @@ class ServeSettings(ClientSettings):
     disabled_endpoints: Annotated[tuple[Literal["page", "metrics", "props", "slots"], ...], NoDecode] = Field(
         (),
         description="Endpoints that this server does not offer, separated by commas: `page` (the chat page), "
-        "`metrics`, `props` and `slots` (the list of slots, which shows the jobs of all clients).",
+        "`metrics`, `props` and `slots` (the list of slots, which shows the jobs of all clients, and POST `/slots/N`).",
     )
     log_level: LogLevelSetting = "info"
     log_format: LogFormatSetting = LogFormat.TEXT

@@ -21,7 +21,7 @@ from llamaq.producer import AsyncClient, Priority
 
 T = TypeVar("T")
 
-PERMISSIONS = ("share_system_prompt",)
+PERMISSIONS = ("share_system_prompt", "manage_slots")
 """Fields of a key that allow more than it may do without them."""
 
 _FIELDS = KeyRecord.model_fields
@@ -40,6 +40,7 @@ def add(
     share_system_prompt: Annotated[
         bool, typer.Option("--share-system-prompt", help=_FIELDS["share_system_prompt"].description)
     ] = False,
+    manage_slots: Annotated[bool, typer.Option("--manage-slots", help=_FIELDS["manage_slots"].description)] = False,
     file: Annotated[
         Path | None, typer.Option(help="Write the hash of the key to this file, for `llamaq serve --keys-file`.")
     ] = None,
@@ -54,6 +55,7 @@ def add(
         "max_open": max_open,
         "cache_salt": cache_salt,
         "share_system_prompt": share_system_prompt,
+        "manage_slots": manage_slots,
     }
     if file is None:
         typer.echo(_with_store(redis_url, lambda store: store.add(**fields)))

@@ -55,6 +55,11 @@ class KeyRecord(StrictModel):
         description="Whether chats of the key share the KV cells of their system messages with other keys of which "
         "this is true. Such keys can find out by guesses which system messages the others use.",
     )
+    manage_slots: bool = Field(
+        False,
+        description="Whether the key may save, restore and erase the content of slots (POST `/slots/N`). The content "
+        "may be that of another key.",
+    )
     created_ms: int = Field(ge=0, description="Time when the key was added, in milliseconds since the epoch.")
 
     def allows(self, queue: str) -> bool:

@@ -22,7 +22,7 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.query_parameters import read_query_flag
 from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import adapter_objects, props_object, slot_object, tokenizer_object
-from llamaq.gateway.queue_of_request import queue_for
+from llamaq.gateway.queue_of_request import api_key_of, queue_for
 from llamaq.producer import AsyncClient
 
 HEALTH_TIMEOUT_S = 3.0
@@ -52,6 +52,7 @@ async def list_slots(request: Request) -> Response:
 
 async def act_on_slot(request: Request) -> Response:
     """Save, restore or erase the content of a slot, by the query parameter `action`."""
+    _check_may_manage_slots(request)
     client, workers = await _queue_of(request)
     given, slots = request.path_params["slot"], _numbered(workers)
     number = int(given) if given.isdecimal() and len(given) <= MAX_SLOT_DIGITS else len(slots)
@@ -74,6 +75,21 @@ async def act_on_slot(request: Request) -> Response:
         case _:
             raise invalid("action: save, restore or erase is required, as a query parameter", "action")
     return json_response({"id_slot": number, "filename": filename, **counts, "timings": timings})
+
+
+def _check_may_manage_slots(request: Request) -> None:
+    """Refuse a request whose API key may not act on slots. A slot may have the content of any key.
+
+    Raises:
+        RequestRefused: The key does not allow it: 403.
+    """
+    key = api_key_of(request)
+    if key is not None and not key.manage_slots:
+        raise RequestRefused(
+            HTTPStatus.FORBIDDEN,
+            f"the API key {key.name!r} may not manage slots: only a key of `llamaq keys add --manage-slots` may",
+            code="slots_not_allowed",
+        )
 
 
 async def props(request: Request) -> Response:
