@@ -46,6 +46,58 @@ async def test_a_repeated_request_with_an_idempotency_key_gets_the_same_batch(re
     assert conflict.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize("how", ["repeated", "retrieved", "cancelled"])
+async def test_a_batch_whose_server_was_killed_while_it_stored_the_batch_is_run(
+    redis_url: str, queue: str, how: str
+) -> None:
+    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    headers = {"Idempotency-Key": queue}
+    async with (
+        answering(redis_url, queue, queue),
+        serving_http(redis_url, queue, key_prefix=queue, max_batches=0) as idle,
+        httpx.AsyncClient(base_url=idle, timeout=60) as http,
+    ):
+        file_id = (await upload(http, jsonl(line("a", "x")))).json()["id"]
+        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        begun = (await http.post("/v1/batches", json=body, headers=headers)).json()
+        assert await redis.zrem(keys.http_open_batches(), begun["id"]) == 1
+        place = f"/v1/batches/{begun['id']}"
+        if how == "retrieved":
+            await http.get(place)
+        else:
+            path = "/v1/batches" if how == "repeated" else f"{place}/cancel"
+            await http.post(path, json=body, headers=headers)
+        assert await BatchStore(redis, keys).due(1) == [begun["id"]]
+        async with serving_http(redis_url, queue, key_prefix=queue):
+            ended = await end_of(http, begun)
+    assert ended["status"] == ("cancelled" if how == "cancelled" else "completed")
+    await redis.aclose()
+
+
+async def test_a_batch_that_has_ended_is_forgotten_if_it_is_cancelled_at_this_moment(
+    redis_url: str, queue: str
+) -> None:
+    redis = connect(redis_url, name="test")
+    store = BatchStore(redis, Keys(queue))
+    body = {"input_file_id": "file-x", "endpoint": CHAT}
+    request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
+    running = await store.create(request)
+    await store.claim(request.id, "one", 30)
+    await store.advance(request, "one", BatchStatus.COMPLETED)
+    await store.close(request.id)
+    await store.cancel(request.id)
+    assert await store.reopen(running) is False
+    assert await store.due(1) == [request.id]
+    assert (await store.claim(request.id, "two", 30)).code == "ended"
+    assert await store.due(1) == []
+    ended = await store.read(request.id)
+    assert ended is not None
+    assert ended.status is BatchStatus.COMPLETED
+    assert await store.reopen(ended) is False
+    assert await store.due(1) == []
+    await redis.aclose()
+
+
 @pytest.mark.parametrize(
     ("metadata", "is_valid"),
     [

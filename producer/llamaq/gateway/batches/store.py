@@ -72,8 +72,22 @@ class BatchStore:
             pipe.expire(mine, 3 * KEPT_S)  # longer than any batch is stored
             replies: Any = await pipe.execute()
         # After the pipeline, because a server that finds no batch under the id forgets the id.
-        await self.redis.zadd(self.keys.http_open_batches(), {request.id: request.created_ms}, nx=True)
+        await self._open(request)
         return _batch_of(request.id, replies[2])
+
+    async def reopen(self, batch: Batch) -> bool:
+        """Let a server run a batch that no server knows of, because a server was killed within `create`.
+
+        Returns:
+            Whether no server knew of the batch. A batch that has ended stays as it is. If it ends at this moment, the
+            next `claim` forgets it.
+        """
+        return not batch.status.has_ended and await self._open(batch.request)
+
+    async def _open(self, request: BatchRequest) -> bool:
+        """Remember that a batch has to be run. Return False if this is known: the batch keeps its place."""
+        added = await self.redis.zadd(self.keys.http_open_batches(), {request.id: request.created_ms}, nx=True)
+        return bool(added)
 
     async def read(self, batch_id: str) -> Batch | None:
         """Return a batch. None: there is none.
@@ -130,10 +144,10 @@ class BatchStore:
     async def cancel(self, batch_id: str) -> None:
         """Let the runner of a batch cancel it. A batch that has ended stays as it is.
 
-        A batch without a runner is due before others that wait.
+        A batch without a runner is due before others that wait. The next `claim` forgets a batch that has ended.
         """
         await self._scripts["cancel"](keys=[self.keys.http_batch(batch_id)], args=[int(time.time())])
-        await self.redis.zadd(self.keys.http_open_batches(), {batch_id: 0}, xx=True)
+        await self.redis.zadd(self.keys.http_open_batches(), {batch_id: 0})
 
     async def due(self, count: int) -> Sequence[str]:
         """Return batches that no server runs. The batch that has waited longest is first. What another client of Redis

@@ -31,7 +31,8 @@ async def create(request: Request) -> Response:
     own_key = idempotency_key_of(request)
     asked = read_batch_request(body, context.settings, key, is_revocable=is_revocable, idempotency_key=own_key)
     if own_key is not None and (earlier := await context.batches.store.read(asked.id)) is not None:
-        return json_response(batch_object(_same(earlier, asked)))
+        await _reopen(request, _same(earlier, asked))
+        return json_response(batch_object(earlier))
     files = files_of(request)
     record = await files.find(asked.input_file_id, param="input_file_id")
     if record.purpose != UPLOAD_PURPOSE:
@@ -60,7 +61,9 @@ def _same(batch: Batch, asked: BatchRequest) -> Batch:
 
 async def retrieve(request: Request) -> Response:
     """Return a batch as it is now."""
-    return json_response(batch_object(await _find(request)))
+    batch = await _find(request)
+    await _reopen(request, batch)
+    return json_response(batch_object(batch))
 
 
 async def list_batches(request: Request) -> Response:
@@ -79,6 +82,12 @@ async def cancel(request: Request) -> Response:
         raise invalid(f"the batch is {batch.status}: it cannot be cancelled any more")
     await context_of(request).batches.store.cancel(batch.request.id)
     return json_response(batch_object(await _find(request)))
+
+
+async def _reopen(request: Request, batch: Batch) -> None:
+    """Let a server run a batch that no server knows of: the server that began it was killed too early."""
+    if await context_of(request).batches.store.reopen(batch):
+        context_of(request).batches.wake()
 
 
 async def _find(request: Request) -> Batch:
