@@ -74,6 +74,20 @@ async def test_a_batch_whose_server_was_killed_while_it_stored_the_batch_is_run(
     await redis.aclose()
 
 
+async def test_a_batch_is_due_at_once_if_the_clock_of_its_server_is_ahead_of_redis(redis_url: str, queue: str) -> None:
+    redis = connect(redis_url, name="test")
+    store = BatchStore(redis, Keys(queue))
+    body = {"input_file_id": "file-x", "endpoint": CHAT}
+    request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
+    ahead = request.model_copy(update={"created_ms": request.created_ms + 3_600_000})
+    batch = await store.create(ahead)
+    assert await store.due(1) == [ahead.id]
+    await store.close(ahead.id)
+    assert await store.reopen(batch) is True
+    assert await store.due(1) == [ahead.id]
+    await redis.aclose()
+
+
 async def test_a_batch_that_has_ended_is_forgotten_if_it_is_cancelled_at_this_moment(
     redis_url: str, queue: str
 ) -> None:

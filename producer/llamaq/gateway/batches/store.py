@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.errors import InvalidRequest, LlamaqError, ProtocolError
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, batch_object, missing_batch
 from llamaq.gateway.http.query_parameters import Page
@@ -85,9 +86,12 @@ class BatchStore:
         return not batch.status.has_ended and await self._open(batch.request)
 
     async def _open(self, request: BatchRequest) -> bool:
-        """Remember that a batch has to be run. Return False if this is known: the batch keeps its place."""
-        added = await self.redis.zadd(self.keys.http_open_batches(), {request.id: request.created_ms}, nx=True)
-        return bool(added)
+        """Remember that a batch has to be run. Return False if this is known: the batch keeps its place.
+
+        The batch is due at once, also if the clock of the server that created it is ahead of the clock of Redis.
+        """
+        since_ms = min(request.created_ms, await server_time_ms(self.redis))
+        return bool(await self.redis.zadd(self.keys.http_open_batches(), {request.id: since_ms}, nx=True))
 
     async def read(self, batch_id: str) -> Batch | None:
         """Return a batch. None: there is none.
@@ -153,8 +157,7 @@ class BatchStore:
         """Return batches that no server runs. The batch that has waited longest is first. What another client of Redis
         has written instead of an id is removed.
         """
-        seconds, micros = await self.redis.time()
-        now_ms = seconds * 1000 + micros // 1000
+        now_ms = await server_time_ms(self.redis)
         members: Any = await self.redis.zrangebyscore(self.keys.http_open_batches(), "-inf", now_ms, 0, count)
         found = []
         for member in members:
@@ -190,8 +193,7 @@ class BatchStore:
 
     async def postpone(self, batch_id: str, delay_s: float) -> None:
         """Prevent for some time that servers examine a batch."""
-        seconds, _ = await self.redis.time()
-        due_ms = int((seconds + delay_s) * 1000)
+        due_ms = await server_time_ms(self.redis) + int(delay_s * 1000)
         await self.redis.zadd(self.keys.http_open_batches(), {batch_id: due_ms}, xx=True)
 
     async def close(self, batch_id: str) -> None:
