@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from contextlib import AsyncExitStack
 
 import httpx
@@ -20,6 +21,7 @@ from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.responses.item_references import with_referenced_items
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseStore
 from llamaq.gateway.routes import responses
+from llamaq.gateway.settings import serve_settings
 from llamaq.producer import FinishReason
 from llamaq.producer.testing import FakeAttempt
 
@@ -249,6 +251,20 @@ async def test_the_conversation_of_a_response_expires_soon_after_its_answer(
         result_s, record_s = [await client.redis.ttl(key) for key in (client.keys.of_job(job_id).job, record)]
     assert early_s > result_s + 24 * 3600
     assert result_s < record_s < result_s + 120
+
+
+@pytest.mark.parametrize("delay", [{"delay_s": 1e7}, {"run_at": 1e11}, {"run_at": 5}])
+async def test_the_conversation_of_a_delayed_response_expires_a_week_after_the_job_is_due(
+    redis_url: str, queue: str, delay: dict[str, float]
+) -> None:
+    due_s = delay.get("delay_s", 0.0) or max(0.0, delay["run_at"] - time.time())
+    body = {"input": "hi", "background": True, **delay}
+    async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
+        job_id = (await http.post(RESPONSES, json=body)).json()["id"].removeprefix(ID_PREFIX)
+        record_s = await client.redis.ttl(client.keys.http_response(job_id))
+        await client.job(job_id).cancel()
+    stored_s = serve_settings().response_ttl_s + 7 * 24 * 3600
+    assert due_s + stored_s - 120 < record_s < due_s + stored_s + 120
 
 
 async def test_a_deleted_response_is_not_in_redis_and_a_repeated_request_gets_a_new_one(

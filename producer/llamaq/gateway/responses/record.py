@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +14,7 @@ from redis.exceptions import RedisError
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
@@ -22,8 +25,8 @@ from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 ID_PREFIX = "resp_"
 LONGEST_JOB_S = 7 * 24 * 3600
 """How much longer than a result a record is stored, unless a server sees the end of the job. A record expires a fixed
-time after the submit, but a result expires a fixed time after the end of its job. A job may therefore wait and run for
-at most this time."""
+time after its job is due, but a result expires a fixed time after the end of its job. A job may therefore wait and run
+for at most this time."""
 SPARE_S = 60
 """How much longer than the result of its job a record is stored after a server has seen the end of the job."""
 EXPIRE_TIMEOUT_S = 1.0
@@ -90,12 +93,18 @@ class ResponseStore:
         self._keys = keys
         self._ttl_s = int(ttl_s) + LONGEST_JOB_S
 
-    async def save(self, job_id: str, encoded: str) -> None:
+    async def save(self, job_id: str, encoded: str, request: JobRequest) -> None:
         """Store a record of `encode`, unless the response has one: Idempotency-Key has found an earlier response.
 
         The client may have disconnected before the earlier one was stored.
+
+        Args:
+            job_id: The job of the response.
+            encoded: The record.
+            request: The request of the job. Its delay is part of the time for which the record is stored.
         """
-        await self._redis.set(self._keys.http_response(job_id), encoded, ex=self._ttl_s, nx=True)
+        ttl_s = self._ttl_s + _delay_s_of(request)
+        await self._redis.set(self._keys.http_response(job_id), encoded, ex=ttl_s, nx=True)
 
     async def read(self, response_id: str, owner: str | None) -> tuple[str, ResponseRecord]:
         """Return the job id and the record of a response.
@@ -137,6 +146,11 @@ class ResponseStore:
         if record.idempotency_key is not None:
             removed.append(self._keys.idempotency(parsed.queue, parsed.partition, record.idempotency_key))
         await self._redis.unlink(*removed)
+
+
+def _delay_s_of(request: JobRequest) -> int:
+    """Return in how many seconds a job is due: at most 10^11, which Redis accepts as an expiry."""
+    return math.ceil(max(0.0, request.delay_s or 0.0, (request.run_at or 0.0) - time.time()))
 
 
 def missing(response_id: str) -> RequestRefused:

@@ -73,7 +73,7 @@ async def _answer(
     try:
         job = generation.streams[0].job
         if body.is_stored:
-            await store.save(job.id, encoded)
+            await store.save(job.id, encoded, generation.requests[0])
         if body.is_streamed:
             # A client of a background response wants its id at once.
             wait_s = 0.0 if body.is_background else FIRST_PING_S
