@@ -22,6 +22,7 @@ from llamaq.gateway.http.cors import Cors, cors_options
 from llamaq.gateway.http.errors import RequestRefused, respond_to_error
 from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.open_requests import Defects, OpenRequests
+from llamaq.gateway.http.origin_check import OriginCheck
 from llamaq.gateway.http.request_ids import RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.http.trailing_slashes import TrailingSlashes
@@ -171,6 +172,7 @@ def _middleware(settings: ServeSettings, open_requests: OpenRequests) -> list[Mi
         Middleware(RequestIds),
         *([cors] if settings.cors_origins else []),
         Middleware(Defects),
+        Middleware(OriginCheck, cors_origins=settings.cors_origins),
         *([Middleware(KeyCheck)] if settings.require_key else []),
         Middleware(
             RequestLifetime,

@@ -108,7 +108,8 @@ class ServeSettings(ClientSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Origins whose web pages may call this server, separated by commas, such as "
-        "`https://chat.example.org`. `localhost`: all pages on this machine, at any port. `*`: all.",
+        "`https://chat.example.org`. `localhost`: all pages on this machine, at any port. `*`: all. Requests of other "
+        "pages, except GET, get the status 403.",
     )
     disabled_endpoints: Annotated[tuple[Literal["page", "metrics", "props", "slots"], ...], NoDecode] = Field(
         (),
