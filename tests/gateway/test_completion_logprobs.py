@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, TokenLogprobs
 from llamaq.gateway.completions.choice_stream import ChoiceStream
+from llamaq.gateway.completions.logprobs import logprobs_object
 from llamaq.gateway.completions.stream_chunks import StreamChunks
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.prepared.completion import PreparedCompletion
@@ -70,6 +71,13 @@ async def test_each_token_of_a_stream_has_the_offset_of_its_text_although_text_i
     answer = await asked.answer([result_of(tuple(TOKENS), scores)])
     assert offsets == [2, 3, 3, 5, 6]
     assert answer["choices"][0]["logprobs"]["text_offset"] == offsets
+
+
+def test_the_best_of_the_alternatives_with_one_text_is_kept() -> None:
+    scores = TokenLogprobs(-0.25, ((1, -0.25), (2, -1.5), (3, -2.0), (4, -3.0)))
+    pieces = {1: b"a", 2: b"\xc3", 3: b"\xe2", 4: b"b"}  # the beginnings of two characters have no text of their own
+    found = logprobs_object(Endpoint.COMPLETIONS, [1], [scores], pieces)
+    assert found["top_logprobs"] == [{"a": -0.25, "\N{REPLACEMENT CHARACTER}": -1.5, "b": -3.0}]
 
 
 def result_of(tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None = None) -> Result:

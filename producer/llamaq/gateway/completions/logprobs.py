@@ -43,7 +43,7 @@ def logprobs_object(
     return {
         "tokens": [_text(token, pieces) for token in tokens],
         "token_logprobs": [_number(each.logprob) for each in logprobs],
-        "top_logprobs": [{_text(token, pieces): _number(value) for token, value in each.top} for each in logprobs],
+        "top_logprobs": [_best_of_each_text(each, pieces) for each in logprobs],
         "text_offset": [starts.next_start(pieces[token]) for token in tokens],
     }
 
@@ -52,6 +52,14 @@ def token_object(token: int, logprobs: TokenLogprobs, pieces: Pieces) -> dict[st
     """Return the entry of a generated token with its alternatives."""
     top = [_alternative(each, value, pieces) for each, value in logprobs.top]
     return _alternative(token, logprobs.logprob, pieces) | {"top_logprobs": top}
+
+
+def _best_of_each_text(logprobs: TokenLogprobs, pieces: Pieces) -> dict[str, float]:
+    """Return the alternatives by their texts: of those with one text, such as parts of a character, the best."""
+    best: dict[str, float] = {}
+    for token, value in logprobs.top:  # the best comes first
+        best.setdefault(_text(token, pieces), _number(value))
+    return best
 
 
 def _alternative(token: int, logprob: float, pieces: Pieces) -> dict[str, Any]:
