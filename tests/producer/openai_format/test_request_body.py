@@ -72,10 +72,15 @@ def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
         ({"priority": 5}, {"priority": "bulk"}),
         ({"priority": -5}, {}),
         ({"top_p": 0, "stop": []}, {"top_p": 1e-9}),
+        ({"typical_p": 0}, {"typical_p": 1e-9}),
+        ({"typ_p": 0.0}, {"typ_p": 1e-9}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"stop": ""}, {}),
         ({"t_max_predict_ms": 1500}, {"generation_timeout_s": 1.5}),
         ({"t_max_predict_ms": -1}, {}),
+        ({"seed": 2**32 - 1}, {}),
+        ({"seed": 2.0**32 - 1}, {}),
+        ({"seed": 2**32}, {"seed": 2**32}),
         ({"seed": -2}, {"seed": 2**63 - 2}),
         ({"seed": -(2**63)}, {"seed": 0}),
         ({"response_format": {}}, {}),
@@ -98,7 +103,10 @@ def test_fields_become_job_options(fields: dict[str, Any], options: dict[str, An
         ({"max_completion_tokens": True}, "max_completion_tokens"),
         ({"n_predict": True}, "max_tokens"),
         ({"temp": False}, "temperature"),
-        *(({name: False}, name) for name in ("top_p", "top_k", "min_tokens", "seed", "repeat_penalty", "dry_base")),
+        *(
+            ({name: False}, name)
+            for name in ("top_p", "typical_p", "top_k", "min_tokens", "seed", "repeat_penalty", "dry_base")
+        ),
         ({"t_max_predict_ms": True}, "t_max_predict_ms"),
         ({"t_max_predict_ms": "1000"}, "t_max_predict_ms"),
         ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),

@@ -206,13 +206,15 @@ def check_length(body: Mapping[str, Any], name: str) -> None:
 
 def _translate_values(options: dict[str, Any]) -> None:
     """Replace values that other servers accept by values with the same meaning here."""
-    top_p = options.get("top_p")
-    if top_p == 0 and top_p is not False:  # OpenAI's API allows 0. Ours keeps the smallest set that reaches `top_p`.
-        options["top_p"] = 1e-9
+    for name in ("top_p", "typical_p", "typ_p"):
+        if options.get(name) == 0 and options[name] is not False:  # OpenAI's API allows 0: the smallest set is kept
+            options[name] = 1e-9
     if _is_below(options.get("top_k"), 0):  # vLLM and llama-server: all tokens
         options["top_k"] = 0
     seed = options.get("seed")
-    if type(seed) is int and seed < -1:  # OpenAI's API has seeds of 64 bits with a sign
+    if seed == 2**32 - 1:  # llama-server: a random seed
+        del options["seed"]
+    elif type(seed) is int and seed < -1:  # OpenAI's API has seeds of 64 bits with a sign
         options["seed"] = seed & MAX_SEED
     if isinstance(options.get("mirostat"), bool):  # promptfoo's options for llama-server have a switch
         options["mirostat"] = int(options["mirostat"])
