@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 from tests.support.api_keys import bearer, key_store
 from tests.support.command_line import failing, llamaq
 from tests.support.http_server import post_of, sending, serving_http
+from tests.support.shifted_clock import with_clock
 from tests.support.worker_cards import announce_card
 
 from llamaq.common.errors import InvalidSettings
@@ -178,6 +180,26 @@ async def test_a_key_has_limits_that_all_servers_share(redis_url: str, queue: st
             while (await http.get(f"{second}/v1/models", headers=narrow)).status_code == 429:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await attempt.finish()
+
+
+async def test_a_key_is_not_refused_for_longer_after_the_clock_of_redis_was_set_back(
+    redis_url: str, queue: str
+) -> None:
+    async with key_store(redis_url, queue) as store:
+        rated, narrow = (
+            KeyRecord(name=name, created_ms=0, **limit)
+            for name, limit in (("rated", {"requests_per_minute": 2}), ("narrow", {"max_open": 1}))
+        )
+        before = copy.copy(store)
+        before._admit = with_clock(store._admit, 3600)
+        assert [await before.admit(rated, request_id) > 0 for request_id in "abc"] == [False, False, True]
+        assert [await before.admit(narrow, request_id) > 0 for request_id in "ab"] == [False, True]
+        assert [await store.admit(rated, request_id) > 0 for request_id in "def"] == [False, False, True]
+        assert await store.admit(rated, "e") == 0, "an open request is not counted again"
+        assert await store.admit(narrow, "c") > 0, "the open request has the usual time for its renewal"
+        later = copy.copy(store)
+        later._admit = with_clock(store._admit, 61)
+        assert await later.admit(narrow, "c") == 0, "the server of the open request was killed"
 
 
 def test_the_command_adds_lists_and_revokes_keys(

@@ -10,7 +10,8 @@
 -- Returns 0 if the request was counted, else the ms after which the client may try again.
 --
 -- The rate is limited by the generic cell rate algorithm: each request moves the time of KEYS[1] on by the interval
--- between two evenly spaced requests, and this time may be at most a minute ahead.
+-- between two evenly spaced requests, and this time may be at most a minute ahead. A time that is further ahead than this
+-- script stores was stored before the clock was set back. It is corrected, so that the key is not refused until then.
 local MINUTE_MS = 60000
 local RETRY_MS = 1000
 
@@ -19,19 +20,24 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local rate, most = tonumber(ARGV[2]), tonumber(ARGV[3])
 
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+local latest = now + tonumber(ARGV[4])
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. latest, '+inf')) do
+  redis.call('ZADD', KEYS[2], latest, id)
+end
 local is_open = redis.call('ZSCORE', KEYS[2], ARGV[1])
 if not is_open then
   if most > 0 and redis.call('ZCARD', KEYS[2]) >= most then
     return RETRY_MS
   end
   if rate > 0 then
-    local due = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), now) + MINUTE_MS / rate
+    local stored = tonumber(redis.call('GET', KEYS[1]) or '0')
+    local due = (stored > now + MINUTE_MS and now or math.max(stored, now)) + MINUTE_MS / rate
     if due - now > MINUTE_MS then
       return math.ceil(due - now - MINUTE_MS)
     end
     redis.call('SET', KEYS[1], string.format('%.3f', due), 'PX', MINUTE_MS)
   end
 end
-redis.call('ZADD', KEYS[2], now + tonumber(ARGV[4]), ARGV[1])
+redis.call('ZADD', KEYS[2], latest, ARGV[1])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return 0
