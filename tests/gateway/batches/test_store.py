@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from tests.support.batches import CHAT, answering, end_of, jsonl, line, upload
 from tests.support.http_server import serving_http
+from tests.support.shifted_clock import with_clock
 
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
@@ -143,7 +146,7 @@ async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_no
     await store.create(request)
     assert (await store.claim(request.id, "one", 30)).code == "mine"
     assert (await store.claim(request.id, "two", 30)).code == "held"
-    assert await store.due(1) == []
+    assert await store.due(1, 30) == []
 
     async def write(runner: str) -> None:
         blocks = await compress(b"x\n")
@@ -161,4 +164,48 @@ async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_no
     batch = await store.read(request.id)
     assert batch is not None
     assert (batch.number("completed"), batch.status) == (1, "validating")
+    await redis.aclose()
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+async def test_a_lease_ends_in_time_although_the_clock_of_redis_was_set_back(
+    redis_url: str, queue: str, *, is_alive: bool
+) -> None:
+    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    store = BatchStore(redis, keys)
+
+    def at(ahead_s: int) -> BatchStore:
+        """Return the store as it was when the clock was ahead."""
+        shifted = copy.copy(store)
+        shifted._scripts = {**store._scripts, "claim": with_clock(store._scripts["claim"], ahead_s)}
+        return shifted
+
+    request = request_body.read_batch_request(
+        {"input_file_id": "file-x", "endpoint": CHAT}, serve_settings(), None, is_revocable=False
+    )
+    await store.create(request)
+    assert (await at(600).claim(request.id, "one", 60)).code == "mine"
+    assert await store.due(1, 15) == [request.id], "due only in ten minutes, by a clock that was set back"
+    held = await store.claim(request.id, "two", 15)
+    assert held.code == "held", "its runner has the length of a lease to renew it"
+    seconds, _ = await redis.time()
+    assert held.until_ms <= (seconds + 61) * 1000
+    if is_alive:
+        assert (await store.claim(request.id, "one", 60)).code == "mine"
+        assert (await at(59).claim(request.id, "two", 15)).code == "held"
+    else:
+        assert (await at(61).claim(request.id, "two", 15)).code == "mine"
+    await redis.aclose()
+
+
+async def test_a_server_leaves_a_lease_that_is_longer_than_its_own(redis_url: str, queue: str) -> None:
+    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    store = BatchStore(redis, keys)
+    request = request_body.read_batch_request(
+        {"input_file_id": "file-x", "endpoint": CHAT}, serve_settings(), None, is_revocable=False
+    )
+    await store.create(request)
+    first = await store.claim(request.id, "one", 3600)
+    assert await store.due(1, 15) == [request.id]
+    assert await store.claim(request.id, "two", 15) == replace(first, code="held")
     await redis.aclose()

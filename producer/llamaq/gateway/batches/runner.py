@@ -83,7 +83,7 @@ class BatchRunner:
     async def _start_due(self) -> None:
         if not self._settings.max_batches:
             return
-        for batch_id in await self.store.due(LOOK_AT):
+        for batch_id in await self.store.due(LOOK_AT, max(self._settings.batch_lease_s, RETRY_S)):
             is_full = len(self._running) >= self._settings.max_batches
             if batch_id in self._running or (is_full and await self._may_submit(batch_id)):
                 continue

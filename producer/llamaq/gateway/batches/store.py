@@ -153,14 +153,23 @@ class BatchStore:
         await self._scripts["cancel"](keys=[self.keys.http_batch(batch_id)], args=[int(time.time())])
         await self.redis.zadd(self.keys.http_open_batches(), {batch_id: 0})
 
-    async def due(self, count: int) -> Sequence[str]:
-        """Return batches that no server runs. The batch that has waited longest is first. What another client of Redis
-        has written instead of an id is removed.
+    async def due(self, count: int, longest_s: float) -> Sequence[str]:
+        """Return batches that a server may claim. The batch that has waited longest is first.
+
+        The last ones are due only after more than twice `longest_s`. Their time may have been stored before the clock
+        of Redis was set back. `claim` tells whether another server runs them. What another client of Redis has
+        written instead of an id is removed.
+
+        Args:
+            count: Number of batches at most, of each kind.
+            longest_s: Seconds for which this server claims or postpones a batch at most.
         """
         now_ms = await server_time_ms(self.redis)
-        members: Any = await self.redis.zrangebyscore(self.keys.http_open_batches(), "-inf", now_ms, 0, count)
+        key, latest_ms = self.keys.http_open_batches(), now_ms + int(2000 * longest_s)
+        members: Any = await self.redis.zrangebyscore(key, "-inf", now_ms, 0, count)
+        later: Any = await self.redis.zrangebyscore(key, f"({latest_ms}", "+inf", 0, count)
         found = []
-        for member in members:
+        for member in members + later:
             try:
                 self.keys.http_batch(batch_id := member.decode(errors="replace"))
             except InvalidRequest:
