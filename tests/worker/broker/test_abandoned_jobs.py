@@ -100,6 +100,25 @@ async def test_a_job_is_checked_once_in_a_second_by_all_workers_together(redis_u
         assert next_ms == (await alone_ms(client, job) or 0) + 1000
 
 
+@pytest.mark.parametrize("n_jobs", [1, MAX_CHECKS + 1])
+async def test_checks_do_not_wait_until_a_clock_that_was_set_back_shows_the_old_time_again(
+    redis_url: str, queue: str, n_jobs: int
+) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        jobs = [await client.submit("hi", cancel_on_disconnect=True) for _ in range(n_jobs)]
+        old_ms = await server_time_ms(client.redis) + 3_600_000
+        await client.redis.zadd(client.keys.watched(client.queue, 0), {job.id: old_ms for job in jobs})
+        await client.redis.hset(client.keys.of_job(jobs[0].id).job, "alone_ms", str(old_ms))
+        assert await checks_of(client).check(0) == min(n_jobs, MAX_CHECKS)
+        assert await checks_of(client).check(0) == n_jobs - min(n_jobs, MAX_CHECKS)
+        now_ms = await server_time_ms(client.redis)
+        since_ms = await alone_ms(client, jobs[0])
+        assert since_ms is not None
+        assert now_ms - 10_000 < since_ms <= now_ms, "the time without a subscriber begins again"
+        await check(client, jobs[0], alone_s=DISCONNECT_S)
+        assert (await jobs[0].status()).finish_reason is FinishReason.CANCELLED
+
+
 async def test_a_subscriber_that_comes_back_keeps_the_job(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hi", cancel_on_disconnect=True)

@@ -3,7 +3,8 @@
 --
 -- All workers of a queue call this script. The first check of a job without a subscriber begins the time without
 -- subscribers. A check that is late begins this time again: Redis or all workers were away meanwhile, and the
--- subscribers may not have come back yet.
+-- subscribers may not have come back yet. So does a check that was planned before the clock was set back: its time is
+-- further ahead than this script plans a check.
 --
 -- The keys of the jobs are not in KEYS: they follow from the ids. All of them have the hash tag of the partition.
 --
@@ -37,7 +38,8 @@ local function check(id, due_ms)
     end
     return READ_CHECK_MS
   end
-  local alone_since_ms = now - due_ms <= max_late_ms and whole_number(alone_ms)
+  local is_in_time = due_ms <= now and now - due_ms <= max_late_ms
+  local alone_since_ms = is_in_time and whole_number(alone_ms)
   if not alone_since_ms then
     redis.call('HSET', job, 'alone_ms', now)
   elseif now - alone_since_ms >= disconnect_ms then
@@ -48,6 +50,11 @@ local function check(id, due_ms)
 end
 
 local due = redis.call('ZRANGEBYSCORE', watched, '-inf', now, 'WITHSCORES', 'LIMIT', 0, count)
+local latest = now + 2 * READ_CHECK_MS
+local n_left = count - #due / 2
+for _, value in ipairs(redis.call('ZRANGEBYSCORE', watched, '(' .. latest, '+inf', 'WITHSCORES', 'LIMIT', 0, n_left)) do
+  due[#due + 1] = value
+end
 if #due > 0 then
   allow_writes_when_full(watched) -- jobs that end free memory
 end
