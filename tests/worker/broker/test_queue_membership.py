@@ -28,6 +28,8 @@ from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.upkeep_scripts import UpkeepScripts
 from llamaq.worker.broker.worker_queue import WorkerQueue
 
+EXPIRED_IDLE_MS = 10**11
+"""The idle time of an entry whose lease has expired (_lib.lua)."""
 CONFIG = QueueConfig(partitions=2, max_queue=7, lease_ms=10_000, model="aa", model_name="one.gguf")
 
 
@@ -265,6 +267,41 @@ async def test_a_sweep_does_not_wait_until_a_clock_that_was_set_back_shows_the_o
         await client.redis.hset(Keys().sweep(queue, 0), "next_ms", FOREVER)
         scripts = UpkeepScripts(worker_queue(client))
         assert await scripts.sweep(0, [], n_keys=100_000) == [job.id]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_the_lease_of_a_running_job_expires_in_time_although_the_clock_was_set_back(
+    redis_url: str, queue: str, *, is_damaged: bool
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        scripts = UpkeepScripts(worker_queue(client))
+        for _ in range(2):
+            await client.submit("hello")
+        attempts = [await worker.start_next() for _ in range(2)]
+        if is_damaged:  # by another client: the other job is examined all the same
+            await client.redis.set(client.keys.of_job(attempts[0].claim.job_id).job, "x", ex=60)
+            attempts.reverse()
+        stream, redis = attempts[0].claim.stream, client.redis
+
+        async def idle_ms() -> list[int]:
+            pending: Any = await redis.xpending_range(stream, GROUP, "-", "+", 10, worker.name)
+            found = {one["message_id"].decode(): one["time_since_delivered"] for one in pending}
+            return [found[attempt.claim.entry_id] for attempt in attempts]
+
+        async def renew(idle: int, entry: str) -> None:
+            await redis.xclaim(stream, GROUP, worker.name, 0, [entry], idle=idle, justid=True)
+
+        await renew(EXPIRED_IDLE_MS - LEASE_MS - 3_600_000, attempts[0].claim.entry_id)  # before an hour was set back
+        await renew(EXPIRED_IDLE_MS - LEASE_MS // 2, attempts[1].claim.entry_id)  # after that
+        await redis.hset(Keys().sweep(queue, 0), "next_ms", FOREVER)
+        await scripts.sweep(0, [worker.name])
+        first, second = await idle_ms()
+        assert EXPIRED_IDLE_MS - LEASE_MS <= first < EXPIRED_IDLE_MS - LEASE_MS // 2
+        assert second >= EXPIRED_IDLE_MS - LEASE_MS // 2, "a lease that is not longer than usual is not renewed"
+        await renew(EXPIRED_IDLE_MS - 1, attempts[0].claim.entry_id)
+        await redis.hset(Keys().sweep(queue, 0), "next_ms", FOREVER)
+        await scripts.sweep(0, [worker.name])
+        assert (await idle_ms())[0] >= EXPIRED_IDLE_MS - 1, "it is renewed once"
 
 
 async def test_consumers_of_dead_workers_without_entries_are_removed(

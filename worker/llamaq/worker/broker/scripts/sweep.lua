@@ -10,6 +10,9 @@
 -- An entry of a tenant (see _turns.lua) that is not pending must wait for its turn. The numbers of claimed jobs of the
 -- tenants are compared with the pending entries, and corrected.
 --
+-- If the clock was set back, the leases of running jobs would expire later by as much. They are renewed once: a lease of a
+-- worker that has died since then expires after its usual time.
+--
 -- The keys of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
 --
 -- KEYS[1]   state     hash with the cursor of the search and the time of the next step
@@ -30,7 +33,8 @@ local MAX_PENDING = 10000 -- pending entries of a stream whose jobs are counted 
 local MAX_COMPARED = 200 -- pending entries of a stream up to which each step counts their jobs
 local cursor, next_ms = unpack(redis.call('HMGET', state, 'cursor', 'next_ms'))
 local left_ms = tonumber(next_ms or '0') - now
-if left_ms > 0 and left_ms <= pause_ms then -- more: the clock was set back
+local was_set_back = left_ms > pause_ms
+if left_ms > 0 and not was_set_back then
   return {}
 end
 
@@ -203,6 +207,28 @@ local function remove_dead_consumers(stream, alive)
   end
 end
 
+-- Renews the lease of an entry of a running job, if it would expire later than if its worker had renewed it just now. Each
+-- worker stores its lease with the jobs that it claims.
+local function shorten_lease(stream, entry, consumer, idle_ms)
+  local id = job_id_in(fields_of_entry(stream, entry))
+  local lease_ms = id and whole_number(fields_if_hash(job_key(stream, id), 'lease_ms'))
+  if lease_ms and idle_ms < EXPIRED_IDLE_MS - lease_ms then
+    renew_lease(stream, group, consumer, entry, lease_ms)
+  end
+end
+
+local function shorten_leases(stream)
+  local _, consumers = pending_by_consumer(stream, group)
+  for _, pair in ipairs(consumers) do
+    local consumer = unpack(pair)
+    local pending = consumer ~= WAITING and redis.call('XPENDING', stream, group, '-', '+', MAX_PENDING, consumer) or {}
+    for _, item in ipairs(pending) do
+      local entry, _, idle_ms = unpack(item)
+      for_one_job(shorten_lease, stream, entry, consumer, idle_ms)
+    end
+  end
+end
+
 local pattern = string.gsub(partition, '[%*%?%[%]\\]', '\\%0') .. '*'
 local next_cursor, found = unpack(redis.call('SCAN', cursor or '0', 'MATCH', pattern, 'COUNT', count))
 redis.call('HSET', state, 'cursor', next_cursor, 'next_ms', now + pause_ms)
@@ -224,6 +250,9 @@ for i = 5, #ARGV do
   alive[ARGV[i]] = true
 end
 for _, stream in pairs(streams) do
+  if was_set_back then
+    shorten_leases(stream)
+  end
   correct_shares(stream)
   remove_dead_consumers(stream, alive)
 end
