@@ -16,6 +16,8 @@ from llamaq.worker.broker.worker_scripts import CrashVerdict
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
 LEASE_S = LEASE_MS / 1000
+FOREVER_MS = 10**12
+"""The age of the last heartbeat of a worker that has none."""
 
 
 async def begin(worker: FakeWorker, claim: JobEntry, name: str) -> FakeAttempt:
@@ -32,7 +34,7 @@ async def check_crash(
 ) -> CrashVerdict:
     """Check for a crash, as the worker that reclaims the job does. `last_worker` no longer has a heartbeat."""
     return await worker_scripts(worker, claimer).check_crash(
-        claim, last_worker=last_worker, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
+        claim, last_worker=last_worker, silent_ms=FOREVER_MS, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.crashes import FOREVER_MS
 from tests.support.job_claims import claims_of
 from tests.support.worker_scripts import worker_scripts
 
@@ -36,7 +37,7 @@ async def crash_workers(worker: FakeWorker, attempt: FakeAttempt) -> None:
     for name in ("a", "b", "c"):
         await worker.claim_scripts.claim_job(attempt.claim, name, LEASE_MS)
         await worker_scripts(worker, "heir").check_crash(
-            attempt.claim, last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
+            attempt.claim, last_worker=name, silent_ms=FOREVER_MS, dead_after_s=1, max_crashes=3
         )
 
 

@@ -18,6 +18,7 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient
+from llamaq.worker.broker import heartbeat as heartbeat_module
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.worker_queue import WorkerQueue
 from llamaq.worker.engine_loop.shared_state import SharedState
@@ -76,6 +77,23 @@ async def test_a_queue_without_a_heartbeat_for_more_than_a_week_is_no_longer_lis
         await heartbeat_of(client.redis, queue).beat()
         ages = [await client.redis.zscore(Keys().queues(), f"{queue}{end}") for end in ("-left", "-stopped", "")]
         assert [age is not None for age in ages] == [False, True, True]
+
+
+async def test_the_times_of_heartbeats_are_those_of_the_server_with_the_list(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cluster, the time of the card is that of any node."""
+
+    async def time_of_another_node(_: object) -> int:
+        return 1
+
+    async with AsyncClient(redis_url, queue) as client:
+        before_ms = await server_time_ms(client.redis)
+        monkeypatch.setattr(heartbeat_module, "server_time_ms", time_of_another_node)
+        await heartbeat_of(client.redis, queue).beat()
+        for key in (Keys().workers(queue), Keys().queues()):
+            score: Any = await client.redis.zscore(key, queue)
+            assert before_ms <= score <= await server_time_ms(client.redis)
 
 
 @pytest.mark.starts_processes

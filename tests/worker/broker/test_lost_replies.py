@@ -155,7 +155,7 @@ async def test_a_worker_without_redis_for_longer_than_its_lease_removes_the_cras
         await until_true(lambda: reclaim(connection, stream, 1, LEASE_MS, trusted_until_ms=FOREVER))
         claim = JobEntry(job.id, stream, first.entry_id.decode())
         verdict = await worker_scripts(connection, "w2").check_crash(
-            claim, last_worker="w1", heartbeat_ms=0, dead_after_s=1, max_crashes=3
+            claim, last_worker="w1", silent_ms=FOREVER, dead_after_s=1, max_crashes=3
         )
         assert (verdict, (await job.status()).crashes) == ("ok", 1)
         assert isinstance(await connection.claim_scripts.claim_job(claim, "w2", LEASE_MS), Attempt)

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 from tests.support.crashes import LEASE_S, begin, check_crash, crash_worker, crashes, open_job_claims, submit
 from tests.support.job_claims import claims_of, worker_queue
+from tests.support.shifted_clock import with_clock
 from tests.support.started_jobs import field, start
 from tests.support.worker_scripts import worker_scripts
 
@@ -18,8 +18,8 @@ from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient
-from llamaq.producer.testing import FakeWorker
-from llamaq.worker.broker import live_workers as live_workers_module
+from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.worker.broker.crash_check import CrashCheck
 from llamaq.worker.broker.live_workers import LiveWorkers
 
 # ---- which crashes count
@@ -178,17 +178,49 @@ async def test_a_worker_that_resumes_while_others_look_for_live_workers_stays_in
 ) -> None:
     async with FakeWorker(redis_url, queue) as worker:
         live_workers, workers = LiveWorkers(worker_queue(worker), "other", LEASE_S), worker.keys.workers(queue)
+        remove_silent = live_workers._remove_silent
 
-        async def read_clock_and_resume(redis: Redis) -> int:
-            now_ms = await server_time_ms(redis)
-            await worker.announce(now_ms=now_ms)
-            return now_ms
+        async def resume_and_remove(*args: Any, **options: Any) -> Any:
+            await worker.announce(now_ms=await server_time_ms(worker.redis))
+            return await remove_silent(*args, **options)
 
-        monkeypatch.setattr(live_workers_module, "server_time_ms", read_clock_and_resume)
+        monkeypatch.setattr(live_workers, "_remove_silent", resume_and_remove)
         await worker.redis.zadd(workers, {worker.name: 1, "dead": 1})
         assert await live_workers.find() == []
         assert await worker.redis.zrange(workers, 0, -1) == [worker.name.encode()]
         assert await live_workers.find() == [worker.name]
+
+
+@pytest.mark.parametrize(("ahead_s", "is_dead"), [(2 * LEASE_S, False), (-2 * LEASE_S, True)])
+async def test_another_clock_of_the_partition_does_not_change_which_workers_are_dead(
+    redis_url: str, queue: str, *, ahead_s: float, is_dead: bool
+) -> None:
+    """The nodes of a cluster have clocks of their own."""
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        scripts = worker_scripts(worker, "successor")
+        scripts._check_crash = with_clock(scripts._check_crash, int(ahead_s))
+        crash_check = CrashCheck(worker_queue(worker), scripts, Claimant("successor", LEASE_MS), max_crashes=3)
+        job, claim = await submit(client, worker)
+        await begin(worker, claim, worker.name)
+        await worker.announce(now_ms=await server_time_ms(worker.redis) - is_dead * LEASE_MS)
+        assert await crash_check.check(claim) == "ok"
+        assert await crashes(job) == is_dead
+
+
+async def test_another_clock_does_not_remove_a_worker_from_the_list(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        await worker.redis.delete(worker.keys.worker(worker.name))  # its card has expired
+        seconds, micros = await worker.redis.time()
+
+        async def time_of_another_node() -> tuple[int, int]:
+            return seconds + 3600, micros
+
+        monkeypatch.setattr(worker.redis, "time", time_of_another_node)
+        assert await LiveWorkers(worker_queue(worker), "other", LEASE_S).find() == []
+        assert await worker.redis.zrange(worker.keys.workers(queue), 0, -1) == [worker.name.encode()]
 
 
 @pytest.mark.parametrize(("heartbeat_ms", "n_crashes"), [("+inf", 0), ("1e300", 0), ("-inf", 1), ("-7", 1)])

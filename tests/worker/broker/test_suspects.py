@@ -159,7 +159,7 @@ async def submit_suspect(client: AsyncClient, other: FakeWorker, **options: Any)
     assert claim is not None
     assert isinstance(await other.claim_scripts.claim_job(claim, "dead", LEASE_MS), Attempt)
     code = await worker_scripts(other, "heir").check_crash(
-        claim, last_worker="dead", heartbeat_ms=0, dead_after_s=1, max_crashes=2
+        claim, last_worker="dead", silent_ms=FOREVER, dead_after_s=1, max_crashes=2
     )
     assert code == "suspect"
     assert await worker_scripts(other).requeue(claim, None)

@@ -9,6 +9,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from llamaq.common.protocol.script_source import source
 from llamaq.common.protocol.script_types import Claimant, JobEntry
 from llamaq.common.redis.write_refusals import refuses_writes
 from llamaq.worker.broker.worker_queue import WorkerQueue
@@ -16,8 +17,6 @@ from llamaq.worker.broker.worker_scripts import CrashVerdict, WorkerScripts
 
 HEARTBEAT_TIMEOUT_S = 1.0
 """How long a worker waits for the heartbeat of the last worker of a reclaimed job."""
-UNKNOWN_HEARTBEAT_MS = 2**53
-"""The time of a heartbeat that cannot be read."""
 
 
 class CrashCheck:
@@ -40,6 +39,7 @@ class CrashCheck:
     def __init__(self, queue: WorkerQueue, scripts: WorkerScripts, claimant: Claimant, max_crashes: int) -> None:
         self._queue = queue
         self._scripts = scripts
+        self._beat_age = queue.redis.register_script(source("beat_age", __package__))
         self._claimant = claimant
         self._max_crashes = max_crashes
 
@@ -58,7 +58,7 @@ class CrashCheck:
             return await self._scripts.check_crash(
                 entry,
                 last_worker=last_worker,
-                heartbeat_ms=await self._heartbeat_ms(last_worker) if last_worker else 0,
+                silent_ms=await self._silent_ms(last_worker) if last_worker else 0,
                 dead_after_s=self._claimant.lease_ms / 2000,
                 max_crashes=self._max_crashes,
             )
@@ -67,19 +67,19 @@ class CrashCheck:
                 raise
             return "ok"  # the job key has another type: the claim moves the entry to the dead letters
 
-    async def _heartbeat_ms(self, worker: str) -> int:
-        """Return the time of a worker's last heartbeat; 0: it is not in the list of workers, see `SILENT_LEASES`.
+    async def _silent_ms(self, worker: str) -> int:
+        """Return the age of a worker's last heartbeat. For a worker that is not in the list of workers, it is the time
+        since the epoch, see `SILENT_LEASES`.
 
-        On a cluster, the list may be on a node that does not answer. The jobs of other nodes must still be claimed.
-        Then the worker counts as alive, because a death that is counted wrongly could end a job.
+        The server with the list measures the age, because on a cluster the clocks of the nodes differ. The list may be
+        on a node that does not answer. The jobs of other nodes must still be claimed. Then the worker counts as alive,
+        because a death that is counted wrongly could end a job.
         """
-        queue = self._queue
         try:
             async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                time_ms = await queue.redis.zscore(queue.keys.workers(queue.name), worker) or 0.0
+                return int(await self._beat_age(keys=[self._queue.keys.workers(self._queue.name)], args=[worker]))
         except (RedisConnectionError, RedisTimeoutError, TimeoutError):
-            return UNKNOWN_HEARTBEAT_MS
-        return int(min(max(time_ms, 0.0), UNKNOWN_HEARTBEAT_MS))  # another client may have written an infinite time
+            return 0
 
     def __repr__(self) -> str:
         return f"<CrashCheck of {self._queue!r}>"

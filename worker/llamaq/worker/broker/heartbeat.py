@@ -97,9 +97,9 @@ class Heartbeat:
         ttl_ms = max(MIN_TTL_MS, int(self._every_s * 1000 * MAX_MISSED_BEATS))
         async with redis.pipeline(transaction=False) as pipe:
             await self._store_card(keys=[keys.worker(card.worker)], args=[state, ttl_ms], client=pipe)
-            await self._store_beat(keys=[keys.workers(card.queue)], args=[card.worker, now_ms], client=pipe)
+            await self._store_beat(keys=[keys.workers(card.queue)], args=[card.worker], client=pipe)
             pipe.expire(keys.workers(card.queue), WORKERS_TTL_S)
-            await self._store_beat(keys=[keys.queues()], args=[card.queue, now_ms], client=pipe)
+            await self._store_beat(keys=[keys.queues()], args=[card.queue], client=pipe)
             pipe.zremrangebyscore(keys.queues(), "-inf", now_ms - MAX_QUEUE_AGE_MS)
             pipe.expire(keys.vocab(card.vocab_hash), VOCAB_TTL_S)
             has_vocab = (await pipe.execute())[-1]

@@ -9,7 +9,6 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from llamaq.common.protocol.script_source import source
-from llamaq.common.redis.server_state import server_time_ms
 from llamaq.worker.broker.worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
@@ -52,24 +51,17 @@ class LiveWorkers:
     async def _read(self) -> list[str]:
         redis, keys = self._queue.redis, self._queue.keys
         key = keys.workers(self._queue.name)
-        members: Any = await redis.zrange(key, 0, -1, withscores=True)
+        members: Any = await redis.zrange(key, 0, -1)
         if not members:
             return []
         async with redis.pipeline(transaction=False) as pipe:
-            for worker, _ in members:
+            for worker in members:
                 pipe.exists(keys.worker(worker.decode(errors="replace")))
             exists = await pipe.execute()
-        since_ms = await server_time_ms(redis) - int(self._silent_s * 1000)
-        ended = [
-            worker
-            for (worker, beat_ms), is_alive in zip(members, exists, strict=True)
-            if not is_alive and beat_ms < since_ms
-        ]
+        ended = [worker for worker, is_alive in zip(members, exists, strict=True) if not is_alive]
         if ended:
-            await self._remove_silent(keys=[key], args=[since_ms, *ended])
-        alive = [
-            worker.decode(errors="replace") for (worker, _), is_alive in zip(members, exists, strict=True) if is_alive
-        ]
+            await self._remove_silent(keys=[key], args=[int(self._silent_s * 1000), *ended])
+        alive = [worker.decode(errors="replace") for worker, is_alive in zip(members, exists, strict=True) if is_alive]
         return [worker for worker in alive if worker != self._worker_id]
 
     def __repr__(self) -> str:

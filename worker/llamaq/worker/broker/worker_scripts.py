@@ -76,7 +76,7 @@ class WorkerScripts(AttemptScripts):
         entry: JobEntry,
         *,
         last_worker: str,
-        heartbeat_ms: int,
+        silent_ms: int,
         dead_after_s: float,
         max_crashes: int,
     ) -> CrashVerdict:
@@ -85,7 +85,7 @@ class WorkerScripts(AttemptScripts):
         Args:
             entry: The entry, which this worker has taken from another worker.
             last_worker: Id of the worker that claimed the job last; empty: the job is not at risk.
-            heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
+            silent_ms: Age of the last worker's last heartbeat, in milliseconds.
             dead_after_s: Age of a heartbeat, in seconds, from which its worker counts as dead.
             max_crashes: Number of deaths in a row that end the job. A job with one death fewer is a suspect, which runs
                 only while no other job runs. At least two deaths are required, so that every job runs once as a
@@ -102,7 +102,7 @@ class WorkerScripts(AttemptScripts):
                 entry.job_id,
                 self.worker,
                 last_worker,
-                heartbeat_ms,
+                silent_ms,
                 int(dead_after_s * 1000),
                 max(1, max_crashes - 1),
                 DEAD_TTL_S * 1000,

@@ -26,7 +26,7 @@
 -- ARGV[4]   id              id of the job
 -- ARGV[5]   worker          id of the worker that has taken the entry
 -- ARGV[6]   last_worker     id of the worker that claimed the job last; '': the job is not at risk
--- ARGV[7]   heartbeat_ms    time of the last worker's last heartbeat, in ms since the epoch; 0: none
+-- ARGV[7]   silent_ms       age of the last worker's last heartbeat, in ms, by the clock of the server that has it
 -- ARGV[8]   dead_after_ms   age of a heartbeat, in ms, from which its worker counts as dead
 -- ARGV[9]   suspect_deaths  number of deaths that make the job a suspect; one more ends it
 -- ARGV[10]  dead_ttl_ms     shortest life of a dead job's keys, in ms
@@ -39,9 +39,9 @@
 --         'unsure'   one more death would end the job, and its last worker may be alive: it still has the job
 
 local job, events, stream, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local entry, group, channel, id, worker, last_worker, heartbeat_ms, dead_after_ms, suspect_deaths, dead_ttl, max_dead =
+local entry, group, channel, id, worker, last_worker, silent_ms, dead_after_ms, suspect_deaths, dead_ttl, max_dead =
   unpack(ARGV)
-dead_after_ms, suspect_deaths = tonumber(dead_after_ms), tonumber(suspect_deaths)
+silent_ms, dead_after_ms, suspect_deaths = tonumber(silent_ms), tonumber(dead_after_ms), tonumber(suspect_deaths)
 
 local status, own_entry, priority, cancel, attempt, holder, at_risk, generated, generated_at_start, started_attempt =
   unpack(redis.call('HMGET', job, 'status', 'entry', 'priority', 'cancel', 'attempt', 'worker', 'at_risk', 'generated',
@@ -55,7 +55,6 @@ if at_risk then
   if holder ~= last_worker then
     return 'stale'
   end
-  local silent_ms = now_ms() - tonumber(heartbeat_ms)
   local has_died = last_worker ~= worker and silent_ms >= dead_after_ms
   local is_last = has_no_token and #deaths_of(job) >= suspect_deaths
   if has_died and is_last and silent_ms < 3 * dead_after_ms then
