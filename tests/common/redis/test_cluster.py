@@ -17,6 +17,7 @@ from tests.support.redis_servers import ClusterServers, Server, wait_until
 
 from llamaq.common.redis.client import RetryingRedis
 from llamaq.common.redis.connect import connect, node_of
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.common.redis.shared_round_trips import Command
 
 pytestmark = pytest.mark.starts_processes
@@ -68,6 +69,25 @@ async def test_commands_and_pipelines_reach_every_master(servers: ClusterServers
     assert [await script(keys=[key]) for key in keys.values()] == [str(port).encode() for port in keys]
     assert {key async for key in redis.scan_iter(match="test-*")} >= {key.encode() for key in keys.values()}
     await redis.delete(*list(keys.values())[:1])
+    await redis.aclose()
+
+
+async def test_the_time_of_a_key_is_that_of_its_master(servers: ClusterServers) -> None:
+    redis, keys = connect(servers.url, name="test"), keys_of(servers)
+
+    def n_calls() -> dict[int, int]:
+        """Return how many scripts each master has run, by its port."""
+        found = {}
+        for server in servers.masters:
+            with server.client() as client:
+                found[server.port] = client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0)
+        return found
+
+    for port, key in keys.items():
+        before, began_s = n_calls(), time.time()
+        now_s = await server_time_ms(redis, key) / 1000
+        assert began_s - 1 < now_s < time.time() + 1
+        assert n_calls() == before | {port: before[port] + 1}
     await redis.aclose()
 
 

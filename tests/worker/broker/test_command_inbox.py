@@ -115,6 +115,18 @@ async def test_a_command_that_no_worker_reads_in_time_is_not_executed(redis_url:
         assert [command.action for command in handler.commands] == [SlotAction.LIST]
 
 
+async def test_another_clock_of_another_node_does_not_expire_a_command(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def time_of_another_node() -> tuple[int, int]:
+        return 1, 0
+
+    async with AsyncClient(redis_url, queue) as client, serving(redis_url, queue, handler := RecordingHandler()):
+        monkeypatch.setattr(client.redis, "time", time_of_another_node)
+        await client.slots(timeout=5)
+        assert [command.action for command in handler.commands] == [SlotAction.LIST]
+
+
 async def test_a_client_does_not_wait_for_a_worker_that_has_ended(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue, name=f"{queue}-w1") as worker:
         await worker.announce()

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 
-async def server_time_ms(redis: Redis) -> int:
+async def server_time_ms(redis: Redis, key: str | None = None) -> int:
     """Return the time of the Redis server in milliseconds since the epoch. Use it for times that several hosts compare.
 
-    The Lua scripts read the same clock with `now_ms` of `_lib.lua`.
+    On a cluster, the clocks of the nodes differ. With `key`, the time is that of the node with the key. The Lua scripts
+    read the same clock with `now_ms` of `_lib.lua`.
 
     Raises:
         RedisError: The server cannot be reached.
     """
-    seconds, microseconds = await redis.time()
+    reading: Any = redis.time() if key is None else redis.eval("return redis.call('TIME')", 1, key)
+    seconds, microseconds = await reading
     return int(seconds) * 1000 + int(microseconds) // 1000
 
 

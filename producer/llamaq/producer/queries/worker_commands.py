@@ -75,7 +75,7 @@ async def exchange(
         ResultTimeout: The reply did not arrive in time.
     """
     redis, timeout_s = connection.redis, min(connection.timeout_s(timeout), LONGEST_WAIT_S)
-    deadline_ms = await server_time_ms(redis) + int(timeout_s * 1000)
+    deadline_ms = await server_time_ms(redis, command_list) + int(timeout_s * 1000)
     # A command may be sent to several workers. Each gets a new id, because the id names the list for the reply.
     command = command.model_copy(update={"id": new_command_id(), "deadline_ms": deadline_ms})
     async with redis.pipeline(transaction=True) as pipe:

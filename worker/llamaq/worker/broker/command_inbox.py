@@ -138,7 +138,7 @@ class CommandInbox:
         except ProtocolError as exc:
             log.warning("%s.dropped error=%s", self._kind.name, exc)
             return None
-        if command.deadline_ms < await server_time_ms(self._redis):
+        if command.deadline_ms < await server_time_ms(self._redis, self._key):
             log.info("%s.expired action=%s", self._kind.name, command.action.value)
             return None
         if command.id in self._seen_ids:
