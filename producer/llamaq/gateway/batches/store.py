@@ -90,7 +90,7 @@ class BatchStore:
 
         The batch is due at once, also if the clock of the server that created it is ahead of the clock of Redis.
         """
-        since_ms = min(request.created_ms, await server_time_ms(self.redis))
+        since_ms = min(request.created_ms, await server_time_ms(self.redis, self.keys.http_open_batches()))
         return bool(await self.redis.zadd(self.keys.http_open_batches(), {request.id: since_ms}, nx=True))
 
     async def read(self, batch_id: str) -> Batch | None:
@@ -164,7 +164,7 @@ class BatchStore:
             count: Number of batches at most, of each kind.
             longest_s: Seconds for which this server claims or postpones a batch at most.
         """
-        now_ms = await server_time_ms(self.redis)
+        now_ms = await server_time_ms(self.redis, self.keys.http_open_batches())
         key, latest_ms = self.keys.http_open_batches(), now_ms + int(2000 * longest_s)
         members: Any = await self.redis.zrangebyscore(key, "-inf", now_ms, 0, count)
         later: Any = await self.redis.zrangebyscore(key, f"({latest_ms}", "+inf", 0, count)
@@ -202,7 +202,7 @@ class BatchStore:
 
     async def postpone(self, batch_id: str, delay_s: float) -> None:
         """Prevent for some time that servers examine a batch."""
-        due_ms = await server_time_ms(self.redis) + int(delay_s * 1000)
+        due_ms = await server_time_ms(self.redis, self.keys.http_open_batches()) + int(delay_s * 1000)
         await self.redis.zadd(self.keys.http_open_batches(), {batch_id: due_ms}, xx=True)
 
     async def close(self, batch_id: str) -> None:
