@@ -70,7 +70,7 @@ async def test_a_batch_whose_server_was_killed_while_it_stored_the_batch_is_run(
         else:
             path = "/v1/batches" if how == "repeated" else f"{place}/cancel"
             await http.post(path, json=body, headers=headers)
-        assert await BatchStore(redis, keys).due(1) == [begun["id"]]
+        assert await BatchStore(redis, keys).due(1, 15) == [begun["id"]]
         async with serving_http(redis_url, queue, key_prefix=queue):
             ended = await end_of(http, begun)
     assert ended["status"] == ("cancelled" if how == "cancelled" else "completed")
@@ -84,10 +84,10 @@ async def test_a_batch_is_due_at_once_if_the_clock_of_its_server_is_ahead_of_red
     request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
     ahead = request.model_copy(update={"created_ms": request.created_ms + 3_600_000})
     batch = await store.create(ahead)
-    assert await store.due(1) == [ahead.id]
+    assert await store.due(1, 15) == [ahead.id]
     await store.close(ahead.id)
     assert await store.reopen(batch) is True
-    assert await store.due(1) == [ahead.id]
+    assert await store.due(1, 15) == [ahead.id]
     await redis.aclose()
 
 
@@ -104,14 +104,14 @@ async def test_a_batch_that_has_ended_is_forgotten_if_it_is_cancelled_at_this_mo
     await store.close(request.id)
     await store.cancel(request.id)
     assert await store.reopen(running) is False
-    assert await store.due(1) == [request.id]
+    assert await store.due(1, 15) == [request.id]
     assert (await store.claim(request.id, "two", 30)).code == "ended"
-    assert await store.due(1) == []
+    assert await store.due(1, 15) == []
     ended = await store.read(request.id)
     assert ended is not None
     assert ended.status is BatchStatus.COMPLETED
     assert await store.reopen(ended) is False
-    assert await store.due(1) == []
+    assert await store.due(1, 15) == []
     await redis.aclose()
 
 
