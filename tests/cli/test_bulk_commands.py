@@ -86,7 +86,7 @@ def test_rows_of_standard_input_are_stored_so_that_the_run_can_continue(
     again = json.loads(run("-", "-o", target, "--json", stdin=source.read_bytes()).stdout)
     assert again["rows_before"] == 3
     other = failure_of(partial(pipe, b'{"prompt": "x"}\n'))
-    assert "was begun with other rows of standard input" in str(other)
+    assert "out.jsonl.input.jsonl has other rows than standard input" in str(other)
     assert stored.read_bytes() == source.read_bytes()
     for path in re.findall(r"[^ ,]+out[^ ,]+", str(other).partition("delete ")[2]):
         Path(path).unlink()

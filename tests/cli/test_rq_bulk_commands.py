@@ -11,9 +11,10 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 from tests.producer.rq.conftest import work
 from tests.support.command_line import failing, llamaq
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from llamaq.cli.main import build_app
+from llamaq.common.errors import BulkRunRefused, InvalidRequest
 from llamaq.producer.rq import RunState, RunStatus
 
 
@@ -73,3 +74,18 @@ def test_errors_of_a_submit_name_the_option_or_the_run(
     cluster = ["--rq-url", "redis+cluster://localhost"]
     assert "RQ needs a single Redis server" in failing(monkeypatch, capsys, *submit, *cluster, code=2)
     assert llamaq("bulk", "list") == f"RQ queue '{rq_queue.name}' has no bulk run\n"
+
+
+def test_rows_of_standard_input_do_not_replace_those_of_a_run_that_waits(rq_queue: Queue, rows: Path) -> None:
+    output = rows.with_name("out.jsonl")
+
+    def pipe(stdin: bytes) -> Result:
+        submit = ["bulk", "submit", "-", "-o", str(output), "--run-id", f"piped-{rq_queue.name}", "--at", "8h"]
+        return CliRunner().invoke(build_app("bulk"), submit, input=stdin, catch_exceptions=False)
+
+    assert pipe(rows.read_bytes()).exit_code == 0
+    with pytest.raises(BulkRunRefused, match=r"other rows than standard input: .* delete .*out\.jsonl\.input\.jsonl"):
+        pipe(b'{"prompt": "x"}\n')
+    with pytest.raises(InvalidRequest, match="is already submitted"):
+        pipe(rows.read_bytes())
+    assert rows.with_name("out.jsonl.input.jsonl").read_bytes() == rows.read_bytes()

@@ -11,7 +11,7 @@ from llamaq.producer.bulk.appended_file import AppendedFile
 from llamaq.producer.bulk.compression import compression_in
 from llamaq.producer.bulk.described_file import READ_BYTES
 from llamaq.producer.bulk.output_files import list_files
-from llamaq.producer.bulk.run_description import BulkRun, description_file
+from llamaq.producer.bulk.run_description import BulkRun
 
 
 def spooled_file(output: Path) -> Path:
@@ -24,11 +24,11 @@ def spool(source: BinaryIO, run: BulkRun) -> None:
 
     Args:
         source: The stream. It is read to its end.
-        run: The run. If it has begun, the rows must be the same as before.
+        run: The run. If the file exists, its rows must be the same: a run that has begun or is submitted reads them.
 
     Raises:
-        BulkRunRefused: The stream has no rows, is compressed, or has other rows than the run that has begun. Or the
-            file cannot be written.
+        BulkRunRefused: The stream has no rows, is compressed, or has other rows than the file. Or the file cannot
+            be written.
         BulkRunBusy: Another process stores rows for the same output.
     """
     new = run.input.with_name(run.input.name + ".new")
@@ -36,15 +36,14 @@ def spool(source: BinaryIO, run: BulkRun) -> None:
         file.clear()
         try:
             _copy(source, file)
-            if not _is_begun(run):
+            if not run.input.exists():
                 new.replace(run.input)
             elif filecmp.cmp(new, run.input, shallow=False):
                 new.unlink()
             else:
                 files = f"{run.input}, {list_files(run.output, run.error_file)}"
                 raise BulkRunRefused(
-                    f"{run.output} was begun with other rows of standard input: name another output file, or delete "
-                    f"{files}"
+                    f"{run.input} has other rows than standard input: name another output file, or delete {files}"
                 )
         except BaseException:
             new.unlink(missing_ok=True)
@@ -62,8 +61,3 @@ def _copy(source: BinaryIO, file: AppendedFile) -> None:
         file.flush()
         part = source.read(READ_BYTES)
     file.sync()
-
-
-def _is_begun(run: BulkRun) -> bool:
-    """Return whether the run has begun with rows of standard input."""
-    return run.input.exists() and description_file(run.output).exists()
