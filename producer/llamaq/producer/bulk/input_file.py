@@ -45,7 +45,9 @@ MAX_SHOWN_CHARS = 300
 """Longest list of columns in an error."""
 
 Record = tuple[int, object]
-"""A row number, and the record: a decoded JSON value, or the decoding error."""
+"""A row number, and the record: a decoded JSON value, the decoding error, or `SKIPPED`."""
+SKIPPED = object()
+"""The record of a finished row or of a blank line."""
 
 
 class UnreadRow(InvalidRequest):
@@ -177,12 +179,12 @@ def _count_records(path: Path, check: Callable[[], object]) -> int:
 
 
 def read_records(path: Path, fingerprint: Fingerprint, finished: FinishedRows, max_line_bytes: int) -> Iterator[Record]:
-    """Yield the records of a file that are not finished. Bytes that were appended to its text are not read.
+    """Yield the records of a file. Bytes that were appended to its text are not read.
 
     Args:
         path: The file.
         fingerprint: The fingerprint of the file when the run began.
-        finished: The numbers of rows that are skipped.
+        finished: The numbers of rows whose records are `SKIPPED`.
         max_line_bytes: Longest line of a JSONL file.
 
     Raises:
@@ -207,11 +209,14 @@ def _read_jsonl(file: BinaryIO, finished: FinishedRows, max_line_bytes: int) -> 
     number = 0
     while line := file.readline(max_line_bytes):
         number += 1
-        if len(line) == max_line_bytes and not line.endswith(b"\n"):
+        is_too_long = len(line) == max_line_bytes and not line.endswith(b"\n")
+        if is_too_long:
             _skip_line(file)
-            if number not in finished:
-                yield number, InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
-        elif number not in finished and line.strip():
+        if number in finished or not (is_too_long or line.strip()):
+            yield number, SKIPPED
+        elif is_too_long:
+            yield number, InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
+        else:
             yield number, decode_line(line)
 
 
@@ -229,7 +234,7 @@ def decode_line(line: bytes) -> object:
 
 
 def _read_csv(file: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
-    """Yield the records of a CSV file that are not finished, and close it."""
+    """Yield the records of a CSV file, and close it."""
     csv.field_size_limit(MAX_ROW_CHARS)
     with TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         rows = _csv_rows(text)
@@ -238,8 +243,7 @@ def _read_csv(file: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
             return
         _check_columns(header)
         for number, cells in enumerate(rows, start=1):
-            if number not in finished:
-                yield number, _decode_row(header, cells)
+            yield number, SKIPPED if number in finished else _decode_row(header, cells)
 
 
 def _check_columns(names: Sequence[str]) -> None:
@@ -335,8 +339,7 @@ def _read_parquet(opened: BinaryIO, finished: FinishedRows) -> Iterator[Record]:
     for batch in file.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=columns):
         for record in batch.to_pylist(maps_as_pydicts="lossy"):
             number += 1
-            if number not in finished:
-                yield number, record
+            yield number, SKIPPED if number in finished else record
 
 
 def _parquet_file(source: Path | BinaryIO) -> Any:

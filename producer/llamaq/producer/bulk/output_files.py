@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from llamaq.producer.bulk.compression import check_can_open
 from llamaq.producer.bulk.described_file import Fingerprint, InputChanged
 from llamaq.producer.bulk.input_file import (
     READ_ERRORS,
+    SKIPPED,
     FinishedRows,
     Record,
     do_nothing,
@@ -26,6 +28,9 @@ from llamaq.producer.bulk.output_lines import row_number_of
 from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_compressed, write_table
+
+ROWS_PER_YIELD = 1000
+"""After this many rows of the input, other tasks of the event loop run."""
 
 
 class StoredRun(BaseModel):
@@ -154,15 +159,18 @@ class OutputFiles:
             self.finished.add(row_number_of(line, file.path, highest, self._run.run_id))
 
     async def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
-        """Yield the records of the input that are not finished.
+        """Yield the records of the input that are not finished. While rows are skipped, other tasks run too.
 
         Raises:
             BulkRunRefused: The input cannot be read, or was changed after the run began.
         """
         run = self._run
         try:
-            for record in read_records(run.input, self._stored.input, self.finished, max_line_bytes):
-                yield record
+            for number, record in read_records(run.input, self._stored.input, self.finished, max_line_bytes):
+                if number % ROWS_PER_YIELD == 0:
+                    await asyncio.sleep(0)
+                if record is not SKIPPED:
+                    yield number, record
         except InputChanged as exc:
             raise BulkRunRefused(
                 f"{run.input} was changed while the run read it, so rows may be missing or mixed: delete "
