@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,21 @@ def test_the_error_file_moves_with_the_output(rows: Rows, tmp_path: Path) -> Non
     for path in (rows.output, rows.run.error_file, description_file(rows.output)):
         path.rename(moved / path.name)
     assert default_error_file(moved / "out.jsonl") == moved / "out.jsonl.errors.jsonl"
+
+
+@pytest.mark.parametrize("field", ["errors", "output"])
+@pytest.mark.parametrize("kind", ["device", "fifo", "folder"])
+def test_what_is_not_a_regular_file_is_refused_before_the_run_begins(rows: Rows, field: str, kind: str) -> None:
+    """A FIFO would block the run, and a device cannot be shortened. A table is written at the end of the run."""
+    named = rows.output.with_name("named.csv" if field == "output" else "named.jsonl")
+    if kind == "device":
+        named.symlink_to("/dev/null")
+    elif kind == "fifo":
+        os.mkfifo(named)
+    else:
+        named.mkdir()
+    run = rows.with_fields(**{field: named})
+    with pytest.raises(BulkRunRefused, match=f"{named} is not a regular file: name another one"), open_output(run):
+        pass
+    assert not description_file(run.output).exists()
+    begin(rows.run)

@@ -232,6 +232,10 @@ def open_output(run: BulkRun, check: Callable[[], object] = do_nothing) -> Itera
         pyarrow_module("pyarrow.parquet")  # raises before anything is computed
     for path in (run.input, run.output):
         check_can_open(path)
+    for path in (run.output, run.error_file):
+        with refusing_to_write(path):
+            if path.exists() and not path.is_file():
+                raise BulkRunRefused(f"{path} is not a regular file: name another one")
     stored = prepare_description(run, check)  # before the files are opened: a run that is refused creates none
     with ExitStack() as exits:
         paths = (rows_file(run.output), run.error_file)
