@@ -114,3 +114,26 @@ def test_what_is_not_a_regular_file_is_refused_before_the_run_begins(rows: Rows,
         pass
     assert not description_file(run.output).exists()
     begin(rows.run)
+
+
+@pytest.mark.parametrize("line", ['{"threads": 4}', "[section]", '{"id": 7}'])
+def test_a_file_of_one_line_without_newline_is_refused_and_kept(rows: Rows, line: str) -> None:
+    """It was taken for a row that a crash has cut off, and emptied."""
+    begin(rows.run)
+    other = rows.output.with_name("config.json")
+    other.write_text(line)
+    run = rows.with_fields(errors=other)
+    with pytest.raises(BulkRunRefused, match=r"config\.json has lines that no bulk run wrote"):
+        begin(run)
+    assert other.read_text() == line
+
+
+@pytest.mark.parametrize("torn", ["{", '{"lin', '{"line": 1', '{"id": "batch_req_x_1", "cust', '{"li\0\0', "\0\0\0"])
+def test_a_row_that_a_crash_has_cut_off_is_removed(rows: Rows, torn: str) -> None:
+    """Blocks of a file that had not reached the disk may be zero bytes."""
+    begin(rows.run)
+    whole = f'{{"line": 1, "run_id": "{rows.run.run_id}", "id": "a"}}\n'
+    rows.run.error_file.write_text(whole + torn)
+    with open_output(rows.run) as files:
+        assert files.n_failed == 1
+    assert rows.run.error_file.read_text() == whole

@@ -51,14 +51,13 @@ class AppendedFile:
             os.close(descriptor)
 
     def read_lines(self) -> Iterator[bytes]:
-        """Yield the lines of the file. A last line that was not completely written is cut."""
+        """Yield the lines of the file. A last line that was not completely written is cut at the end."""
         end = 0
         with self.path.open("rb") as file:
             for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                end += len(line)
                 yield line
+                if line.endswith(b"\n"):
+                    end += len(line)
         os.ftruncate(self._descriptor, end)
         self._n_bytes = end
 

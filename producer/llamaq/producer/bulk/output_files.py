@@ -24,7 +24,7 @@ from llamaq.producer.bulk.input_file import (
     read_records,
     take_fingerprint,
 )
-from llamaq.producer.bulk.output_lines import row_number_of
+from llamaq.producer.bulk.output_lines import is_torn, row_number_of
 from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_compressed, write_table
@@ -153,10 +153,11 @@ class OutputFiles:
         return f"<OutputFiles {self._answers.path} finished={len(self.finished)} failed={self.n_failed}>"
 
     def _read_rows(self, file: AppendedFile) -> None:
-        """Add the rows of a file."""
+        """Add the rows of a file, and cut a torn last line. Raises `BulkRunRefused` if a line is not of this run."""
         highest = self._stored.input.max_rows
         for line in file.read_lines():
-            self.finished.add(row_number_of(line, file.path, highest, self._run.run_id))
+            if not is_torn(line):
+                self.finished.add(row_number_of(line, file.path, highest, self._run.run_id))
 
     async def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
         """Yield the records of the input that are not finished. While rows are skipped, other tasks run too.

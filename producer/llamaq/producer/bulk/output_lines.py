@@ -17,6 +17,7 @@ from llamaq.producer.openai_format.response_body import completion_object, error
 
 _LINE_START = re.compile(rb'\{"(?:line": (\d{1,18})(?:, "run_id": "([\w-]+)")?|id": "batch_req_([\w-]+)_(\d{1,18})"),')
 """The beginning of each line that this module builds."""
+_STARTS = (b'{"line": ', b'{"id": "batch_req_')
 
 _INCOMPLETE = {
     FinishReason.CANCELLED: "the job was cancelled",
@@ -113,6 +114,11 @@ def _encode_in_steps(line: dict[str, Any]) -> bytes:
     """Do the same as `_encode`, also for iterators. Other threads run meanwhile, unlike during `json.dumps`."""
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=list)
     return "".join(encoder.iterencode(line)).encode(errors="backslashreplace") + b"\n"
+
+
+def is_torn(line: bytes) -> bool:
+    """Return whether this is the beginning of a line that this module builds. A crash may have added zero bytes."""
+    return not line.endswith(b"\n") and any(start.startswith(line.rstrip(b"\0")[: len(start)]) for start in _STARTS)
 
 
 def row_number_of(line: bytes, file_name: object, highest: int | None = None, run_id: str | None = None) -> int:
