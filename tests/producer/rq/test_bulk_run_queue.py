@@ -424,3 +424,25 @@ def test_without_rq_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "rq", None)
     with pytest.raises(MissingExtra, match=r"pip install 'llamaq\[rq\]'"):
         importlib.reload(library)
+
+
+def test_a_stop_begins_with_the_newest_rows_and_has_time_for_all(
+    runs: BulkQueue, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RQ's default are 60 seconds, in which about a million rows are looked up."""
+    looked_up: list[tuple[Any, ...]] = []
+
+    async def note(_: object, *rows: Any) -> int:
+        looked_up.append(rows)
+        return 0
+
+    monkeypatch.setattr(bulk_jobs, "cancel_rows_in_flight", note)
+    run = make_run("a")
+    runs.submit(run)
+    job = Job.fetch(run.run_id, connection=runs.redis, serializer=JSONSerializer)
+    assert job.stopped_callback_timeout == 3600
+    for progress in ({"rows_total": 9000, "last_row": 20}, {"rows_total": 9000}, {}):
+        job.meta[bulk_jobs.PROGRESS_KEY] = progress
+        job.save_meta()
+        bulk_jobs.cancel_rows(job, runs.redis)
+    assert looked_up == [(run.run_id, 20, 9000), (run.run_id, 9000, 9000), (run.run_id, 0, 0)]

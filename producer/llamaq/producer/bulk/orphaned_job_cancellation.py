@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from itertools import count, islice
+from itertools import chain, count
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import JobState
@@ -18,23 +18,27 @@ ROWS_AT_ONCE = 1000
 _OPEN = (JobState.QUEUED.value.encode(), JobState.RUNNING.value.encode())
 
 
-async def cancel_rows_in_flight(client: AsyncClient, run_id: str, last_row: int) -> int:
+async def cancel_rows_in_flight(client: AsyncClient, run_id: str, last_row: int, n_rows: int = 0) -> int:
     """Cancel all open jobs of a run, which Redis finds by their idempotency keys, and return their number.
+
+    The rows that were read last are looked up first, because most rows in flight are among them.
 
     Args:
         client: A client of the run's queue.
         run_id: The name of the run.
-        last_row: The highest known row number. The search ends when Redis has no job for a thousand consecutive numbers
-            after it.
+        last_row: The highest known row number.
+        n_rows: The number of rows, if it is known. The search ends when Redis has no job for a thousand consecutive
+            numbers after both.
 
     Raises:
         RedisError: Redis is unreachable.
     """
     n_cancelled = 0
-    rows = count(1)
-    while some := list(islice(rows, ROWS_AT_ONCE)):
+    newest = last_row // ROWS_AT_ONCE + 1
+    for part in chain(range(newest, -1, -1), count(newest + 1)):
+        some = range(part * ROWS_AT_ONCE + 1, (part + 1) * ROWS_AT_ONCE + 1)
         jobs = await _find_jobs_of_rows(client, run_id, some)
-        if not jobs and some[-1] >= last_row:
+        if not jobs and part > newest and some[-1] >= n_rows:
             break
         open_jobs = [job_id for job_id, is_open in jobs.values() if is_open]
         open_jobs += await _find_replacements(client, [key for key, (_, is_open) in jobs.items() if not is_open])

@@ -162,15 +162,16 @@ def cancel_rows_of(job: Job, redis_url: str | None = None) -> None:
         redis_url: URL of llamaq's Redis. None: the setting of this process.
     """
     progress = job.get_meta(refresh=True).get(PROGRESS_KEY) or {}
-    last_row = max(progress.get("rows_total") or 0, progress.get("last_row", 0))  # an older version stored no last_row
+    n_rows = progress.get("rows_total") or 0
+    last_row = progress.get("last_row", n_rows)  # an older version stored no last_row
     run = BulkRun.model_validate(job.args[0])
     client = AsyncClient(redis_url, job.kwargs.get("queue"))
-    asyncio.run(_cancel_rows(client, run.run_id, last_row))
+    asyncio.run(_cancel_rows(client, run.run_id, last_row, n_rows))
 
 
-async def _cancel_rows(client: AsyncClient, run_id: str, last_row: int) -> None:
+async def _cancel_rows(client: AsyncClient, run_id: str, last_row: int, n_rows: int) -> None:
     async with client:
-        n_cancelled = await cancel_rows_in_flight(client, run_id, last_row)
+        n_cancelled = await cancel_rows_in_flight(client, run_id, last_row, n_rows)
         log.info("bulk.run_stopped run=%s cancelled=%d", run_id, n_cancelled)
 
 

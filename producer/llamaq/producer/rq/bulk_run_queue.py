@@ -41,6 +41,8 @@ FIRST_RETRY_S, MAX_RETRY_S = 1, 300
 retry."""
 KEEP_S = 30 * 24 * 3600
 """How long RQ stores a run after its end."""
+CANCEL_S = 3600
+"""Longest time in which the RQ worker cancels the rows of a stopped run."""
 POLL_S = 0.5
 STOP_S = 15.0
 """Longest wait for the RQ worker of a cancelled run."""
@@ -326,7 +328,7 @@ def _options(
         "meta": {bulk_jobs.SUBMIT_KEY: {"retries": retries, **names}},
         "on_success": Callback(bulk_jobs.report_success),
         "on_failure": Callback(bulk_jobs.explain_failure),
-        "on_stopped": Callback(bulk_jobs.cancel_rows),
+        "on_stopped": Callback(bulk_jobs.cancel_rows, CANCEL_S),
     }
 
 
