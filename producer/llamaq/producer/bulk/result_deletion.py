@@ -20,13 +20,16 @@ async def delete_results(connection: QueueConnection, jobs: Sequence[tuple[str, 
         connection: The client's connection.
         jobs: For each job its idempotency key, its id, and whether it is a dead letter, which is kept without the key.
     """
-    keys = connection.keys
+    keys, settings = connection.keys, connection.settings
     try:
         async with connection.redis.pipeline(transaction=False) as pipe:
             for key, job_id, is_dead in jobs:
-                of_job, parsed = keys.of_job(job_id), JobId.parse(job_id)
-                record = keys.idempotency(parsed.queue, parsed.partition, key)
-                pipe.unlink(record, *(() if is_dead else (of_job.job, of_job.events)))
+                # The job may be a replacement, which has another key, and so another partition.
+                first = JobId.new(settings.queue, settings.partitions, key)
+                pipe.unlink(keys.idempotency(first.queue, first.partition, key))
+                if not is_dead:
+                    of_job = keys.of_job(job_id)
+                    pipe.unlink(of_job.job, of_job.events)
             await pipe.execute()
     except (RedisError, OSError) as exc:
         log.info("bulk.results_not_deleted jobs=%d error=%s", len(jobs), exc)
