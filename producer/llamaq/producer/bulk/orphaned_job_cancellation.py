@@ -75,13 +75,13 @@ async def _find_replacements(client: AsyncClient, ended: Sequence[str]) -> list[
 
 async def _find_jobs(client: AsyncClient, idempotency_keys: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """Return, for each of these idempotency keys, the id of its job, and whether the job has not ended."""
-    settings, keys = client.settings, client.keys
+    queue, keys, n_partitions = client.queue, client.keys, await client.connection.n_partitions()
     by_partition: dict[int, list[str]] = {}
     for key in idempotency_keys:
-        by_partition.setdefault(JobId.new(settings.queue, settings.partitions, key).partition, []).append(key)
+        by_partition.setdefault(JobId.new(queue, n_partitions, key).partition, []).append(key)
     found: dict[str, tuple[str, bool]] = {}
     for partition, some in by_partition.items():  # one at a time: a cluster pipelines only the keys of one node
-        records = [keys.idempotency(settings.queue, partition, key) for key in some]
+        records = [keys.idempotency(queue, partition, key) for key in some]
         replies = zip(some, await _pipelined(client, records, "get"), strict=True)
         ids = {key: job_id.decode() for key, job_id in replies if job_id is not None}
         states = await _pipelined(client, [keys.of_job(job_id).job for job_id in ids.values()], "hget", "status")
