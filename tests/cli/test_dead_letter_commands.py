@@ -10,7 +10,7 @@ from tests.support.command_line import failing, llamaq
 from tests.support.dead_letters import add_dead_job, add_dead_letters
 from typer.testing import CliRunner
 
-from llamaq.cli.exit_codes import EXIT_FAILED
+from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from llamaq.cli.main import build_app
 from llamaq.producer import AsyncClient, Client, DeadLetter, DeadLetterDetails
 from llamaq.producer.testing import FakeWorker
@@ -57,7 +57,7 @@ def test_retry_and_purge_have_an_option_for_all_letters(letters: list[str]) -> N
     assert retried["id"] == letters[0]
     assert retried["job_id"] not in letters
     assert json.loads(llamaq("dead", "purge", letters[1], "--json")) == {"id": letters[1]}
-    assert llamaq("dead", "purge", "--all") == ""
+    assert llamaq("dead", "purge", "--all", "--yes") == ""
     assert llamaq("dead", "list", "--json") == ""
     assert llamaq("dead", "list") == f"queue {retried['job_id'].split('.')[0]!r} has no dead letters\n"
 
@@ -74,7 +74,7 @@ def test_purge_of_all_letters_continues_after_one_that_another_process_has_remov
         return found
 
     monkeypatch.setattr(Client, "dead_letters", dead_letters)
-    assert json.loads(llamaq("dead", "purge", "--all", "--json")) == {"id": letters[1]}
+    assert json.loads(llamaq("dead", "purge", "--all", "--yes", "--json")) == {"id": letters[1]}
     with Client(redis_url, queue) as client:
         assert not whole(client)
 
@@ -117,3 +117,19 @@ def test_retry_of_all_letters_goes_on_after_a_damaged_one_and_reports_it(
     assert json.loads(retried.stdout)["id"] == whole
     with Client(redis_url, queue) as client:
         assert [letter.id for letter in client.dead_letters()] == [damaged]
+
+
+def test_purge_of_all_letters_asks_first(letters: list[str], queue: str) -> None:
+    def purge(answer: str, *options: str) -> tuple[int, str]:
+        done = CliRunner().invoke(build_app("dead"), ["dead", "purge", *options], input=answer)
+        return done.exit_code, done.stderr
+
+    code, asked = purge("n\n", "--all")
+    assert code == EXIT_FAILED
+    assert f"Remove all dead letters of queue {queue!r}?" in asked
+    assert purge("", "--all")[0] == EXIT_INTERRUPTED
+    assert len(llamaq("dead", "list", "--json").splitlines()) == 2
+    assert purge("", letters[0]) == (0, "")
+    assert purge("y\n", "--all")[0] == 0
+    assert llamaq("dead", "list", "--json") == ""
+    assert purge("", "--all") == (0, "")

@@ -190,10 +190,7 @@ def test_every_command_that_prints_data_has_the_option_json() -> None:
     for name in [name for name, command in commands.items() if hasattr(command, "commands")]:
         commands |= {f"{name} {sub}": command for sub, command in commands.pop(name).commands.items()}
     without = {name for name, command in commands.items() if not any("--json" in one.opts for one in command.params)}
-    always_json = {"embed", "rerank"}
-    assert without - always_json == WORKER_COMMANDS.keys() | {
-        "metrics", "serve", "bulk worker", "keys add", "keys revoke",
-    }  # fmt: skip
+    assert without == WORKER_COMMANDS.keys() | {"metrics", "serve", "bulk worker"}
 
 
 def test_the_help_of_a_gpu_host_command_lists_its_options() -> None:

@@ -217,9 +217,12 @@ def test_the_command_adds_lists_and_revokes_keys(
     shown = llamaq("keys", "list")
     assert "share_system_prompt,manage_slots" in shown
     assert secret not in shown + json.dumps(listed)
-    llamaq("keys", "revoke", "alice")
+    assert json.loads(llamaq("keys", "revoke", "alice", "--json")) == {"name": "alice"}
     assert "no key 'alice'" in failing(monkeypatch, capsys, "keys", "revoke", "alice", code=2)
     assert llamaq("keys", "list") == "no keys\n"
+    added = json.loads(llamaq("keys", "add", "alice", "--json"))
+    assert added["key"].startswith("llamaq-alice-")
+    assert (added["name"], llamaq("keys", "revoke", "alice")) == ("alice", "")
 
 
 async def test_a_server_knows_the_keys_of_a_file_and_reads_it_again(

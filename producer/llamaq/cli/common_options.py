@@ -89,6 +89,7 @@ WithMetadata = Annotated[
     ),
 ]
 OfTenant = Annotated[str | None, typer.Option("--tenant", help="Only jobs of this tenant.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OfLogFormat = Annotated[
     LogFormat,

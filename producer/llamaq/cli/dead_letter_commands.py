@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from llamaq.cli import views
-from llamaq.cli.common_options import AsJson, Queue, RedisUrl
+from llamaq.cli.common_options import AsJson, Queue, RedisUrl, Yes
 from llamaq.cli.error_report import explain
 from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.common.errors import DeadLetterNotFound, InvalidRequest, JobNotFound, ProtocolError
@@ -78,12 +78,17 @@ def purge(
     all_letters: All = False,
     redis_url: RedisUrl = None,
     queue: Queue = None,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove one dead letter, or all of them with --all. With --json, print their ids."""
     ignored = (DeadLetterNotFound,) if all_letters else ()  # another process has removed the letter just now
     with Client(redis_url, queue) as client:
-        for selected in _select(client, letter_id, all_letters=all_letters):
+        letters = _select(client, letter_id, all_letters=all_letters)
+        question = f"Remove all dead letters of queue {client.queue!r}?"
+        if all_letters and letters and not yes and not typer.confirm(question, err=True):
+            raise typer.Exit(EXIT_FAILED)
+        for selected in letters:
             with suppress(*ignored):
                 client.purge_dead_letter(selected)
                 if as_json:

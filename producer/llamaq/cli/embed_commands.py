@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from llamaq.cli import views
-from llamaq.cli.common_options import Queue, RedisUrl, RequireWorker, WaitForJob
+from llamaq.cli.common_options import AsJson, Queue, RedisUrl, RequireWorker, WaitForJob
 from llamaq.cli.job_commands import read_stdin
 from llamaq.common.errors import InvalidRequest
 from llamaq.producer import Client
@@ -34,6 +34,7 @@ def embed(
     dimensions: Annotated[
         int | None, typer.Option(min=1, help="Number of values of each embedding to print, from the first on.")
     ] = None,
+    _: AsJson = True,
 ) -> None:
     """Print the embedding of each text as a line of JSON, on a queue whose workers run with --embeddings."""
     with Client(redis_url, queue, timeout_s=wait_s, require_worker=require_worker) as client:
@@ -50,6 +51,7 @@ def rerank(
     wait_s: WaitForJob = None,
     require_worker: RequireWorker = None,
     top_n: Annotated[int | None, typer.Option(min=1, help="Largest number of documents to print.")] = None,
+    _: AsJson = True,
 ) -> None:
     """Print documents with their scores for a query, the best first, as lines of JSON. Needs --pooling rank."""
     given = _texts(documents)

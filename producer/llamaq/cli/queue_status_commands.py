@@ -19,6 +19,7 @@ from llamaq.cli.common_options import (
     Queue,
     RedisUrl,
     WithMetadata,
+    Yes,
     read_metadata,
 )
 from llamaq.cli.depth_watch import watch
@@ -98,7 +99,7 @@ def purge(
     metadata: WithMetadata = None,
     tenant: OfTenant = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Cancel nothing, only count the jobs.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the jobs are cancelled.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Cancel the waiting jobs of a queue. Running jobs continue. With --json, print the ids of the jobs."""

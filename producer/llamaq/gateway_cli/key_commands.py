@@ -45,6 +45,7 @@ def add(
         Path | None, typer.Option(help="Write the hash of the key to this file, for `llamaq serve --keys-file`.")
     ] = None,
     redis_url: RedisUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Add an API key and print it. It is shown only now, because its hash alone is stored."""
     fields = {
@@ -58,12 +59,16 @@ def add(
         "manage_slots": manage_slots,
     }
     if file is None:
-        typer.echo(_with_store(redis_url, lambda store: store.add(**fields)))
-        return
-    try:
-        typer.echo(add_key(file, **fields))
-    except OSError as exc:
-        raise InvalidSettings(f"--file: {file} cannot be written: {exc.strerror or exc}") from exc
+        key = _with_store(redis_url, lambda store: store.add(**fields))
+    else:
+        try:
+            key = add_key(file, **fields)
+        except OSError as exc:
+            raise InvalidSettings(f"--file: {file} cannot be written: {exc.strerror or exc}") from exc
+    if as_json:
+        views.show_json_fields(name=name, key=key)
+    else:
+        typer.echo(key)
 
 
 def list_keys(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
@@ -88,10 +93,12 @@ def list_keys(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
     show_rows(columns, rows, missing="no keys")
 
 
-def revoke(name: Name, redis_url: RedisUrl = None) -> None:
+def revoke(name: Name, redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
     """Revoke an API key. Servers refuse it within two seconds; its running requests continue."""
     if not _with_store(redis_url, lambda store: store.revoke(name)):
         raise InvalidRequest(f"name: there is no key {name[:100]!r}; `llamaq keys list` shows the keys")
+    if as_json:
+        views.show_json_fields(name=name)
 
 
 def _with_store(redis_url: str | None, action: Callable[[KeyStore], Awaitable[T]]) -> T:
