@@ -17,7 +17,7 @@ from llamaq.gateway.batches.input_lines import decode_record, read_lines
 from llamaq.gateway.batches.record import TOKEN_COUNTERS, Batch
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.files.blocks import compress, read_blocks
-from llamaq.producer.bulk.input_file import FinishedRows, Record
+from llamaq.producer.bulk.input_file import ROWS_PER_YIELD, FinishedRows, Record
 from llamaq.producer.bulk.output_lines import row_number_of
 from llamaq.producer.streaming.retried_reads import is_temporary
 
@@ -71,6 +71,8 @@ class RedisRowStore:
         blocks = read_blocks(self._store.redis, self._store.keys.http_file(self._request.input_file_id))
         async for number, line in read_lines(blocks, max_line_bytes):
             n_read += 1
+            if n_read % ROWS_PER_YIELD == 0:
+                await asyncio.sleep(0)
             if number in self.finished:
                 continue
             if line is None:

@@ -55,8 +55,6 @@ SILENCE_S = 5.0
 """If no row ends within this time, the run checks whether a worker serves the queue."""
 LONGEST_PAUSE_S = 5.0
 """Longest pause before a row is read again that needs a reply of a worker, while no worker replies."""
-ROWS_PER_YIELD = 50
-"""After this many rows were read, other tasks of the event loop run."""
 DEAD = frozenset({ErrorCode.POISON, ErrorCode.DAMAGED})
 """The errors of rows whose jobs are kept as dead letters. Those that are dead after retries may be too many."""
 
@@ -77,7 +75,7 @@ class RowStore(Protocol):
     """Number of rows that have an error."""
 
     def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
-        """Yield the records of the input that are not finished.
+        """Yield the records of the input that are not finished. Other tasks of the event loop run meanwhile.
 
         Args:
             max_line_bytes: Longest line of a JSONL file.
@@ -338,8 +336,7 @@ class Execution:
 
     async def _read_rows(self, window: Window) -> None:
         """Read the input as the window has room, until its end."""
-        count, max_line_bytes = 0, 4 * self._client.settings.max_request_bytes
-        async for number, record in self._rows.records(max_line_bytes):
+        async for number, record in self._rows.records(4 * self._client.settings.max_request_bytes):
             self._meter.last_row = number
             row = await self._row_of(number, record)
             try:
@@ -355,9 +352,6 @@ class Execution:
                 for index, request in enumerate(requests):
                     await window.wait_for_room()
                     window.add((open_row, index), request)
-            count += 1
-            if count % ROWS_PER_YIELD == 0:
-                await asyncio.sleep(0)
 
     async def _row_of(self, number: int, record: object) -> Row:
         if isinstance(record, InvalidRequest):

@@ -26,6 +26,8 @@ from llamaq.producer.option_synonyms import SYNONYMS
 
 READ_ERRORS = (OSError, ValueError, csv.Error)
 """Errors of a file that cannot be read. Those of pyarrow are among them."""
+ROWS_PER_YIELD = 50
+"""After this many rows of the input, other tasks of the event loop run."""
 PARQUET_ROWS_AT_ONCE = 16
 """Rows that are decoded at once. Each may be as large as the largest request, also in a file of a few bytes."""
 JSON_COLUMNS = frozenset({
@@ -209,15 +211,13 @@ def _read_jsonl(file: BinaryIO, finished: FinishedRows, max_line_bytes: int) -> 
     number = 0
     while line := file.readline(max_line_bytes):
         number += 1
-        is_too_long = len(line) == max_line_bytes and not line.endswith(b"\n")
-        if is_too_long:
+        record = SKIPPED
+        if len(line) == max_line_bytes and not line.endswith(b"\n"):
             _skip_line(file)
-        if number in finished or not (is_too_long or line.strip()):
-            yield number, SKIPPED
-        elif is_too_long:
-            yield number, InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
-        else:
-            yield number, decode_line(line)
+            record = InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
+        elif line.strip() and number not in finished:
+            record = decode_line(line)
+        yield number, SKIPPED if number in finished else record
 
 
 def _skip_line(file: BinaryIO) -> None:

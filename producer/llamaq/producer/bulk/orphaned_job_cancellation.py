@@ -19,16 +19,14 @@ _OPEN = (JobState.QUEUED.value.encode(), JobState.RUNNING.value.encode())
 
 
 async def cancel_rows_in_flight(client: AsyncClient, run_id: str, last_row: int, n_rows: int = 0) -> int:
-    """Cancel all open jobs of a run, which Redis finds by their idempotency keys, and return their number.
-
-    The rows that were read last are looked up first, because most rows in flight are among them.
+    """Cancel all open jobs of a run, those of the newest rows first, and return their number. Redis finds the jobs by
+    their idempotency keys.
 
     Args:
         client: A client of the run's queue.
         run_id: The name of the run.
         last_row: The highest known row number.
-        n_rows: The number of rows, if it is known. The search ends when Redis has no job for a thousand consecutive
-            numbers after both.
+        n_rows: The number of rows. The search ends when Redis has no job for a thousand consecutive numbers after both.
 
     Raises:
         RedisError: Redis is unreachable.

@@ -16,6 +16,7 @@ from llamaq.producer.bulk.compression import check_can_open
 from llamaq.producer.bulk.described_file import Fingerprint, InputChanged
 from llamaq.producer.bulk.input_file import (
     READ_ERRORS,
+    ROWS_PER_YIELD,
     SKIPPED,
     FinishedRows,
     Record,
@@ -28,9 +29,6 @@ from llamaq.producer.bulk.output_lines import is_torn, row_number_of
 from llamaq.producer.bulk.pyarrow_import import pyarrow_module
 from llamaq.producer.bulk.run_description import BulkRun, default_error_file, description_file, rows_file
 from llamaq.producer.bulk.table_writer import write_compressed, write_table
-
-ROWS_PER_YIELD = 1000
-"""After this many rows of the input, other tasks of the event loop run."""
 
 
 class StoredRun(BaseModel):
@@ -58,8 +56,12 @@ def read_stored_run(output: Path) -> StoredRun | None:
 
 def list_files(output: Path, error_file: Path) -> str:
     """Return the files that another run into the same output finds in its way, as a part of a sentence."""
-    files = [path for path in dict.fromkeys((output, rows_file(output), error_file)) if _has_content(path)]
-    return " and ".join(filter(None, [", ".join(map(str, files)), str(description_file(output))]))
+    files = map(str, _full_files(output, error_file))
+    return " and ".join(filter(None, [", ".join(files), str(description_file(output))]))
+
+
+def _full_files(output: Path, error_file: Path) -> list[Path]:
+    return [path for path in dict.fromkeys((output, rows_file(output), error_file)) if _has_content(path)]
 
 
 def _has_content(path: Path) -> bool:
@@ -105,8 +107,7 @@ def prepare_description(run: BulkRun, check: Callable[[], object] = do_nothing) 
     except READ_ERRORS as exc:
         raise BulkRunRefused(f"{run.input} cannot be read: {exc}") from exc
     if stored is None:
-        full = [path for path in (run.output, rows_file(run.output), run.error_file) if _has_content(path)]
-        if full:
+        if full := _full_files(run.output, run.error_file):
             raise BulkRunRefused(
                 f"{full[0]} exists and is not of a bulk run into {run.output}: name another file (-o, --errors), or "
                 "delete it"
@@ -153,14 +154,14 @@ class OutputFiles:
         return f"<OutputFiles {self._answers.path} finished={len(self.finished)} failed={self.n_failed}>"
 
     def _read_rows(self, file: AppendedFile) -> None:
-        """Add the rows of a file, and cut a torn last line. Raises `BulkRunRefused` if a line is not of this run."""
+        """Add the rows of a file."""
         highest = self._stored.input.max_rows
         for line in file.read_lines():
             if not is_torn(line):
                 self.finished.add(row_number_of(line, file.path, highest, self._run.run_id))
 
     async def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
-        """Yield the records of the input that are not finished. While rows are skipped, other tasks run too.
+        """Yield the records of the input that are not finished.
 
         Raises:
             BulkRunRefused: The input cannot be read, or was changed after the run began.
@@ -231,9 +232,8 @@ def open_output(run: BulkRun, check: Callable[[], object] = do_nothing) -> Itera
         raise BulkRunRefused(f"{run.input}: {reason}")
     if "parquet" in (file_format(run.input), file_format(run.output)):
         pyarrow_module("pyarrow.parquet")  # raises before anything is computed
-    for path in (run.input, run.output):
+    for path in (run.input, run.output, run.error_file):
         check_can_open(path)
-    for path in (run.output, run.error_file):
         with refusing_to_write(path):
             if path.exists() and not path.is_file():
                 raise BulkRunRefused(f"{path} is not a regular file: name another one")

@@ -17,7 +17,8 @@ from llamaq.producer.openai_format.response_body import completion_object, error
 
 _LINE_START = re.compile(rb'\{"(?:line": (\d{1,18})(?:, "run_id": "([\w-]+)")?|id": "batch_req_([\w-]+)_(\d{1,18})"),')
 """The beginning of each line that this module builds."""
-_STARTS = (b'{"line": ', b'{"id": "batch_req_')
+_STARTS = b'\n{"line": \n{"id": "b'
+"""The first bytes of these lines, each after a newline."""
 
 _INCOMPLETE = {
     FinishReason.CANCELLED: "the job was cancelled",
@@ -117,8 +118,8 @@ def _encode_in_steps(line: dict[str, Any]) -> bytes:
 
 
 def is_torn(line: bytes) -> bool:
-    """Return whether this is the beginning of a line that this module builds. A crash may have added zero bytes."""
-    return not line.endswith(b"\n") and any(start.startswith(line.rstrip(b"\0")[: len(start)]) for start in _STARTS)
+    """Return whether a crash has cut off this line. It may end with zero bytes."""
+    return not line.endswith(b"\n") and b"\n" + line.rstrip(b"\0")[:9] in _STARTS
 
 
 def row_number_of(line: bytes, file_name: object, highest: int | None = None, run_id: str | None = None) -> int:

@@ -24,7 +24,7 @@ async def delete_results(connection: QueueConnection, jobs: Sequence[tuple[str, 
     try:
         async with connection.redis.pipeline(transaction=False) as pipe:
             for key, job_id, is_dead in jobs:
-                # The job may be a replacement, which has another key, and so another partition.
+                # A job that replaced another has another key, and another partition.
                 first = JobId.new(settings.queue, settings.partitions, key)
                 pipe.unlink(keys.idempotency(first.queue, first.partition, key))
                 if not is_dead:

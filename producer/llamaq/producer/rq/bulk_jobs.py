@@ -164,15 +164,12 @@ def cancel_rows_of(job: Job, redis_url: str | None = None) -> None:
     progress = job.get_meta(refresh=True).get(PROGRESS_KEY) or {}
     n_rows = progress.get("rows_total") or 0
     last_row = progress.get("last_row", n_rows)  # an older version stored no last_row
-    run = BulkRun.model_validate(job.args[0])
-    client = AsyncClient(redis_url, job.kwargs.get("queue"))
-    asyncio.run(_cancel_rows(client, run.run_id, last_row, n_rows))
 
+    async def cancel() -> int:
+        async with AsyncClient(redis_url, job.kwargs.get("queue")) as client:
+            return await cancel_rows_in_flight(client, job.args[0]["run_id"], last_row, n_rows)
 
-async def _cancel_rows(client: AsyncClient, run_id: str, last_row: int, n_rows: int) -> None:
-    async with client:
-        n_cancelled = await cancel_rows_in_flight(client, run_id, last_row, n_rows)
-        log.info("bulk.run_stopped run=%s cancelled=%d", run_id, n_cancelled)
+    log.info("bulk.run_stopped run=%s cancelled=%d", job.id, asyncio.run(cancel()))
 
 
 async def _execute(run: BulkRun, queue: str | None, job: Job) -> BulkProgress:
