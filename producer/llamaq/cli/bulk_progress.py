@@ -28,14 +28,20 @@ def show_progress(name: str) -> Iterator[Callable[[BulkProgress], None]]:
         yield _Lines().show
         return
     columns = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[note]}")
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(name, total=None, note="")
+    bar = Progress(*columns, console=console)
+    task = bar.add_task(name, total=None, note="")
 
-        def show(progress: BulkProgress) -> None:
-            note = ", ".join(details(progress))
+    def show(progress: BulkProgress) -> None:
+        note = ", ".join(details(progress))
+        with suppress(OSError):  # a closed terminal must not end the run
             bar.update(task, total=progress.rows_total, completed=progress.rows_done, note=note, refresh=True)
 
+    bar.start()
+    try:
         yield show
+    finally:
+        with suppress(OSError):
+            bar.stop()
 
 
 class _Lines:
