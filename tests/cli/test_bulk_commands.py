@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 from llamaq.cli.bulk_progress import details, show_progress
 from llamaq.cli.bulk_run_options import read_time
-from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
 from llamaq.cli.main import build_app
 from llamaq.common.errors import InvalidRequest, LlamaqError
 from llamaq.producer import Client
@@ -214,3 +215,31 @@ def test_a_problem_that_comes_and_goes_is_one_line_until_the_next_line_is_due(
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("/")[0] for line in lines] == ["llamaq: 0", "llamaq: 1", "llamaq: 20"]
     assert "full: 1 jobs wait" in lines[1]
+
+
+def test_retry_errors_deletes_nothing_before_the_run_can_begin(
+    served: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(source, {"prompt": "bad", "max_tokens": -2})
+    errors = tmp_path / "out.jsonl.errors.jsonl"
+    assert run(source, "-o", tmp_path / "out.jsonl").exit_code == EXIT_FAILED
+    failed = errors.read_text()
+    retry = ("bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl"), "--retry-errors")
+    failing(monkeypatch, capsys, *retry, "--redis-url", "redis://127.0.0.1:1", code=EXIT_NO_REDIS)
+    failing(monkeypatch, capsys, *retry, "--queue", f"{served}-b", "--require-worker", code=EXIT_NO_ANSWER)
+    assert errors.read_text() == failed
+
+
+@pytest.mark.starts_processes
+def test_a_closed_terminal_does_not_end_a_run(served: str, source: Path, tmp_path: Path) -> None:
+    """A run of which the shell is disowned survives its terminal. Then each write to it fails with EIO."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "llamaq", "bulk", "run", str(source), "-o", str(tmp_path / "out.jsonl")]
+    with subprocess.Popen([*command, "--rate", "1"], stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while b"out.jsonl" not in shown:
+            shown += os.read(ours, 10_000)
+        os.close(ours)
+        assert process.wait(60) == 0
+    assert len(answers(tmp_path / "out.jsonl")) == 3

@@ -57,9 +57,8 @@ def run_here(
     """
     # In an outage of Redis, the polls of the jobs log a warning. The pub/sub connection would log the same again.
     pubsub_connection.log.setLevel(logging.ERROR)
-    if retry_errors:
-        drop_errors(run)
-    progress = asyncio.run(_execute(run, AsyncClient(redis_url, queue, require_worker=require_worker)))
+    client = AsyncClient(redis_url, queue, require_worker=require_worker)
+    progress = asyncio.run(_execute(run, client, retry_errors=retry_errors))
     if as_json:
         views.show_json(progress)
     if progress.rows_failed:
@@ -72,7 +71,7 @@ def run_here(
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _execute(run: BulkRun, client: AsyncClient) -> BulkProgress:
+async def _execute(run: BulkRun, client: AsyncClient, *, retry_errors: bool) -> BulkProgress:
     """Execute the run. The first SIGINT or SIGTERM stops it, a later one ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -81,13 +80,15 @@ async def _execute(run: BulkRun, client: AsyncClient) -> BulkProgress:
         stop.set()
         loop.call_later(FORCE_AFTER_S, loop.remove_signal_handler, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
     async with client:
         if not await client.workers():
             missing = NoWorker(client.queue)
             if client.settings.require_worker:
                 raise missing
             views.notice(f"{missing} (the run waits for a worker; `llamaq queues` lists all queues)")
+        if retry_errors:
+            drop_errors(run)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
         with show_progress(run.output.name) as on_progress:
             return await execute(run, client, on_progress=on_progress, stop=stop)
