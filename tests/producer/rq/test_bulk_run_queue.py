@@ -446,3 +446,18 @@ def test_a_stop_begins_with_the_newest_rows_and_has_time_for_all(
         job.save_meta()
         bulk_jobs.cancel_rows(job, runs.redis)
     assert looked_up == [(run.run_id, 20, 9000), (run.run_id, 9000, 9000), (run.run_id, 0, 0)]
+
+
+def test_a_run_that_a_newer_client_has_submitted_breaks_no_command(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer, run = make_run("newer"), make_run("a")
+    fields = {**newer.model_dump(mode="json"), "from_the_future": 1}
+    rq_queue.enqueue(bulk_jobs.run_bulk, fields, job_id=newer.run_id)
+    assert runs.submit(run).run_id == run.run_id
+    assert [found.run_id for found in runs.runs()] == [run.run_id]
+    assert f"run {newer.run_id} cannot be read" in caplog.text
+    for call in (runs.status, runs.cancel, runs.retry_errors, lambda _: runs.submit(newer)):
+        with pytest.raises(InvalidRequest, match="cannot be read: perhaps a newer llamaq submitted it"):
+            call(newer.run_id)
+    assert Job.exists(newer.run_id, connection=runs.redis)

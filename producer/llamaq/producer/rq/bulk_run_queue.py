@@ -42,7 +42,7 @@ retry."""
 KEEP_S = 30 * 24 * 3600
 """How long RQ stores a run after its end."""
 CANCEL_S = 3600
-"""Longest time in which the RQ worker cancels the rows of a stopped run."""
+"""Longest time to cancel the rows of a stopped run."""
 POLL_S = 0.5
 STOP_S = 15.0
 """Longest wait for the RQ worker of a cancelled run."""
@@ -124,6 +124,7 @@ class BulkQueue:
         self._check_can_submit(run)
         self._check_dependencies(after)
         if Job.exists(run.run_id, connection=self.redis):  # an earlier run with this id, which has ended
+            self.status(run.run_id)  # one that cannot be read may not have ended
             _delete(self._job(run.run_id))
         options = _options(run, retries=retries, after=after, on_success=on_success, on_failure=on_failure)
         call = {"args": [_as_json(run)], "kwargs": {"queue": _named_queue(queue)}, **options}
@@ -134,8 +135,13 @@ class BulkQueue:
         return read_status(job)
 
     def runs(self) -> list[RunStatus]:
-        """Return all runs that RQ stores, newest first."""
-        found = [read_status(job) for job in self._jobs() if _executes_run(job)]
+        """Return all runs that RQ stores and that can be read, newest first."""
+        found = []
+        for job in filter(_executes_run, self._jobs()):
+            try:
+                found.append(read_status(job))
+            except InvalidRequest as exc:
+                bulk_jobs.log.warning("bulk.run_skipped: %s", exc)
         return sorted(found, key=lambda run: run.submitted or datetime.min.replace(tzinfo=UTC), reverse=True)
 
     def n_workers(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.producer.bulk import BulkProgress, BulkRun
 from llamaq.producer.rq.bulk_jobs import ERROR_KEY, OTHER_SERIALIZER, PROGRESS_KEY
@@ -20,7 +21,7 @@ class RunState(StrEnum):
     QUEUED = "queued"
     """The run waits for an RQ worker."""
     SCHEDULED = "scheduled"
-    """The run waits for its time: that of `--at` or `--in`, or that of its next try after an error."""
+    """The run waits for its time: that of `--at`, or that of its next try after an error."""
     DEFERRED = "deferred"
     """The run waits for the end of other runs (`--after`)."""
     RUNNING = "running"
@@ -64,8 +65,11 @@ class RunStatus(WireModel):
 
 
 def read_status(job: Job) -> RunStatus:
-    """Return the status of the run that an RQ job executes."""
-    run = BulkRun.model_validate(job.args[0])
+    """Return the status of the run that an RQ job executes. Raises `InvalidRequest` if it cannot be read."""
+    try:
+        run = BulkRun.model_validate(job.args[0])
+    except ValidationError as exc:
+        raise InvalidRequest(f"run {job.id} cannot be read: perhaps a newer llamaq submitted it") from exc
     state = _STATES.get(job.get_status(refresh=False), RunState.QUEUED)
     return RunStatus(
         run_id=run.run_id,
