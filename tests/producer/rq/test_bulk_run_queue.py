@@ -461,3 +461,13 @@ def test_a_run_that_a_newer_client_has_submitted_breaks_no_command(
         with pytest.raises(InvalidRequest, match="cannot be read: perhaps a newer llamaq submitted it"):
             call(newer.run_id)
     assert Job.exists(newer.run_id, connection=runs.redis)
+
+
+def test_rq_drops_a_cancelled_run_after_30_days(runs: BulkQueue, make_run: MakeRun) -> None:
+    run = make_run("a")
+    runs.submit(run)
+    runs.cancel(run.run_id)
+    days = runs.redis.ttl(Job.key_for(run.run_id)) / 86400
+    assert 29 < days <= 30
+    runs.submit(run)
+    assert runs.redis.ttl(Job.key_for(run.run_id)) == -1

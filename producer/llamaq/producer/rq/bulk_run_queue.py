@@ -213,6 +213,7 @@ class BulkQueue:
             with suppress(InvalidJobOperation):  # another process has cancelled it just now
                 forget_executions(job)
                 job.cancel()
+                self.redis.expire(job.key, KEEP_S)
             if was_running:
                 self._await_work_horse(run_id)
             if was_running or status.progress is not None:  # its process was killed, so its rows may still run
