@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.redis_servers import ClusterServers
 
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import AsyncClient
@@ -57,3 +59,17 @@ async def test_the_idempotency_record_of_a_replaced_row_is_deleted(redis_url: st
         again = [await client.submit("x", idempotency_key=key) for key in keys]
         assert not {job.id for job in replaced} & {job.id for job in again}
         assert not await client.redis.exists(*(client.keys.of_job(job.id).job for job in jobs))
+
+
+@pytest.mark.starts_processes
+async def test_rows_are_found_and_records_deleted_on_all_nodes_of_a_cluster(tmp_path: Path, queue: str) -> None:
+    keys = [row_key("run", row, 0) for row in range(1, 31)]
+    with ClusterServers(tmp_path) as servers:
+        async with AsyncClient(servers.url, queue, partitions=6) as client, AsyncClient(servers.url, queue) as other:
+            await client.redis.hset(client.keys.config(queue, 0), "partitions", "6")
+            replaced = {(await client.submit("x", idempotency_key=key)).id for key in keys}
+            jobs = [await client.submit("x", idempotency_key=replacement_key(key, 1)) for key in keys]
+            await delete_results(client.connection, [(key, job.id, False) for key, job in zip(keys, jobs, strict=True)])
+            again = {(await client.submit("x", idempotency_key=key)).id for key in keys}
+            assert not replaced & again
+            assert await cancel_rows_in_flight(other, "run", last_row=30) == 30
