@@ -23,7 +23,7 @@ from tests.conformance.server_flags import StackSettings, read_flags
 from tests.conformance.stand_in_models import StandInModels
 
 from llamaq.common.logging_setup import LogFormat, configure_logging
-from llamaq.common.protocol.keys import Keys
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of
 from llamaq.gateway.settings import serve_settings
 from llamaq.gateway.uvicorn_server import bind, build_server
@@ -101,7 +101,7 @@ def _prepare_redis(redis_url: str, chosen: StackSettings) -> None:
         client.flushdb()
         if chosen.api_key is not None:
             record = KeyRecord(name="conformance", created_ms=0)
-            client.hset(Keys("llamaq").http_keys(), hash_of(chosen.api_key), record.model_dump_json())
+            client.hset(HttpKeys("llamaq").http_keys(), hash_of(chosen.api_key), record.model_dump_json())
 
 
 def _fork_worker(redis_url: str, chosen: StackSettings) -> int:

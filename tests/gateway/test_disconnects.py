@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.support.http_server import post_of, sending, serving_http
 
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.gateway.responses.record import ID_PREFIX
 from llamaq.gateway.settings import serve_settings
 from llamaq.gateway.uvicorn_server import DEAD_CLIENT, bind
@@ -203,7 +204,7 @@ async def test_a_response_whose_client_was_gone_before_it_was_stored_is_stored_b
             return str(response.json()["id"])
 
         response_id = await create()
-        await client.redis.delete(client.keys.http_response(response_id.removeprefix(ID_PREFIX)))
+        await client.redis.delete(HttpKeys(client.keys.prefix).http_response(response_id.removeprefix(ID_PREFIX)))
         assert (await http.get(f"/v1/responses/{response_id}")).status_code == HTTPStatus.NOT_FOUND
         assert await create() == response_id
         assert (await http.get(f"/v1/responses/{response_id}")).status_code == HTTPStatus.OK

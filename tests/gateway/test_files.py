@@ -28,6 +28,7 @@ from llamaq.gateway.files import store as store_module
 from llamaq.gateway.files.blocks import BLOCK_BYTES, compress, decompress
 from llamaq.gateway.files.form_parts import FormParts
 from llamaq.gateway.http.errors import RequestRefused, error_fields, status_of
+from llamaq.gateway.http_keys import HttpKeys
 
 
 async def test_a_file_is_stored_shown_listed_and_removed(redis_url: str, queue: str) -> None:
@@ -112,7 +113,7 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
             slow = await reader.readuntil(b"\r\n")
         async with sending(url, begun + b"Content-Length: 999\r\n\r\n--b"):
             pass  # the client leaves in the middle
-        redis, keys = connect(redis_url, name="test"), Keys(queue)
+        redis, keys = connect(redis_url, name="test"), HttpKeys(queue)
         while await redis.hlen(keys.http_files("")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         accepted = [await upload(http, b"x" * 400_000), await upload(http, b"x" * 250_000)]
@@ -164,7 +165,7 @@ async def test_a_client_that_waits_for_100_continue_uploads_its_file(redis_url: 
 
 
 async def test_a_damaged_record_does_not_prevent_uploads(redis_url: str, queue: str) -> None:
-    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    redis, keys = connect(redis_url, name="test"), HttpKeys(queue)
     await redis.hset(keys.http_files(""), "file-junk", "junk")
     async with (
         serving_http(redis_url, queue, key_prefix=queue) as url,

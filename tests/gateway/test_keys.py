@@ -21,10 +21,10 @@ from tests.support.worker_cards import announce_card
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import LoraScale
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.app import build_app
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.gateway.keys import key_store as key_store_module
 from llamaq.gateway.keys.key_file import read_keys
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of
@@ -82,7 +82,7 @@ async def test_only_requests_with_a_valid_key_pass(redis_url: str, queue: str, m
 
 async def test_a_damaged_record_does_not_keep_other_keys_from_being_managed(redis_url: str, queue: str) -> None:
     redis = connect(redis_url, name="test")
-    await redis.hset(Keys(queue).http_keys(), mapping={b"\xff": b"junk", hash_of("secret"): b"{}"})
+    await redis.hset(HttpKeys(queue).http_keys(), mapping={b"\xff": b"junk", hash_of("secret"): b"{}"})
     async with key_store(redis_url, queue) as store:
         secret = await store.add(name="alice")
         assert [record.name for record in await store.list()] == ["alice"]

@@ -18,6 +18,7 @@ from llamaq.common.protocol.job_request import MAX_MESSAGES
 from llamaq.gateway import prompt_too_long_error
 from llamaq.gateway.http import event_stream
 from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.gateway.responses.item_references import with_referenced_items
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseStore
 from llamaq.gateway.routes import responses
@@ -209,7 +210,7 @@ async def test_no_conversation_is_left_of_a_response_whose_id_no_client_has(
         sending(url, post_of(RESPONSES, {"input": "hi", "stream": is_streamed})) as (reader, writer),
     ):
         attempt = await worker.start_next()
-        record = client.keys.http_response(attempt.claim.job_id)
+        record = HttpKeys(client.keys.prefix).http_response(attempt.claim.job_id)
 
         async def is_stored() -> bool:
             return bool(await client.redis.exists(record))
@@ -237,7 +238,7 @@ async def test_the_conversation_of_a_response_expires_soon_after_its_answer(
         attempt = await worker.start_next()
         await attempt.emit([1], "a")
         job_id = attempt.claim.job_id
-        record = client.keys.http_response(job_id)
+        record = HttpKeys(client.keys.prefix).http_response(job_id)
 
         async def is_stored() -> bool:
             return bool(await client.redis.exists(record))
@@ -261,7 +262,7 @@ async def test_the_conversation_of_a_delayed_response_expires_a_week_after_the_j
     body = {"input": "hi", "background": True, **delay}
     async with gateway(redis_url, queue) as (url, _, client), httpx.AsyncClient(base_url=url, timeout=60) as http:
         job_id = (await http.post(RESPONSES, json=body)).json()["id"].removeprefix(ID_PREFIX)
-        record_s = await client.redis.ttl(client.keys.http_response(job_id))
+        record_s = await client.redis.ttl(HttpKeys(client.keys.prefix).http_response(job_id))
         await client.job(job_id).cancel()
     stored_s = serve_settings().response_ttl_s + 7 * 24 * 3600
     assert due_s + stored_s - 120 < record_s < due_s + stored_s + 120

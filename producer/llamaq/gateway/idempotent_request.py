@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.keys import JobId
 from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.producer import AsyncClient
 
 
@@ -39,7 +40,7 @@ class IdempotentRequest:
         Raises:
             RequestRefused: The key belongs to a request with another queue, or with more or fewer jobs.
         """
-        key, record = client.keys.http_request(self.key), f"{self.n_jobs} {client.queue}"
+        key, record = HttpKeys(client.keys.prefix).http_request(self.key), f"{self.n_jobs} {client.queue}"
         ttl_s = math.ceil(client.settings.result_ttl_s)
         is_new = await client.redis.set(key, record, ex=ttl_s, nx=True)
         earlier: Any = None if is_new else await client.redis.get(key)

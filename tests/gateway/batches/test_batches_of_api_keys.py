@@ -18,6 +18,7 @@ from llamaq.common.redis.connect import connect
 from llamaq.gateway.batches import runner
 from llamaq.gateway.batches.record import BatchRequest, BatchStatus
 from llamaq.gateway.batches.store import BatchStore
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.producer.testing import FakeWorker
 
 
@@ -89,7 +90,7 @@ async def test_a_cancelled_batch_ends_although_the_server_runs_as_many_as_it_may
         attempt = await worker.start_next()
         if has_damaged:  # it is due before the others
             damaged = await begin(http, jsonl(line("b", "y")))
-            await worker.redis.hset(worker.keys.http_batch(damaged["id"]), "request", "{")
+            await worker.redis.hset(HttpKeys(worker.keys.prefix).http_batch(damaged["id"]), "request", "{")
         waiting = await begin(http, jsonl(line("c", "z")))
         await http.post(f"/v1/batches/{waiting['id']}/cancel")
         ended = await end_of(http, waiting)
@@ -120,7 +121,7 @@ async def test_a_batch_that_has_waited_beyond_its_window_is_expired_although_its
 
 async def expire(worker: FakeWorker, batch_id: str) -> None:
     """Let the completion window of a batch end a second ago."""
-    key = worker.keys.http_batch(batch_id)
+    key = HttpKeys(worker.keys.prefix).http_batch(batch_id)
     request = BatchRequest.model_validate_json(await worker.redis.hget(key, "request") or b"")
     late = request.model_copy(update={"expires_s": int(time.time()) - 1})
     await worker.redis.hset(key, "request", late.model_dump_json())

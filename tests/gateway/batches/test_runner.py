@@ -14,9 +14,9 @@ from tests.support.http_server import serving_http
 
 from llamaq.common.background_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.files import blocks
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.producer.testing import FakeWorker
 
 
@@ -92,8 +92,8 @@ async def test_damaged_batches_do_not_stop_the_search_for_others(redis_url: str,
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await worker.announce()
-        open_batches, damaged = worker.keys.http_open_batches(), f"batch_{secrets.token_hex(16)}"
-        await worker.redis.set(worker.keys.http_batch(damaged), "not a hash", ex=60)
+        open_batches, damaged = HttpKeys(worker.keys.prefix).http_open_batches(), f"batch_{secrets.token_hex(16)}"
+        await worker.redis.set(HttpKeys(worker.keys.prefix).http_batch(damaged), "not a hash", ex=60)
         await worker.redis.zadd(open_batches, {b"\xff": 1, b"junk": 2, damaged.encode(): 3})
         batch = await begin(http, jsonl(line("a", "x")))
         await (await worker.start_next()).answer(["done"])
@@ -132,7 +132,7 @@ async def test_an_outage_of_redis_is_one_warning(redis_url: str, queue: str, cap
     async def n_refused() -> int:
         return int((await redis.info("errorstats")).get("errorstat_WRONGTYPE", {"count": 0})["count"])
 
-    redis, key = connect(redis_url, name="test"), Keys(queue).http_open_batches()
+    redis, key = connect(redis_url, name="test"), HttpKeys(queue).http_open_batches()
     await redis.set(key, "not a sorted set")
     n_before = await n_refused()
     with caplog.at_level(logging.INFO, "llamaq.gateway.batches.runner"):
@@ -155,7 +155,7 @@ async def test_an_outage_of_redis_is_one_warning(redis_url: str, queue: str, cap
 async def test_a_damaged_batch_is_named_and_disturbs_no_other(
     redis_url: str, queue: str, caplog: pytest.LogCaptureFixture, field: str, value: bytes
 ) -> None:
-    keys = Keys(f"damaged-{secrets.token_hex(4)}")
+    keys = HttpKeys(f"damaged-{secrets.token_hex(4)}")
     options = {"key_prefix": keys.prefix}
     async with connect(redis_url, name="test") as redis:
         async with (

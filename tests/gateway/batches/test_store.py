@@ -13,13 +13,13 @@ from tests.support.batches import CHAT, answering, end_of, jsonl, line, upload
 from tests.support.http_server import serving_http
 from tests.support.shifted_clock import with_clock
 
-from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.batches import request_body
 from llamaq.gateway.batches.record import BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import compress
 from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.gateway.settings import serve_settings
 
 
@@ -53,7 +53,7 @@ async def test_a_repeated_request_with_an_idempotency_key_gets_the_same_batch(re
 async def test_a_batch_whose_server_was_killed_while_it_stored_the_batch_is_run(
     redis_url: str, queue: str, how: str
 ) -> None:
-    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    redis, keys = connect(redis_url, name="test"), HttpKeys(queue)
     headers = {"Idempotency-Key": queue}
     async with (
         answering(redis_url, queue, queue),
@@ -79,7 +79,7 @@ async def test_a_batch_whose_server_was_killed_while_it_stored_the_batch_is_run(
 
 async def test_a_batch_is_due_at_once_if_the_clock_of_its_server_is_ahead_of_redis(redis_url: str, queue: str) -> None:
     redis = connect(redis_url, name="test")
-    store = BatchStore(redis, Keys(queue))
+    store = BatchStore(redis, HttpKeys(queue))
     body = {"input_file_id": "file-x", "endpoint": CHAT}
     request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
     ahead = request.model_copy(update={"created_ms": request.created_ms + 3_600_000})
@@ -95,7 +95,7 @@ async def test_a_batch_that_has_ended_is_forgotten_if_it_is_cancelled_at_this_mo
     redis_url: str, queue: str
 ) -> None:
     redis = connect(redis_url, name="test")
-    store = BatchStore(redis, Keys(queue))
+    store = BatchStore(redis, HttpKeys(queue))
     body = {"input_file_id": "file-x", "endpoint": CHAT}
     request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
     running = await store.create(request)
@@ -139,7 +139,7 @@ def test_the_metadata_of_a_batch_are_up_to_16_texts(metadata: Any, is_valid: boo
 async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_nothing(
     redis_url: str, queue: str
 ) -> None:
-    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    redis, keys = connect(redis_url, name="test"), HttpKeys(queue)
     store = BatchStore(redis, keys)
     body = {"input_file_id": "file-x", "endpoint": CHAT}
     request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
@@ -171,7 +171,7 @@ async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_no
 async def test_a_lease_ends_in_time_although_the_clock_of_redis_was_set_back(
     redis_url: str, queue: str, *, is_alive: bool
 ) -> None:
-    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    redis, keys = connect(redis_url, name="test"), HttpKeys(queue)
     store = BatchStore(redis, keys)
 
     def at(ahead_s: int) -> BatchStore:
@@ -199,7 +199,7 @@ async def test_a_lease_ends_in_time_although_the_clock_of_redis_was_set_back(
 
 
 async def test_a_server_leaves_a_lease_that_is_longer_than_its_own(redis_url: str, queue: str) -> None:
-    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    redis, keys = connect(redis_url, name="test"), HttpKeys(queue)
     store = BatchStore(redis, keys)
     request = request_body.read_batch_request(
         {"input_file_id": "file-x", "endpoint": CHAT}, serve_settings(), None, is_revocable=False

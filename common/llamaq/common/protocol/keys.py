@@ -1,4 +1,4 @@
-"""Returns the names of all Redis keys and channels. No other module of llamaq composes them.
+"""Returns the names of all Redis keys and channels. Only gateway/http_keys.py composes more: those of the HTTP server.
 
 In the table the key prefix is `llamaq`, the queue is `q` and the partition is `p`. The braces are the hash tag of Redis
 Cluster: all keys of a partition are on one node, so one script can use all keys of a job.
@@ -28,18 +28,6 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:worker:<id>               | hash             | worker card and heartbeat; expires if not renewed  |
 | llamaq:worker:<id>:orders        | list             | slot commands until the worker reads them          |
 | llamaq:worker:<id>:texts         | list             | text commands until the worker reads them          |
-| llamaq:http:keys                 | hash             | API keys of `llamaq serve`, by their SHA-256       |
-| llamaq:http:{name}:rate          | string           | a minute; when the next request of a key is due    |
-| llamaq:http:{name}:open          | sorted set       | a minute; open requests of a key, by expiry        |
-| llamaq:http:request:<key>        | string           | `result_ttl_s`; of an `Idempotency-Key`            |
-| llamaq:{q:p}:response:<job id>   | string: JSON     | `response_ttl_s` and a week; of `/v1/responses`    |
-| llamaq:http:{name}:files         | hash             | a month; records of the files of an API key        |
-| llamaq:{hex}:file                | list of blocks   | as the record of the file                          |
-| llamaq:{hex}:file-output         | list of blocks   | as the record; answers of a batch; also -errors    |
-| llamaq:{hex}:batch               | hash             | a month after the batch ended                      |
-| llamaq:http:{name}:batches       | sorted set       | 90 days; batch ids of an API key, by creation      |
-| llamaq:http:{name}:turn          | string: batch id | a lease; the batch of a key with limits that runs  |
-| llamaq:http:batches              | sorted set       | batches that have not ended, by end of their lease |
 | llamaq:reply:<command id>        | list             | reply to a command; expires after a minute         |
 | llamaq:vocab:<sha256>            | string           | a vocabulary; expires when no worker uses it       |
 """
@@ -60,10 +48,6 @@ GROUP = "workers"
 """The consumer group of every job stream."""
 
 _JOB_ID = re.compile(JOB_ID_PATTERN)
-# The ids of a batch and of the files that it writes contain the same hexadecimal digits. So their keys have the same
-# hash tag, and one script can use them all.
-_BATCH_ID = re.compile(r"batch_([0-9a-f]{32})")
-_FILE_ID = re.compile(r"file-([0-9a-f]{32})((?:-output|-errors)?)")
 _JOB_STREAM = re.compile(rf"\{{([A-Za-z0-9_\-]{{1,64}}):([0-9]{{1,4}})\}}:jobs:(?:{'|'.join(Priority)})")
 """A job stream without the key prefix."""
 
@@ -214,52 +198,6 @@ class Keys:
 
     def text_commands(self, worker_id: str) -> str:
         return f"{self.prefix}:worker:{worker_id}:texts"
-
-    def http_keys(self) -> str:
-        return f"{self.prefix}:http:keys"
-
-    def http_rate(self, key_name: str) -> str:
-        return f"{self.prefix}:http:{{{key_name}}}:rate"
-
-    def http_open(self, key_name: str) -> str:
-        return f"{self.prefix}:http:{{{key_name}}}:open"
-
-    def http_request(self, idempotency_key: str) -> str:
-        return f"{self.prefix}:http:request:{idempotency_key}"
-
-    def http_response(self, job_id: str) -> str:
-        """Return the key of the record of a stored response. Raises `InvalidRequest` if the text is not a job id."""
-        parsed = JobId.parse(job_id)
-        return f"{self._partition(parsed.queue, parsed.partition)}:response:{job_id}"
-
-    def http_files(self, owner: str) -> str:
-        """Return the key of the records of an API key's files. The owner is empty if the server requires no API
-        keys.
-        """
-        return f"{self.prefix}:http:{{{owner}}}:files"
-
-    def http_file(self, file_id: str) -> str:
-        """Return the key of the content of a file. Raises `InvalidRequest` if the text is not a file id."""
-        found = _FILE_ID.fullmatch(file_id)
-        if found is None:
-            raise InvalidRequest(f"{file_id[:100]!r} is not a file id")
-        return f"{self.prefix}:{{{found[1]}}}:file{found[2]}"
-
-    def http_batch(self, batch_id: str) -> str:
-        """Return the key of a batch. Raises `InvalidRequest` if the text is not a batch id."""
-        found = _BATCH_ID.fullmatch(batch_id)
-        if found is None:
-            raise InvalidRequest(f"{batch_id[:100]!r} is not a batch id")
-        return f"{self.prefix}:{{{found[1]}}}:batch"
-
-    def http_batches(self, owner: str) -> str:
-        return f"{self.prefix}:http:{{{owner}}}:batches"
-
-    def http_turn(self, owner: str) -> str:
-        return f"{self.prefix}:http:{{{owner}}}:turn"
-
-    def http_open_batches(self) -> str:
-        return f"{self.prefix}:http:batches"
 
     def reply(self, command_id: str) -> str:
         return f"{self.prefix}:reply:{command_id}"

@@ -18,6 +18,7 @@ from llamaq.common.redis.server_state import server_time_ms
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, batch_object, missing_batch
 from llamaq.gateway.http.query_parameters import Page
+from llamaq.gateway.http_keys import HttpKeys
 
 KEPT_S = 30 * 24 * 3600
 """How long an ended batch can be read."""
@@ -47,7 +48,7 @@ class BatchStore:
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis = redis
-        self.keys = keys
+        self.keys = HttpKeys(keys.prefix)
         names = ("claim", "write", "advance", "cancel")
         self._scripts = {
             name: redis.register_script(files(__package__).joinpath(f"{name}.lua").read_text()) for name in names

@@ -16,6 +16,7 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.gateway.files.blocks import BLOCK_BYTES, compress, read_blocks
 from llamaq.gateway.files.record import MAX_TTL_S, FileRecord, missing_file, too_large_file
 from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http_keys import HttpKeys
 
 MAX_FILES = 1000
 """Largest number of files of an API key."""
@@ -36,8 +37,8 @@ class FileStore:
             max_files_bytes: Largest size of all files of the API key together.
         """
         self._redis = redis
-        self._keys = keys
-        self._records: str = keys.http_files(owner or "")
+        self._keys = HttpKeys(keys.prefix)
+        self._records: str = self._keys.http_files(owner or "")
         self._max_files_bytes = max_files_bytes
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.gateway.keys.key_file import KeyFile
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of, new_key
 
@@ -27,7 +28,7 @@ class KeyStore:
 
     def __init__(self, redis: Redis, keys: Keys, file: KeyFile | None = None) -> None:
         self._redis = redis
-        self._keys = keys
+        self._keys = HttpKeys(keys.prefix)
         self._file = file
         self._known: dict[str, tuple[float, KeyRecord | None]] = {}
         """Maps the hash of a key to the time when it was read, and its record. None: there is no such key."""

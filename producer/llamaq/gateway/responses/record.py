@@ -18,6 +18,7 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
+from llamaq.gateway.http_keys import HttpKeys
 from llamaq.gateway.responses.output_items import OutputItems
 from llamaq.gateway.responses.tools import names_in_namespaces
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
@@ -90,7 +91,7 @@ class ResponseStore:
 
     def __init__(self, redis: Redis, keys: Keys, ttl_s: float) -> None:
         self._redis = redis
-        self._keys = keys
+        self._keys = HttpKeys(keys.prefix)
         self._ttl_s = int(ttl_s) + LONGEST_JOB_S
 
     async def save(self, job_id: str, encoded: str, request: JobRequest) -> None:
