@@ -139,6 +139,23 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "hermes, cut off": (QWEN, f"<tool_call>{OWN[:40]}", [("call", "weather", OWN[33:40])]),
     "hermes, no object": (QWEN, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
     "hermes, no call": (QWEN, '<tool_call>{"a": 1}</tool_call>!', [("content", '<tool_call>{"a": 1}</tool_call>!')]),
+    **{
+        f"hermes, a call after {bad!r}": (
+            QWEN,
+            f"{bad}\n<tool_call>\n{OWN}\n</tool_call>",
+            [("content", bad), CALL],
+        )
+        for bad in (
+            "<tool_call>\nget_weather\n</tool_call>",
+            '<tool_call>say "hi</tool_call>',
+            '<tool_call>{"name": "f"</tool_call>',
+        )
+    },
+    "hermes, a call in a tag without an end": (
+        QWEN,
+        f"<tool_call>get_weather<tool_call>{OWN}</tool_call>",
+        [("content", "<tool_call>get_weather"), CALL],
+    ),
     "llama 3": (LLAMA3, OWN.replace("arguments", "parameters"), [CALL]),
     "llama 3, tag": (LLAMA3, f"<|python_tag|>{OWN}; {OWN}", [CALL, CALL]),
     "llama 3, text": (LLAMA3, 'See {"name": 1}', [("content", 'See {"name": 1}')]),
@@ -244,6 +261,16 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "hermes, a brace is missing": (QWEN, f"<tool_call>{OWN[:-1]}</tool_call> Done.", [CALL, ("content", "Done.")]),
     "hermes, quoted tag": (QWEN, f"<tool_call>{QUOTED_TAG}</tool_call>", [("call", "f", '{"x": "</tool_call>"}')]),
     "xml, no call": (XML, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
+    "xml, a call after no call": (
+        XML,
+        "<tool_call>never</tool_call>\n<tool_call><function=f></function></tool_call>",
+        [("content", "<tool_call>never</tool_call>"), ("call", "f", "{}")],
+    ),
+    "xml, without the end of a call": (
+        XML,
+        "<tool_call><function=f><parameter=a>1</parameter></tool_call><tool_call><function=g></function></tool_call>",
+        [("call", "f", '{"a": 1}'), ("call", "g", "{}")],
+    ),
     "xml, in JSON": (XML, f"<tool_call>\n{OWN}\n</tool_call>", [CALL]),
     "json": (PLAIN, OWN, [CALL]),
     "json, text after an object": (

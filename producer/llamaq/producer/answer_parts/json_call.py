@@ -41,7 +41,7 @@ class JsonValueReader:
             self._is_escaped = character == "\\"
             self.in_string = character != '"'
         elif character == '"':
-            self.in_string = True
+            self.in_string = self._depth > 0
         elif character in "{[":
             self._depth += 1
         elif character in "}]":
@@ -72,8 +72,8 @@ class JsonCall:
 
     @property
     def can_contain_tag(self) -> bool:
-        """Whether a tag at this place is text of the call. Among the arguments, a tag can only be part of a string."""
-        return not self.has_ended if self._arguments is None else self._whole.in_string
+        """Whether a tag at this place is text of the call: in JSON, a tag can only be part of a string."""
+        return self._whole.in_string
 
     def feed(self, text: str) -> tuple[list[Part], str]:
         """Return the parts that the text completed, and the text after the object."""

@@ -55,7 +55,7 @@ class XmlCall:
     @property
     def can_contain_tag(self) -> bool:
         """Whether a tag that comes next is text of the call: the value of a parameter may contain it."""
-        return not self.has_ended and not self.text.rstrip().endswith(CLOSE)  # a model may leave out `</parameter>`
+        return self._is_in_value and not self.text.rstrip().endswith(CLOSE)  # a model may leave out `</parameter>`
 
     def feed(self, text: str) -> tuple[list[Part], str]:
         """Return the parts that the text completed, and the text after the call."""
