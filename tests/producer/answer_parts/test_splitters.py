@@ -241,7 +241,17 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "xml, without the end of a parameter": (
         XML,
         "<tool_call><function=f><parameter=a>1</function>\n</tool_call><tool_call><function=g></function></tool_call>",
-        [("call", "f", "{}"), ("call", "g", "{}")],
+        [("call", "f", '{"a": 1}'), ("call", "g", "{}")],
+    ),
+    "xml, without the ends of parameters": (
+        XML,
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n2\n<parameter=b>\n[3]\n<parameter=c>\n<d>\n</function>\n</tool_call>",
+        [("call", "f", '{"a": "1\\n2", "b": [3], "c": "<d>"}')],
+    ),
+    "xml, the tag of a parameter inside a line of a value": (
+        XML,
+        "<tool_call><function=f>\n<parameter=a>\n1 <parameter=b> 2\n</parameter>\n</function></tool_call>",
+        [("call", "f", '{"a": "1 <parameter=b> 2"}')],
     ),
     "xml, cut off after an end tag in a value": (
         XML,
@@ -542,8 +552,8 @@ def test_the_schema_of_a_parameter_tells_how_its_value_is_read(schema: Any, text
 
 @pytest.mark.parametrize(
     "value",
-    ["x" * 400_000, "<parameter=a>" * 30_000, "<parameter=" * 35_000 + "</parameter>"],
-    ids=["text", "open parameters", "open names"],
+    ["x" * 400_000, "<parameter=a>" * 30_000, "<parameter=" * 35_000 + "</parameter>", "\n<parameter=a>" * 30_000],
+    ids=["text", "open parameters", "open names", "open parameters in lines"],
 )
 def test_the_time_to_read_a_call_in_xml_grows_with_its_length_alone(value: str) -> None:
     """Each token searched the whole text again, and each open parameter searched its end up to the end of the text."""

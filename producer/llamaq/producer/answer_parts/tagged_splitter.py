@@ -113,6 +113,8 @@ class TaggedSplitter:
             self._state, self._opened_by = "arguments", ""
             self._n_calls += 1
             return [CallStarted(self._n_calls - 1, self._name.strip())]
+        if isinstance(self._call, XmlCall):
+            self._call.is_closed = True
         parts = self._end_call(closed_by=tag if tag == tags.call_close else "")
         if tag == tags.reasoning_open:
             self._state, self._space = "reasoning", ""

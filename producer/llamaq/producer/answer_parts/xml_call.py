@@ -2,6 +2,8 @@
 
 `<function=NAME>`, then for each parameter `<parameter=KEY>VALUE</parameter>`, then `</function>`. By the schema
 of the tool, the value is a text or JSON. The arguments are known at the end of the call.
+
+Without `</parameter>`, a value ends before a line that begins with `<parameter=KEY>`, or before the last `</function>`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ CLOSE = "</function>"
 _PARAMETER_CLOSE = "</parameter>"
 _TAG = re.compile(r"<parameter=|</parameter>|</function>")
 _NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
-_PARAMETER = re.compile(r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(
+    r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)(?:\n?</parameter>|(?=\n<parameter=[^<>\n]+>))", re.DOTALL
+)
 _LITERALS = {"null": None, "True": True, "False": False}
 """Chat templates write booleans as Python does."""
 
@@ -45,6 +49,8 @@ class XmlCall:
         """The last characters: a tag may begin in them."""
         self._is_in_value = False
         self._is_told = False
+        self.is_closed = False
+        """Whether a tag has ended the call."""
         self.has_ended = False
 
     @property
@@ -55,7 +61,7 @@ class XmlCall:
     @property
     def can_contain_tag(self) -> bool:
         """Whether a tag that comes next is text of the call: the value of a parameter may contain it."""
-        return self._is_in_value and not self.text.rstrip().endswith(CLOSE)  # a model may leave out `</parameter>`
+        return self._is_in_value and not self.text.rstrip().endswith(CLOSE)
 
     def feed(self, text: str) -> tuple[list[Part], str]:
         """Return the parts that the text completed, and the text after the call."""
@@ -86,6 +92,8 @@ class XmlCall:
         if found is None:
             return None
         name = found["name"].strip()
+        if self.is_closed and self._is_in_value:
+            text = text.rstrip().removesuffix(CLOSE) + _PARAMETER_CLOSE
         end = text.rfind(_PARAMETER_CLOSE) + len(_PARAMETER_CLOSE)  # each search after it would read the whole text
         arguments = {
             (key := match["key"].strip()): self._value_of(name, key, match["value"])
