@@ -188,6 +188,16 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}',
         [("call", "a", '{"x": 1}'), ("call", "b", "{}")],
     ),
+    "mistral, ids": (
+        MISTRAL,
+        '[TOOL_CALLS]a[CALL_ID]123456789[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]987654321[ARGS]{}',
+        [("call", "a", '{"x": 1}'), ("call", "b", "{}")],
+    ),
+    "mistral, an id and no arguments": (
+        MISTRAL,
+        "Wait. [TOOL_CALLS]a[CALL_ID]123456789",
+        [("content", "Wait. [TOOL_CALLS]a[CALL_ID]123456789")],
+    ),
     "mistral, objects": (MISTRAL, f"[TOOL_CALLS]{OWN}[TOOL_CALLS] {OWN}", [CALL, CALL]),
     "mistral, no call": (
         MISTRAL,

@@ -29,7 +29,7 @@ class AnswerFormat(StrEnum):
     LLAMA3 = "llama3"
     """The answer is an object, or follows `<|python_tag|>`: Llama 3."""
     MISTRAL = "mistral"
-    """`[TOOL_CALLS]` before a list of objects, or before NAME`[ARGS]`OBJECT: Mistral."""
+    """`[TOOL_CALLS]` before a list of objects, or before NAME`[ARGS]`OBJECT: Mistral. NAME may have `[CALL_ID]`ID."""
     HARMONY = "harmony"
     """Messages in channels: gpt-oss."""
     JSON = "json"

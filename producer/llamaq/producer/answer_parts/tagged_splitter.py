@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llamaq.common.protocol.answer_tags import MISTRAL_CALL_ID
 from llamaq.producer.answer_parts.json_call import JsonCall
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.tag_scanner import TagScanner
@@ -112,7 +113,7 @@ class TaggedSplitter:
         if tag == tags.arguments_open:
             self._state, self._opened_by = "arguments", ""
             self._n_calls += 1
-            return [CallStarted(self._n_calls - 1, self._name.strip())]
+            return [CallStarted(self._n_calls - 1, self._name.partition(MISTRAL_CALL_ID)[0].strip())]
         if isinstance(self._call, XmlCall):
             self._call.is_closed = True
         parts = self._end_call(closed_by=tag if tag == tags.call_close else "")
