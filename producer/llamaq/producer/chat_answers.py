@@ -53,8 +53,7 @@ class ChatAnswers:
 
     def read(self, result: Result) -> Answer:
         """Split the text of a job."""
-        splitter = self.form.splitter()
-        message = message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], result.job_id)
+        message = message_of(self.form.splitter().read(result), result.job_id)
         calls = tuple(ToolCall.model_validate(call) for call in message.get("tool_calls", ()))
         return Answer(message["content"] or "", message.get("reasoning_content", ""), calls, result)
 

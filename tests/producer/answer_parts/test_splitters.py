@@ -224,6 +224,25 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ULM}<|call|>",
         [CALL],
     ),
+    "mistral, no arguments": (
+        MISTRAL,
+        "[TOOL_CALLS]a[ARGS][TOOL_CALLS]b[ARGS] ",
+        [("call", "a", "{}"), ("call", "b", " {}")],
+    ),
+    "harmony, no arguments": (
+        HARMONY,
+        "<|channel|>commentary to=functions.f <|message|><|end|><|start|>assistant<|channel|>final<|message|>Yes",
+        [("call", "f", "{}"), ("content", "Yes")],
+    ),
+    "harmony, no arguments at the end": (HARMONY, " to=functions.f<|message|>", [("call", "f", "{}")]),
+    **{
+        f"hermes, the arguments {nothing}": (
+            QWEN,
+            f'<tool_call>{{"name": "f", "arguments": {nothing}}}</tool_call>',
+            [("call", "f", "{}")],
+        )
+        for nothing in ('""', "null")
+    },
     "xml": (
         XML,
         XML_CALLS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llamaq.common.protocol.job_outcome import TokenLogprobs
+from llamaq.common.protocol.job_outcome import FinishReason, TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
 from llamaq.gateway.completions.prompt_probabilities import PromptFields, write_off_the_loop
 from llamaq.gateway.completions.stream_chunks import StreamChunks
@@ -142,7 +142,8 @@ class ChoiceStream:
             yield self._chunks.text(self._index, self._echoed)
 
     def _end(self, result: Result) -> list[dict[str, Any]]:
-        parts = [] if self._splitter is None else self._parts(self._splitter.finish())
+        is_cut = result.finish_reason is not FinishReason.STOP
+        parts = [] if self._splitter is None else self._parts(self._splitter.finish(is_cut=is_cut))
         return [*parts, self._chunks.last(self._index, result, is_call=self._has_call)]
 
     def _parts(self, parts: Sequence[Part]) -> list[dict[str, Any]]:

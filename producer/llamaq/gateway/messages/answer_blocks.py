@@ -66,7 +66,7 @@ class AnswerBlocks:
 
     def finish(self, result: Result) -> Iterator[Event]:
         """End the answer, and yield the last events."""
-        for part in self._splitter.finish():
+        for part in self._splitter.finish(is_cut=result.finish_reason is not FinishReason.STOP):
             yield from self._take(part)
         if not self._blocks:
             yield from self._begin("text", {})

@@ -150,7 +150,7 @@ class PreparedCompletion:
         prompts = [await self._fields_of_prompt(*each) for each in zip(results, echoed, strict=True)]
         logprobs = [await self._logprobs_of(*each) for each in zip(results, echoed, prompts, strict=True)]
         messages = [
-            message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], result.job_id)
+            message_of(splitter.read(result), result.job_id)
             for splitter, result in zip(self.splitters(), results, strict=False)
         ]
         if self.body.has_functions:

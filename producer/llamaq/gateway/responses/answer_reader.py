@@ -83,6 +83,5 @@ async def read_response(models: ModelKnowledge, job_id: str, record: ResponseRec
 
 def answer_message(job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
     """Return the answer as the message of the assistant that a conversation continues."""
-    splitter = record.form.splitter()
-    message = message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], job_id)
+    message = message_of(record.form.splitter().read(result), job_id)
     return message | {"content": message["content"] or ""}

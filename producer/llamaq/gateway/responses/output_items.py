@@ -82,7 +82,7 @@ class OutputItems:
 
     def finish(self, *, is_complete: bool) -> Iterator[Event]:
         """End the answer, and yield the last events."""
-        for part in self._splitter.finish():
+        for part in self._splitter.finish(is_cut=not is_complete):
             yield from self._take(part)
         if not self.items:
             yield from self._take(Content(""))

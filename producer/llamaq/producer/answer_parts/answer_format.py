@@ -13,7 +13,7 @@ from pydantic import Field
 
 from llamaq.common.protocol import answer_tags
 from llamaq.common.protocol.wire_model import WireModel
-from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter, ContentSplitter, FirstCall
+from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter, ContentSplitter, FormatSplitter
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
 from llamaq.producer.answer_parts.xml_call import LITERALS, TEXTS, parameters_of
@@ -98,10 +98,9 @@ class AnswerForm(WireModel):
 
     def splitter(self) -> AnswerSplitter:
         """Return a splitter for one answer."""
-        splitter = self._splitter_of_all_calls()
-        return splitter if self.is_parallel else FirstCall(splitter)
+        return AnswerSplitter(self._splitter_of_format(), is_parallel=self.is_parallel)
 
-    def _splitter_of_all_calls(self) -> AnswerSplitter:
+    def _splitter_of_format(self) -> FormatSplitter:
         if not self.is_split:
             return ContentSplitter()
         if self.format is AnswerFormat.HARMONY:

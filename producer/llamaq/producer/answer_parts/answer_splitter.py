@@ -1,15 +1,16 @@
-"""What every splitter does, and the splitters of an answer without parts and of one that may have one call."""
+"""What every splitter does, the splitter of an answer without parts, and the one of every answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from llamaq.common.protocol.job_outcome import FinishReason, Result
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part
 
 
-class AnswerSplitter(Protocol):
-    """Splits one answer into its parts."""
+class FormatSplitter(Protocol):
+    """Splits one answer of a format into its parts."""
 
     def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
         """Return the parts that a further piece of the answer completes.
@@ -31,38 +32,61 @@ class ContentSplitter:
     """Returns the whole answer as content."""
 
     def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:  # noqa: ARG002 - it has no tags
-        """See `AnswerSplitter`."""
+        """See `FormatSplitter`."""
         return [Content(text)] if text else []
 
     def finish(self) -> list[Part]:
-        """See `AnswerSplitter`."""
+        """See `FormatSplitter`."""
         return []
 
     @property
     def reasoning_spans(self) -> Sequence[tuple[int, int]]:
-        """See `AnswerSplitter`."""
+        """See `FormatSplitter`."""
         return ()
 
 
-class FirstCall:
-    """Splits one answer with another splitter, and leaves out the calls after the first one."""
+class AnswerSplitter:
+    """Splits one answer into its parts. A call without arguments gets `{}`.
 
-    def __init__(self, splitter: AnswerSplitter) -> None:
+    Args:
+        splitter: The splitter of the format.
+        is_parallel: False: the calls after the first one are left out.
+    """
+
+    def __init__(self, splitter: FormatSplitter, *, is_parallel: bool) -> None:
         self._splitter = splitter
+        self._is_parallel = is_parallel
+        self._missing: list[Part] = []
+        """The arguments of the last call, if it has none so far."""
 
     def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
-        """See `AnswerSplitter`."""
-        return _without_later_calls(self._splitter.feed(text, tag_offsets))
+        """See `FormatSplitter`."""
+        return self._complete(self._splitter.feed(text, tag_offsets))
 
-    def finish(self) -> list[Part]:
-        """See `AnswerSplitter`."""
-        return _without_later_calls(self._splitter.finish())
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """See `FormatSplitter`. In an answer that `is_cut` off, the last call may stay without arguments."""
+        parts = self._complete(self._splitter.finish())
+        return parts if is_cut else parts + self._missing
+
+    def read(self, result: Result) -> list[Part]:
+        """Return the parts of the whole answer of a job."""
+        parts = self.feed(result.text, result.tag_offsets)
+        return parts + self.finish(is_cut=result.finish_reason is not FinishReason.STOP)
 
     @property
     def reasoning_spans(self) -> Sequence[tuple[int, int]]:
-        """See `AnswerSplitter`."""
+        """See `FormatSplitter`."""
         return self._splitter.reasoning_spans
 
-
-def _without_later_calls(parts: Iterable[Part]) -> list[Part]:
-    return [part for part in parts if not (isinstance(part, CallStarted | CallArguments) and part.index)]
+    def _complete(self, parts: Iterable[Part]) -> list[Part]:
+        found: list[Part] = []
+        for part in parts:
+            if isinstance(part, CallStarted | CallArguments) and part.index and not self._is_parallel:
+                continue
+            if not isinstance(part, CallArguments):
+                found += self._missing
+                self._missing = [CallArguments(part.index, "{}")] if isinstance(part, CallStarted) else []
+            elif part.text.strip():
+                self._missing = []
+            found.append(part)
+        return found

@@ -122,6 +122,6 @@ def parts_of_call(index: int, value: Any) -> list[Part] | None:
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters")) or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return [CallStarted(index, value["name"]), CallArguments(index, text)]
