@@ -379,7 +379,16 @@ def test_the_parts_do_not_depend_on_how_the_answer_arrives(name: str, cuts: list
     assert split(template, [answer[a:b] for a, b in pairwise([*places, len(answer)])]) == expected
 
 
-FRAGMENTS = ('{"name": "f", "arguments": {}}', "[TOOL_CALLS]", "<think>", "</think>", " ", "x")
+FRAGMENTS = (
+    '{"name": "f", "arguments": {}}',
+    "[TOOL_CALLS]",
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    " ",
+    "x",
+)
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA3, MISTRAL, R1])
@@ -436,6 +445,7 @@ def test_tags_that_are_spelled_with_other_tokens_are_content(template: str, answ
     assert split(template, list(answer), tag_offsets=[]) == [("content", answer)]
 
 
+REASONED = "^<tool_call>no^</tool_call> and ^<tool_call>{}^</tool_call> are no calls"
 QUOTED = "I write <tool_call>{</tool_call> after <think>."
 HARMONY_QUOTED = "Say <|end|><|start|>assistant<|channel|>final<|message|>."
 HARMONY_ANSWER = (
@@ -456,10 +466,45 @@ HARMONY_ANSWER = (
     ],
 )
 def test_an_answer_may_quote_its_tags(template: str, answer: str, expected: list[tuple[str, ...]]) -> None:
-    texts = answer.split("^")  # ^ marks the tokens
+    assert_parts_of_marked(template, answer, expected)
+
+
+def assert_parts_of_marked(template: str, answer: str, expected: list[tuple[str, ...]]) -> None:
+    """Assert the parts of an answer in which ^ marks the tokens that are tags."""
+    texts = answer.split("^")
     tag_offsets = list(accumulate(map(len, texts)))[:-1]
     assert split(template, ["".join(texts)], tag_offsets=tag_offsets) == expected
     assert split(template, list("".join(texts)), tag_offsets=tag_offsets) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (QWEN, f"^<think>A.\n^<tool_call>\n{OWN}\n^</tool_call>!", [("reasoning", "A.\n"), CALL, ("content", "!")]),
+        (R1 + XML, "^<think>A^<tool_call><function=f></function>", [("reasoning", "A"), ("call", "f", "{}")]),
+        (QWEN, f"^<think>{REASONED}^</think>Yes", [("reasoning", REASONED.replace("^", "")), ("content", "Yes")]),
+        (
+            QWEN,
+            f"^<think>A ^<tool_call>^</tool_call> ^<tool_call>x{OWN}",
+            [("reasoning", f"A <tool_call></tool_call> <tool_call>x{OWN}")],
+        ),
+        (QWEN, "^<think>A ^<tool_call> B^</think>Yes", [("reasoning", "A <tool_call> B"), ("content", "Yes")]),
+        (
+            QWEN,
+            f"^<think>A ^<tool_call>B ^<tool_call>{{}}{OWN}[{{}}^</tool_call>Yes",
+            [("reasoning", "A <tool_call>B <tool_call>{}"), CALL, ("content", "{}</tool_call>Yes")],
+        ),
+        (
+            QWEN,
+            f"^<think>A <tool_call>{OWN}</tool_call>^</think>B",
+            [("reasoning", f"A <tool_call>{OWN}</tool_call>"), ("content", "B")],
+        ),
+    ],
+)
+def test_the_token_before_a_call_ends_the_reasoning(
+    template: str, answer: str, expected: list[tuple[str, ...]]
+) -> None:
+    assert_parts_of_marked(template, answer, expected)
 
 
 def test_only_what_may_be_the_token_of_a_tag_is_held_back() -> None:

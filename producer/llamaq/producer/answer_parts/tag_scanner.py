@@ -22,7 +22,7 @@ class TagScanner:
         """Number of characters of the text before `_held`."""
         self._tag_offsets: deque[int] = deque()
         """Positions in the text of the tokens that are tags, from `_held` on."""
-        self._unmarked = 0
+        self.unmarked = 0
         """Position of the text that the last call has returned, or after its marked part."""
         self.marked: list[tuple[int, int]] = []
         """The marked parts of the text: their first positions, and the positions after them."""
@@ -43,25 +43,25 @@ class TagScanner:
         self._tag_offsets.extend(each for each in tag_offsets if each >= self._start)
         place, tag = min(self._find_text(tags), self._find_token(tags))
         before = self._held[:place]
-        self._unmarked = self._start
+        self.unmarked = self._start
         self._drop(place + len(tag))
         return before, tag
 
     def finish(self) -> str:
         """Return the text that is still held back."""
         held = self._held
-        self._unmarked = self._start
+        self.unmarked = self._start
         self._drop(len(held))
         return held
 
     def mark(self, text: str) -> None:
-        """Mark the text that the last call has returned. A further call marks the tag after it."""
-        start = self._unmarked
-        self._unmarked += len(text)
+        """Mark the text at `unmarked`. A further call marks the text after it."""
+        start = self.unmarked
+        self.unmarked += len(text)
         if self.marked and self.marked[-1][1] == start:
             start, _ = self.marked.pop()
-        if start < self._unmarked:
-            self.marked.append((start, self._unmarked))
+        if start < self.unmarked:
+            self.marked.append((start, self.unmarked))
 
     def _find_text(self, tags: Sequence[str]) -> tuple[int, str]:
         """Return the place of the first tag that is found by its text, and the tag.

@@ -55,6 +55,10 @@ class TaggedSplitter:
     def __init__(self, tags: Tags, token_tags: Collection[str] = (), *, starts_in_reasoning: bool = False) -> None:
         self._tags = tags
         self._scanner = TagScanner(token_tags)
+        self._call_token = tags.call_open if tags.call_close and tags.call_open in token_tags else ""
+        """The token that begins a call inside reasoning, which then ends without its closing tag."""
+        self._resumes_at: int | None = None
+        """For a tag of calls inside reasoning: where the text begins that is reasoning if it is no call."""
         self._state: State = "reasoning" if starts_in_reasoning else "content"
         self._call: JsonCall | XmlCall | None = None
         self._opened_by = ""
@@ -98,9 +102,12 @@ class TaggedSplitter:
     def _awaited(self) -> list[str]:
         """Return the tags to find: the same ones in all states that text alone leads to."""
         tags = self._tags
-        awaited: dict[State, list[str]] = {"reasoning": [tags.reasoning_close], "arguments": [tags.call_open]}
+        awaited: dict[State, list[str]] = {
+            "reasoning": [tags.reasoning_close, self._call_token],
+            "arguments": [tags.call_open],
+        }
         if tags.call_close:
-            awaited["call"] = [tags.call_close, tags.call_open]
+            awaited["call"] = [tags.call_close, tags.call_open, tags.reasoning_close]
         others = [tags.reasoning_open, tags.reasoning_close, tags.call_open, tags.arguments_open]
         return [tag for tag in awaited.get(self._state, others) if tag]
 
@@ -120,11 +127,14 @@ class TaggedSplitter:
         if tag == tags.reasoning_open:
             self._state, self._space = "reasoning", ""
         elif tag == tags.call_open:
+            if self._state == "reasoning":
+                self._resumes_at = self._scanner.unmarked
             self._state, self._name = ("name" if tags.arguments_open else "call"), ""
             self._is_tagged = True
             self._opened_by, self._space, self._is_after_call = self._space + tag, "", False
         else:
-            self._state, self._skips_space = "content", self._is_after_call or tag == tags.reasoning_close
+            self._state = "content" if self._resumes_at is None or tag == tags.reasoning_close else "reasoning"
+            self._skips_space, self._resumes_at = self._is_after_call or tag == tags.reasoning_close, None
         return parts
 
     def _take_scanned(self, text: str) -> list[Part]:
@@ -201,10 +211,16 @@ class TaggedSplitter:
             self._is_after_call = last is not None
             if last is not None:
                 self._n_calls += 1
+                self._resumes_at = None
                 return last
             text += call.text
         elif self._state == "name":
             text += self._name
         if not self._is_after_call:
             text += closed_by
-        return [Content(text)] if text else []
+        if self._resumes_at is None or not text:
+            return [Content(text)] if text else []
+        self._scanner.unmarked = self._resumes_at
+        self._scanner.mark(text)
+        self._resumes_at += len(text)
+        return [Reasoning(text)]
