@@ -13,7 +13,7 @@ from pydantic import Field
 
 from llamaq.common.protocol import answer_tags
 from llamaq.common.protocol.wire_model import WireModel
-from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter, ContentSplitter, FormatSplitter
+from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
 from llamaq.producer.answer_parts.xml_call import LITERALS, TEXTS, parameters_of
@@ -100,9 +100,7 @@ class AnswerForm(WireModel):
         """Return a splitter for one answer."""
         return AnswerSplitter(self._splitter_of_format(), is_parallel=self.is_parallel)
 
-    def _splitter_of_format(self) -> FormatSplitter:
-        if not self.is_split:
-            return ContentSplitter()
+    def _splitter_of_format(self) -> HarmonySplitter | TaggedSplitter:
         if self.format is AnswerFormat.HARMONY:
             return HarmonySplitter(self.tag_tokens)
         tags = replace(

@@ -1,16 +1,28 @@
-"""What every splitter does, the splitter of an answer without parts, and the one of every answer."""
+"""Splits an answer of any format into its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from llamaq.common.protocol.job_outcome import FinishReason, Result
-from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part
+from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
+from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter
 
 
-class FormatSplitter(Protocol):
-    """Splits one answer of a format into its parts."""
+class AnswerSplitter:
+    """Splits one answer into its parts. A call without arguments gets `{}`.
+
+    Args:
+        splitter: The splitter of the format.
+        is_parallel: Whether the answer may have several calls. Otherwise those after the first one are left out.
+    """
+
+    def __init__(self, splitter: HarmonySplitter | TaggedSplitter, *, is_parallel: bool) -> None:
+        self._splitter = splitter
+        self._is_parallel = is_parallel
+        self._missing: list[Part] = []
+        """The arguments of the last call, if it has none so far."""
 
     def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
         """Return the parts that a further piece of the answer completes.
@@ -19,52 +31,10 @@ class FormatSplitter(Protocol):
             text: The piece.
             tag_offsets: Positions in the whole answer, in characters, of the tokens that are tags and begin there.
         """
-
-    def finish(self) -> list[Part]:
-        """Return the last parts, at the end of the answer."""
-
-    @property
-    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
-        """The places of the reasoning so far: the positions of its first characters, and those after its last ones."""
-
-
-class ContentSplitter:
-    """Returns the whole answer as content."""
-
-    def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:  # noqa: ARG002 - it has no tags
-        """See `FormatSplitter`."""
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        """See `FormatSplitter`."""
-        return []
-
-    @property
-    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
-        """See `FormatSplitter`."""
-        return ()
-
-
-class AnswerSplitter:
-    """Splits one answer into its parts. A call without arguments gets `{}`.
-
-    Args:
-        splitter: The splitter of the format.
-        is_parallel: False: the calls after the first one are left out.
-    """
-
-    def __init__(self, splitter: FormatSplitter, *, is_parallel: bool) -> None:
-        self._splitter = splitter
-        self._is_parallel = is_parallel
-        self._missing: list[Part] = []
-        """The arguments of the last call, if it has none so far."""
-
-    def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
-        """See `FormatSplitter`."""
         return self._complete(self._splitter.feed(text, tag_offsets))
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """See `FormatSplitter`. In an answer that `is_cut` off, the last call may stay without arguments."""
+        """Return the last parts, at the end of the answer. If it `is_cut` off, its last call may lack arguments."""
         parts = self._complete(self._splitter.finish())
         return parts if is_cut else parts + self._missing
 
@@ -75,8 +45,8 @@ class AnswerSplitter:
 
     @property
     def reasoning_spans(self) -> Sequence[tuple[int, int]]:
-        """See `FormatSplitter`."""
-        return self._splitter.reasoning_spans
+        """The places of the reasoning so far: the positions of its first characters, and those after its last ones."""
+        return tuple(self._splitter.reasoning_spans)
 
     def _complete(self, parts: Iterable[Part]) -> list[Part]:
         found: list[Part] = []
