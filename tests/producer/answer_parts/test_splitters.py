@@ -117,7 +117,7 @@ ALICE = '{"name": "Alice", "age": 30}'
 NAN = '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>'
 INFINITE = NAN.replace("NaN", "1e999")
 
-CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
+TAGGED: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "text": (QWEN, "Hello < world <tool", [("content", "Hello < world <tool")]),
     "reasoning": (QWEN, "<think>\nWell</think>\n\nYes", [("reasoning", "\nWell"), ("content", "Yes")]),
     "reasoning that the prompt opened": (R1, "Well</think>\n\nYes", [("reasoning", "Well"), ("content", "Yes")]),
@@ -345,6 +345,52 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     ),
 }
 
+UNTAGGED: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
+    "xml, untagged": (
+        XML,
+        "I'll look.\n\n<function=f>\n<parameter=a>\n*.md\n</parameter>\n</function>\n</tool_call>",
+        [("content", "I'll look."), ("call", "f", '{"a": "*.md"}')],
+    ),
+    "xml, several untagged": (
+        XML,
+        "<function=f></function><function=g>\n</function>\n</tool_call>\n<tool_call><function=h></function></tool_call>",
+        [("call", "f", "{}"), ("call", "g", "{}"), ("call", "h", "{}")],
+    ),
+    "xml, text after an untagged call": (
+        XML,
+        "<tool_call><function=f></function></tool_call>\n<function=g></function> </tool_call> Done. </tool_call>",
+        [("call", "f", "{}"), ("call", "g", "{}"), ("content", "Done. </tool_call>")],
+    ),
+    "xml, untagged, without the end of a parameter": (
+        XML,
+        "<function=f><parameter=a>1</function></tool_call><function=g><parameter=a>1</function>",
+        [("call", "f", '{"a": 1}'), ("call", "g", '{"a": 1}')],
+    ),
+    "xml, untagged, a tag in a value": (
+        XML,
+        "<function=f><parameter=a><tool_call>\n<function=b></function>.</parameter></function>",
+        [("call", "f", '{"a": "<tool_call>\\n<function=b></function>."}')],
+    ),
+    **{
+        f"xml, {quoted!r} is no call": (XML, quoted, [("content", quoted)])
+        for quoted in (
+            "Write <function=f>.",
+            "<function=f> then <parameter=a> </parameter> </function> </tool_call>",
+            "<function=f>\n<parameter=a>\n1\n</parameter>",
+            "<function=f>\n<parameter=a>1</parameter></tool_call>",
+            "<function=f> <function=",
+            "<function=\n></function>",
+        )
+    },
+    "xml, no call and then one": (
+        XML,
+        "Write <function=f> here \n<function=g></function>\n",
+        [("content", "Write <function=f> here"), ("call", "g", "{}")],
+    ),
+}
+"""Calls in XML whose opening tag the model has left out."""
+CASES = TAGGED | UNTAGGED
+
 
 @pytest.mark.parametrize(("template", "answer", "expected"), CASES.values(), ids=CASES)
 def test_an_answer_is_split_into_its_parts(template: str, answer: str, expected: list[tuple[str, ...]]) -> None:
@@ -399,6 +445,24 @@ def test_any_answer_has_the_same_parts_at_once_and_character_by_character(templa
         assert split(template, list(answer), tag_offsets=places) == split(template, [answer], tag_offsets=places)
 
 
+XML_FRAGMENTS = (
+    *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "<tool_call>", "</tool_call>"),
+    *("<think>", "</think>", "\n", " x", "1", '{"name": "f", "arguments": {}}', "<function=", "<"),
+)
+
+
+@given(st.lists(st.sampled_from(XML_FRAGMENTS)), st.lists(st.integers(0, 200)), st.booleans())
+def test_any_answer_in_xml_has_the_same_parts_in_any_pieces(
+    fragments: list[str], cuts: list[int], has_tokens: bool
+) -> None:
+    answer = "".join(fragments)
+    tag_offsets = tag_places(answer) if has_tokens else None
+    places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
+    whole = split(XML + R1, [answer], tag_offsets=tag_offsets)
+    assert split(XML + R1, list(answer), tag_offsets=tag_offsets) == whole
+    assert split(XML + R1, [answer[a:b] for a, b in pairwise(places)], tag_offsets=tag_offsets) == whole
+
+
 NO_CALLS = (
     '{"a": 1}',
     "[TOOL_CALLS]",
@@ -424,7 +488,7 @@ def test_an_answer_without_a_call_is_content_from_its_first_to_its_last_characte
 
 
 SPELLED = {
-    **{name: (template, answer) for name, (template, answer, _) in CASES.items() if template in (QWEN, XML, MISTRAL)},
+    **{name: (template, answer) for name, (template, answer, _) in TAGGED.items() if template in (QWEN, XML, MISTRAL)},
     "harmony": CASES["harmony"][:2],
     "harmony, call": CASES["harmony, call"][:2],
     "harmony, recipient": (HARMONY, " to=functions.weather <|channel|>"),

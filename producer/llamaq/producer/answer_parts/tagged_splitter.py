@@ -14,7 +14,7 @@ from llamaq.common.protocol.answer_tags import MISTRAL_CALL_ID
 from llamaq.producer.answer_parts.json_call import JsonCall
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.tag_scanner import TagScanner
-from llamaq.producer.answer_parts.xml_call import ParameterNames, XmlCall
+from llamaq.producer.answer_parts.xml_call import CLOSE, OPEN, ParameterNames, XmlCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Tags:
     reasoning_close: str = ""
 
 
-State = Literal["content", "reasoning", "call", "name", "arguments"]
+State = Literal["content", "reasoning", "call", "untagged", "name", "arguments"]
+"""`untagged`: in what may be a call in XML without `call_open`."""
 
 
 class TaggedSplitter:
@@ -69,6 +70,8 @@ class TaggedSplitter:
         """Whether separators now follow a call. Otherwise they may be content."""
         self._space = ""
         """White space at the end of the content so far, which may come before a call."""
+        self._tail = ""
+        """The end of the content so far."""
         self._n_calls = 0
         self._name = ""
         self._has_begun = False
@@ -90,9 +93,8 @@ class TaggedSplitter:
     def finish(self) -> list[Part]:
         """Return the last parts. An incomplete call keeps the arguments so far. Text that is not a call is content."""
         parts = self._take_scanned(self._scanner.finish())
-        if self._space:
-            parts.append(Content(self._space))
-        return parts + self._end_call()
+        parts += self._end_call(is_closed=self._state == "untagged")
+        return [*parts, Content(self._space)] if self._space else parts
 
     @property
     def reasoning_spans(self) -> Sequence[tuple[int, int]]:
@@ -109,23 +111,30 @@ class TaggedSplitter:
         if tags.call_close:
             awaited["call"] = [tags.call_close, tags.call_open, tags.reasoning_close]
         others = [tags.reasoning_open, tags.reasoning_close, tags.call_open, tags.arguments_open]
+        if tags.has_xml_calls:
+            others += [tags.call_close, OPEN]
         return [tag for tag in awaited.get(self._state, others) if tag]
 
     def _switch(self, tag: str) -> list[Part]:
         """Act on a tag."""
         tags = self._tags
         is_text = (tag == tags.arguments_open) != (self._state == "name")
+        if self._state == "content" and tag == OPEN:
+            is_text = self._tail.endswith((tags.call_open, CLOSE))  # a quoted call
+        elif self._state == "content" and tag == tags.call_close:
+            is_text = not self._skips_space
         if is_text or (self._call is not None and self._call.can_contain_tag):
             return self._take(tag)
         if tag == tags.arguments_open:
             self._state, self._opened_by = "arguments", ""
             self._n_calls += 1
             return [CallStarted(self._n_calls - 1, self._name.partition(MISTRAL_CALL_ID)[0].strip())]
-        if isinstance(self._call, XmlCall):
-            self._call.is_closed = True
         parts = self._end_call(closed_by=tag if tag == tags.call_close else "")
+        if tag == OPEN:
+            self._state, self._opened_by, self._space = "untagged", self._space, ""
+            return parts + self._take(tag)
         if tag == tags.reasoning_open:
-            self._state, self._space = "reasoning", ""
+            self._state, self._space, self._skips_space = "reasoning", "", False
         elif tag == tags.call_open:
             if self._state == "reasoning":
                 self._resumes_at = self._scanner.unmarked
@@ -146,7 +155,7 @@ class TaggedSplitter:
     def _take(self, text: str) -> list[Part]:
         """Return the parts of text without tags."""
         match self._state:
-            case "call":
+            case "call" | "untagged":
                 return self._take_call(text)
             case "name":
                 return self._take_name(text)
@@ -168,8 +177,9 @@ class TaggedSplitter:
                 return self._take_call(call)
         holds_space = self._tags.call_open or (self._tags.starts_with_call and not self._has_begun)
         n_content = len(text.rstrip()) if holds_space else len(text)
-        self._space = text[n_content:]
-        return [Content(text[:n_content])] if n_content else []
+        content, self._space = text[:n_content], text[n_content:]
+        self._tail = (self._tail + content)[-len(CLOSE) :]
+        return [Content(content)] if content else []
 
     def _take_name(self, text: str) -> list[Part]:
         """Read the name of a call. An object or a list in its place is a call in the older form."""
@@ -201,13 +211,23 @@ class TaggedSplitter:
             parts += new
             if self._call.has_ended:
                 parts += self._end_call()
+                if self._state == "content":
+                    self._skips_space = self._is_after_call
+                    return parts + self._take(text)
         return parts
 
-    def _end_call(self, closed_by: str = "") -> list[Part]:
+    def _end_call(self, closed_by: str = "", *, is_closed: bool = True) -> list[Part]:
         call, self._call = self._call, None
         text, self._opened_by = self._opened_by, ""
+        is_untagged = self._state == "untagged"
+        if is_untagged:
+            self._state = "content"
         if call is not None:
+            if isinstance(call, XmlCall):
+                call.is_closed = is_closed
             last = call.finish()
+            if is_untagged and not call.text.rstrip().endswith(CLOSE):
+                last = None
             self._is_after_call = last is not None
             if last is not None:
                 self._n_calls += 1
@@ -218,6 +238,8 @@ class TaggedSplitter:
             text += self._name
         if not self._is_after_call:
             text += closed_by
+        if self._state == "content":
+            return self._take(text)
         if self._resumes_at is None or not text:
             return [Content(text)] if text else []
         self._scanner.unmarked = self._resumes_at

@@ -17,10 +17,11 @@ from pydantic_core import from_json
 
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 
+OPEN = "<function="
 CLOSE = "</function>"
 _PARAMETER_CLOSE = "</parameter>"
 _TAG = re.compile(r"<parameter=|</parameter>|</function>")
-_NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
+_NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?=\s*<|\s*\Z)")
 _PARAMETER = re.compile(
     r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)(?:\n?</parameter>|(?=\n<parameter=[^<>\n]+>))", re.DOTALL
 )
