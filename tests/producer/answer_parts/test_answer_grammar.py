@@ -107,6 +107,7 @@ def test_arguments_have_only_the_properties_that_the_tool_names(
             f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{STOP}\n</tool_call>",
             '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
         ),
+        (AnswerFormat.GLM, f"<tool_call>\n{STOP}\n</tool_call>", None, "<tool_call>stop\n</tool_call>"),
         (AnswerFormat.MISTRAL, f"[TOOL_CALLS][{STOP}]", f"[TOOL_CALLS][{STOP},{WEATHER}]", "[TOOL_CALLS][]"),
         (AnswerFormat.JSON, WEATHER, None, '{"name": "other", "arguments": {}}'),
         (AnswerFormat.LLAMA3, STOP.replace("arguments", "parameters"), None, STOP),

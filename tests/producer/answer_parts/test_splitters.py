@@ -22,6 +22,13 @@ MISTRAL = "[TOOL_CALLS]"
 HARMONY = "<|channel|>analysis"
 PLAIN = "{{ messages }}"
 XML = "<tool_call>\n<function="
+GLM = "<tool_call>{function-name}\n<arg_key>"
+GLM_ARGUMENTS = """<arg_key>city</arg_key>
+<arg_value>1
+2</arg_value>
+<arg_key>days</arg_key>
+<arg_value>[1]</arg_value>
+"""
 XML_CALLS = """I look.
 <tool_call>
 <function=weather>
@@ -297,6 +304,34 @@ TAGGED: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         "<tool_call><function=weather><parameter=city>Ulm</parameter><parameter=da",
         [("call", "weather", '{"city": "Ulm"}')],
     ),
+    "glm": (
+        GLM,
+        f"I look.\n<tool_call>weather\n{GLM_ARGUMENTS}</tool_call>\n<tool_call>stop\n</tool_call>",
+        [("content", "I look."), ("call", "weather", '{"city": "1\\n2", "days": [1]}'), ("call", "stop", "{}")],
+    ),
+    "glm, a number as a text": (
+        GLM,
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>12</arg_value></tool_call>",
+        [("call", "weather", '{"city": "12"}')],
+    ),
+    "glm, without lines": (
+        GLM,
+        "<tool_call>f<arg_key>a</arg_key><arg_value>{</arg_value></tool_call><tool_call>stop</tool_call>!",
+        [("call", "f", '{"a": "{"}'), ("call", "stop", "{}"), ("content", "!")],
+    ),
+    "glm, without the end of a value": (
+        GLM,
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>!",
+        [("call", "f", '{"a": 1}'), ("content", "!")],
+    ),
+    "glm, cut off": (GLM, "<tool_call>f<arg_key>a</arg_key><arg_value>1", [("call", "f", "{}")]),
+    "glm, cut off in the name": (GLM, "A <tool_call>weat", [("content", "A <tool_call>weat")]),
+    "glm, no call": (
+        GLM,
+        "<tool_call> a b</tool_call> <tool_call></tool_call>",
+        [("content", "<tool_call> a b</tool_call> <tool_call></tool_call>")],
+    ),
+    "glm, in JSON": (GLM, f"<tool_call>\n{OWN}\n</tool_call>", [CALL]),
     "hermes, a brace is missing": (QWEN, f"<tool_call>{OWN[:-1]}</tool_call> Done.", [CALL, ("content", "Done.")]),
     "hermes, quoted tag": (QWEN, f"<tool_call>{QUOTED_TAG}</tool_call>", [("call", "f", '{"x": "</tool_call>"}')]),
     "xml, no call": (XML, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
@@ -488,7 +523,11 @@ def test_an_answer_without_a_call_is_content_from_its_first_to_its_last_characte
 
 
 SPELLED = {
-    **{name: (template, answer) for name, (template, answer, _) in TAGGED.items() if template in (QWEN, XML, MISTRAL)},
+    **{
+        name: (template, answer)
+        for name, (template, answer, _) in TAGGED.items()
+        if template in (QWEN, XML, GLM, MISTRAL)
+    },
     "harmony": CASES["harmony"][:2],
     "harmony, call": CASES["harmony, call"][:2],
     "harmony, recipient": (HARMONY, " to=functions.weather <|channel|>"),
@@ -622,6 +661,7 @@ def test_a_prompt_may_have_opened_the_reasoning(prompt: str, starts: bool) -> No
     [
         (QWEN, AnswerFormat.HERMES),
         (XML, AnswerFormat.XML),
+        (GLM, AnswerFormat.GLM),
         (LLAMA3, AnswerFormat.LLAMA3),
         (MISTRAL, AnswerFormat.MISTRAL),
         (HARMONY, AnswerFormat.HARMONY),

@@ -16,7 +16,7 @@ from llamaq.common.protocol.wire_model import WireModel
 from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
-from llamaq.producer.answer_parts.xml_call import LITERALS, TEXTS, parameters_of
+from llamaq.producer.answer_parts.xml_call import LITERALS, OPEN, TEXTS, GlmCall, XmlCall, parameters_of
 
 
 class AnswerFormat(StrEnum):
@@ -26,6 +26,8 @@ class AnswerFormat(StrEnum):
     """`<tool_call>OBJECT</tool_call>`: Hermes, Qwen."""
     XML = "xml"
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5."""
+    GLM = "glm"
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5."""
     LLAMA3 = "llama3"
     """The answer is an object, or follows `<|python_tag|>`: Llama 3."""
     MISTRAL = "mistral"
@@ -38,7 +40,8 @@ class AnswerFormat(StrEnum):
 
 _MARKS = {
     AnswerFormat.HARMONY: answer_tags.CHANNEL,
-    AnswerFormat.XML: "<function=",
+    AnswerFormat.XML: OPEN,
+    AnswerFormat.GLM: "<arg_key>",
     AnswerFormat.HERMES: answer_tags.CALL_OPEN,
     AnswerFormat.MISTRAL: answer_tags.MISTRAL_CALLS,
     AnswerFormat.LLAMA3: answer_tags.PYTHON_TAG,
@@ -47,7 +50,10 @@ _LLAMA3 = re.compile(r"<\|start_header_id\|>.*ipython|ipython.*<\|start_header_i
 _TAGS = {
     AnswerFormat.HERMES: Tags(call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE, call_separators="^{"),
     AnswerFormat.XML: Tags(
-        call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE, call_separators="^{<", has_xml_calls=True
+        call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE, call_separators="^{<", xml_call=XmlCall
+    ),
+    AnswerFormat.GLM: Tags(
+        call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE, call_separators="^{<", xml_call=GlmCall
     ),
     AnswerFormat.MISTRAL: Tags(
         call_open=answer_tags.MISTRAL_CALLS, arguments_open=answer_tags.MISTRAL_ARGUMENTS, call_separators=r"\s[\],"
@@ -152,12 +158,13 @@ def form_of(
     template = chat_template or ""
     opening, closing = next((pair for pair in _REASONING if may_reason and pair[1] in template), ("", ""))
     found = detect_format(template)
+    typed = tools if found in (AnswerFormat.XML, AnswerFormat.GLM) else ()
     return AnswerForm(
         format=found,
         has_tools=bool(tools),
         is_parallel=is_parallel,
-        text_parameters=parameters_of(tools, TEXTS) if found is AnswerFormat.XML else {},
-        literal_parameters=parameters_of(tools, LITERALS) if found is AnswerFormat.XML else {},
+        text_parameters=parameters_of(typed, TEXTS),
+        literal_parameters=parameters_of(typed, LITERALS),
         reasoning_open=opening,
         reasoning_close=closing,
         tag_tokens=dict(tag_tokens),

@@ -68,7 +68,7 @@ def _calls(form: AnswerForm, tools: Sequence[dict[str, Any]], *, parallel: bool,
     is_tagged = form.format not in (AnswerFormat.LLAMA3, AnswerFormat.JSON)
     objects = _objects(form.format, tools, is_split=has_content and not is_tagged)
     match form.format:
-        case AnswerFormat.HERMES | AnswerFormat.XML:
+        case AnswerFormat.HERMES | AnswerFormat.XML | AnswerFormat.GLM:
             more = ' ("\\n" call)*' if parallel else ""
             call = f'call: {_tag(form, CALL_OPEN)} "\\n" object "\\n" {_tag(form, CALL_CLOSE)}'
             return [f"calls: call{more}", call, *objects]

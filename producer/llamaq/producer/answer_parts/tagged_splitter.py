@@ -1,4 +1,4 @@
-"""Splits answers in which tags enclose reasoning and tool calls: the formats of Hermes, Qwen, Llama 3 and Mistral.
+"""Splits answers in which tags enclose reasoning and tool calls: those of Hermes, Qwen, GLM, Llama 3 and Mistral.
 
 White space before a call only separates it from the content, so it is left out.
 """
@@ -30,8 +30,8 @@ class Tags:
     """The characters around and between calls, as a set of a regular expression."""
     starts_with_call: bool = False
     """Whether an answer that begins with an object is a call."""
-    has_xml_calls: bool = False
-    """Whether calls have tags for their parameters. Calls in JSON are recognized too."""
+    xml_call: type[XmlCall] | None = None
+    """Reads calls that have tags for their parameters. Calls in JSON are recognized too."""
     text_parameters: ParameterNames = field(default_factory=dict)
     """For calls in XML: the parameters of each tool whose values are texts."""
     literal_parameters: ParameterNames = field(default_factory=dict)
@@ -111,7 +111,7 @@ class TaggedSplitter:
         if tags.call_close:
             awaited["call"] = [tags.call_close, tags.call_open, tags.reasoning_close]
         others = [tags.reasoning_open, tags.reasoning_close, tags.call_open, tags.arguments_open]
-        if tags.has_xml_calls:
+        if tags.xml_call is XmlCall:
             others += [tags.call_close, OPEN]
         return [tag for tag in awaited.get(self._state, others) if tag]
 
@@ -200,11 +200,10 @@ class TaggedSplitter:
                     self._opened_by += text.removesuffix(rest)
                 if not (text := rest):
                     break
-                is_xml = tags.has_xml_calls and not text.startswith("{")
                 # Content in JSON may have a name too: without a tag before it, only its arguments show a call.
                 self._call = (
-                    XmlCall(self._n_calls, tags.text_parameters, tags.literal_parameters)
-                    if is_xml
+                    tags.xml_call(self._n_calls, tags.text_parameters, tags.literal_parameters)
+                    if tags.xml_call and not text.startswith("{")
                     else JsonCall(self._n_calls, needs_arguments=tags.starts_with_call and not self._is_tagged)
                 )
             new, text = self._call.feed(text)

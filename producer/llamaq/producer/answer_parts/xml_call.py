@@ -1,4 +1,4 @@
-"""Reads a tool call in the format of Qwen3-Coder and Qwen3.5, which write parameters between tags.
+"""Reads a tool call in the formats of Qwen3-Coder, Qwen3.5 and GLM-4.5, which write parameters between tags.
 
 `<function=NAME>`, then for each parameter `<parameter=KEY>VALUE</parameter>`, then `</function>`. By the schema
 of the tool, the value is a text or JSON. The arguments are known at the end of the call.
@@ -19,12 +19,6 @@ from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 
 OPEN = "<function="
 CLOSE = "</function>"
-_PARAMETER_CLOSE = "</parameter>"
-_TAG = re.compile(r"<parameter=|</parameter>|</function>")
-_NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?=\s*<|\s*\Z)")
-_PARAMETER = re.compile(
-    r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)(?:\n?</parameter>|(?=\n<parameter=[^<>\n]+>))", re.DOTALL
-)
 _LITERALS = {"null": None, "True": True, "False": False}
 """Chat templates write booleans as Python does."""
 
@@ -33,13 +27,21 @@ ParameterNames = Mapping[str, Sequence[str]]
 
 
 class XmlCall:
-    """One call.
+    """One call of Qwen3-Coder.
 
     Args:
         index: Number of the call in the answer.
         text_parameters: The parameters of all tools whose values are texts.
         literal_parameters: Those of them that may be `null`, and booleans.
     """
+
+    _CLOSE = CLOSE
+    _VALUE_CLOSE = "</parameter>"
+    _TAG = re.compile(r"<parameter=|</parameter>|</function>")
+    _NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?=\s*<|\s*\Z)")
+    _PARAMETER = re.compile(
+        r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)(?:\n?</parameter>|(?=\n<parameter=[^<>\n]+>))", re.DOTALL
+    )
 
     def __init__(self, index: int, text_parameters: ParameterNames, literal_parameters: ParameterNames) -> None:
         self._index = index
@@ -62,16 +64,16 @@ class XmlCall:
     @property
     def can_contain_tag(self) -> bool:
         """Whether a tag that comes next is text of the call: the value of a parameter may contain it."""
-        return self._is_in_value and not self.text.rstrip().endswith(CLOSE)
+        return self._is_in_value and not self.text.rstrip().endswith(self._CLOSE)
 
     def feed(self, text: str) -> tuple[list[Part], str]:
         """Return the parts that the text completed, and the text after the call."""
         if self.has_ended:
             return [], text
         n_before, searched = len(self._last), self._last + text
-        for tag in _TAG.finditer(searched):
-            if tag[0] != CLOSE:
-                self._is_in_value = tag[0] != _PARAMETER_CLOSE
+        for tag in self._TAG.finditer(searched):
+            if tag[0] != self._CLOSE:
+                self._is_in_value = tag[0] != self._VALUE_CLOSE
             elif not self._is_in_value:  # a value may contain this tag
                 end = tag.end() - n_before
                 self._pieces.append(text[:end])
@@ -80,7 +82,7 @@ class XmlCall:
                 self._is_told = parts is not None
                 return parts or [], text[end:]
         self._pieces.append(text)
-        self._last = searched[1 - len(_PARAMETER_CLOSE) :]
+        self._last = searched[1 - len(self._VALUE_CLOSE) :]
         return [], ""
 
     def finish(self) -> list[Part] | None:
@@ -89,16 +91,16 @@ class XmlCall:
 
     def _read(self) -> list[Part] | None:
         text = self.text
-        found = _NAME.match(text)
+        found = self._NAME.match(f"{text}<" if self.is_closed else text)
         if found is None:
             return None
         name = found["name"].strip()
         if self.is_closed and self._is_in_value:
-            text = text.rstrip().removesuffix(CLOSE) + _PARAMETER_CLOSE
-        end = text.rfind(_PARAMETER_CLOSE) + len(_PARAMETER_CLOSE)  # each search after it would read the whole text
+            text = text.rstrip().removesuffix(self._CLOSE) + self._VALUE_CLOSE
+        end = text.rfind(self._VALUE_CLOSE) + len(self._VALUE_CLOSE)  # each search after it would read the whole text
         arguments = {
             (key := match["key"].strip()): self._value_of(name, key, match["value"])
-            for match in _PARAMETER.finditer(text, found.end(), end)
+            for match in self._PARAMETER.finditer(text, found.end(), end)
         }
         return [CallStarted(self._index, name), CallArguments(self._index, json.dumps(arguments, ensure_ascii=False))]
 
@@ -114,6 +116,16 @@ class XmlCall:
         except ValueError:
             return text
         return value
+
+
+class GlmCall(XmlCall):
+    """One call of GLM-4.5: the name, then for each parameter `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>`."""
+
+    _CLOSE = ""
+    _VALUE_CLOSE = "</arg_value>"
+    _TAG = re.compile("</?arg_value>")
+    _NAME = re.compile(r"\s*(?P<name>[^\s<>{]+)\s*(?=<arg_key>|<\Z)")
+    _PARAMETER = re.compile(r"<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL)
 
 
 TEXTS = {"string"}, {"string", "null"}
