@@ -415,6 +415,10 @@ UNTAGGED: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
             "<function=f>\n<parameter=a>1</parameter></tool_call>",
             "<function=f> <function=",
             "<function=\n></function>",
+            "<function=f><b></function>",
+            "<function=></function>",
+            f"<function={'f' * 100}></function>",
+            "<function=f</function>",
         )
     },
     "xml, no call and then one": (
@@ -615,6 +619,14 @@ def test_only_what_may_be_the_token_of_a_tag_is_held_back() -> None:
     assert splitter.feed("a <tool") == [Content("a <tool")], "no token of a tag begins here"
     assert splitter.feed("_call> <tool", [14]) == [Content("_call>")]
     assert splitter.feed('_call>{"name": "f", "arguments": {}}')[0] == CallStarted(0, "f")
+
+
+def test_content_that_only_names_a_function_is_streamed() -> None:
+    splitter = form_of(XML, tools=TOOLS).splitter()
+    assert splitter.feed("Write <function=f>") == [Content("Write")]
+    assert splitter.feed("\n<") == []
+    assert joined(splitter.feed("b> <func")) == [("content", " <function=f>\n<b>")]
+    assert joined(splitter.feed("tions> ")) == [("content", " <functions>")]
 
 
 def test_the_fields_of_a_call_may_have_another_order() -> None:

@@ -14,7 +14,7 @@ from llamaq.common.protocol.answer_tags import MISTRAL_CALL_ID
 from llamaq.producer.answer_parts.json_call import JsonCall
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.tag_scanner import TagScanner
-from llamaq.producer.answer_parts.xml_call import CLOSE, OPEN, ParameterNames, XmlCall
+from llamaq.producer.answer_parts.xml_call import CLOSE, HEAD, OPEN, ParameterNames, XmlCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class TaggedSplitter:
             return [CallStarted(self._n_calls - 1, self._name.partition(MISTRAL_CALL_ID)[0].strip())]
         parts = self._end_call(closed_by=tag if tag == tags.call_close else "")
         if tag == OPEN:
-            self._state, self._opened_by, self._space = "untagged", self._space, ""
+            self._state, self._name, self._opened_by, self._space = "untagged", "", self._space, ""
             return parts + self._take(tag)
         if tag == tags.reasoning_open:
             self._state, self._space, self._skips_space = "reasoning", "", False
@@ -155,7 +155,9 @@ class TaggedSplitter:
     def _take(self, text: str) -> list[Part]:
         """Return the parts of text without tags."""
         match self._state:
-            case "call" | "untagged":
+            case "untagged":
+                return self._take_untagged(text)
+            case "call":
                 return self._take_call(text)
             case "name":
                 return self._take_name(text)
@@ -188,6 +190,12 @@ class TaggedSplitter:
             return []
         self._state = "call"
         return self._take_call(self._name)
+
+    def _take_untagged(self, text: str) -> list[Part]:
+        self._name = (self._name + text)[:200]
+        if HEAD.match(self._name) is None:
+            return self._end_call() + self._take(text)
+        return self._take_call(text)
 
     def _take_call(self, text: str) -> list[Part]:
         tags, parts = self._tags, list[Part]()

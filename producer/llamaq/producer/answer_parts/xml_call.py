@@ -19,6 +19,8 @@ from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 
 OPEN = "<function="
 CLOSE = "</function>"
+HEAD = re.compile(r"<function=[^<>\n]{0,99}(?:\Z|>\s{0,9}(?:\Z|</?(?:\Z|[fp])))")
+"""The beginning of a call, which may be incomplete."""
 _LITERALS = {"null": None, "True": True, "False": False}
 """Chat templates write booleans as Python does."""
 
@@ -38,7 +40,7 @@ class XmlCall:
     _CLOSE = CLOSE
     _VALUE_CLOSE = "</parameter>"
     _TAG = re.compile(r"<parameter=|</parameter>|</function>")
-    _NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?=\s*<|\s*\Z)")
+    _NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
     _PARAMETER = re.compile(
         r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)(?:\n?</parameter>|(?=\n<parameter=[^<>\n]+>))", re.DOTALL
     )
