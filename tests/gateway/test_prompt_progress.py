@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.gateway.test_disconnects import CHAT, MESSAGES, gateway, until
+from tests.support.prompt_progress import emit_progress
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_events import PromptProgress
@@ -44,7 +45,7 @@ async def events_of(redis_url: str, queue: str, path: str, **fields: Any) -> lis
 
             await until(is_followed)
             for n_processed in (5, 30):
-                await attempt.emit_progress(n_processed, 30, cached_tokens=5)
+                await emit_progress(attempt, n_processed, 30, cached_tokens=5)
             await attempt.emit([0], "a")
             await has_first.wait()  # a reader that has read no event before the end gets both tokens in one chunk
             await attempt.emit([1], "b")

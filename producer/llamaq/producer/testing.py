@@ -30,7 +30,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.attempt_scripts import AttemptScripts
 from llamaq.common.protocol.claim_scripts import ClaimScripts
 from llamaq.common.protocol.embedding_task import Embedding
-from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
+from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
@@ -256,20 +256,6 @@ class FakeAttempt:
         return JobFlush(
             self.claim.job_id, self.number, self.claim.stream, self.claim.entry_id, start, len(tokens), payload
         )
-
-    async def emit_progress(self, processed_tokens: int, total_tokens: int, *, cached_tokens: int = 0) -> None:
-        """Publish how much of the prompt is computed, as a worker does for a job with `prompt_progress`.
-
-        Args:
-            processed_tokens: Number of tokens that are ready.
-            total_tokens: Number of tokens to process.
-            cached_tokens: Number of the tokens that came from the prefix cache.
-        """
-        event = PromptProgress(
-            total_tokens=total_tokens, cached_tokens=cached_tokens, processed_tokens=processed_tokens, time_ms=0.0
-        )
-        increment = replace(self.increment(), progress=(codec.encode_event(event),))
-        await self.worker.scripts.flush([increment], LEASE_MS, renew=False)
 
     async def emit(self, tokens: Sequence[int], text: str) -> FlushReply:
         """Store and publish new output of the job.

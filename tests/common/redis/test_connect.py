@@ -33,10 +33,10 @@ from llamaq.common.redis.client import retry_until_deadline
 from llamaq.common.redis.connect import (
     MAX_CONNECTIONS,
     connect,
-    dedicated_connection,
     make_connection,
     robust_connection,
 )
+from llamaq.worker.broker.dedicated_connection import dedicated_connection
 from llamaq.worker.broker.worker_scripts import WorkerScripts
 from llamaq.worker.testing import ManualClock
 

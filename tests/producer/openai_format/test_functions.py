@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.gateway.completions.function_call import as_function_call
 from llamaq.producer.openai_format.chat_messages import read_messages
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_body
-from llamaq.producer.openai_format.tools import as_function_call
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 WEATHER: dict[str, Any] = {"name": "weather", "description": "", "parameters": {"type": "object"}}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.numbered_streams import until_confirmed
+from tests.support.prompt_progress import emit_progress
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import PromptProgress
@@ -27,9 +28,9 @@ async def test_chunks_with_progress_precede_the_text(redis_url: str, queue: str)
         attempt = await worker.start_next()
         assert attempt.request.prompt_progress
         await until_confirmed(client)
-        await attempt.emit_progress(5, 30, cached_tokens=5)
+        await emit_progress(attempt, 5, 30, cached_tokens=5)
         await reading
-        await attempt.emit_progress(30, 30, cached_tokens=5)
+        await emit_progress(attempt, 30, 30, cached_tokens=5)
         await attempt.answer(["ab"])  # tokens that arrive together would be one chunk
         chunks = [chunk async for chunk in stream]
         assert processed(chunks) == [5, 30]
@@ -46,8 +47,8 @@ async def test_progress_before_the_first_look_at_a_stream_is_kept(redis_url: str
         for n_before in (0, 1):
             stream = await client.stream("x", prompt_progress=True)
             attempt = await worker.start_next()
-            await attempt.emit_progress(8, 30)
-            await attempt.emit_progress(16, 30)
+            await emit_progress(attempt, 8, 30)
+            await emit_progress(attempt, 16, 30)
             await asyncio.sleep(0)
             if n_before:
                 await stream.aclose()
@@ -78,7 +79,7 @@ async def test_a_reader_that_joins_late_has_all_text_and_no_progress(redis_url: 
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("x", prompt_progress=True)
         attempt = await worker.start_next()
-        await attempt.emit_progress(30, 30)
+        await emit_progress(attempt, 30, 30)
         await attempt.answer(["a", "b"])
         chunks = [chunk async for chunk in client.job(job.id).stream()]
         assert "".join(chunk.text for chunk in chunks) == "ab"
@@ -97,7 +98,7 @@ async def test_a_flush_that_the_worker_repeats_adds_no_chunk(redis_url: str, que
         reading = asyncio.create_task(read())
         await until_confirmed(client)
         for n_processed in (8, 8, 16, 8):  # the last one: a preempted job begins again
-            await attempt.emit_progress(n_processed, 30)
+            await emit_progress(attempt, n_processed, 30)
         await attempt.answer(["a"])
         await reading
         assert processed(chunks) == [8, 16, 8]
@@ -113,7 +114,7 @@ async def test_progress_that_arrives_while_the_stored_events_are_read_is_not_los
         deliver = EventReader.deliver
 
         async def fetch_slowly(reader: EventReader) -> Any:
-            await attempt.emit_progress(8, 30)
+            await emit_progress(attempt, 8, 30)
             await delivered.wait()
             return await fetch(reader)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import hiredis
@@ -92,19 +92,6 @@ class NotTheMaster(RedisConnectionError):
     """A server refused a command because it is a replica. The connection has been closed: the next one may find the
     new master.
     """
-
-
-@asynccontextmanager
-async def dedicated_connection(redis: Redis) -> AsyncIterator[Redis]:
-    """Yield a client that sends all commands over one connection, which is faster. A cluster client uses its pools.
-
-    It connects at the first command, which is retried like those of other clients.
-    """
-    if isinstance(redis, Cluster):
-        yield redis
-        return
-    async with aclosing(redis.client()) as client:  # without `aclosing`, redis-py connects here, and does not retry
-        yield client
 
 
 def is_cluster(redis: Redis) -> bool:

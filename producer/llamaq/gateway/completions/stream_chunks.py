@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import Result
+from llamaq.gateway.completions.function_call import as_function_call
 from llamaq.gateway.timings import timings_object
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.response_body import FINISH_REASONS, stop_reason, usage_object
-from llamaq.producer.openai_format.tools import as_function_call, call_id
+from llamaq.producer.openai_format.tools import call_id
 
 
 @dataclass(frozen=True, slots=True)

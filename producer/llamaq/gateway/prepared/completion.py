@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from llamaq.common.protocol.job_outcome import TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs
+from llamaq.gateway.completions.function_call import as_function_call
 from llamaq.gateway.completions.logprobs import logprobs_object, tokens_of
 from llamaq.gateway.completions.prompt_probabilities import (
     PromptFields,
@@ -30,7 +31,7 @@ from llamaq.producer.answer_parts.answer_splitter import AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
 from llamaq.producer.openai_format.response_body import completion_object
-from llamaq.producer.openai_format.tools import as_function_call, form_options, message_of
+from llamaq.producer.openai_format.tools import form_options, message_of
 
 FINGERPRINT = f"build-llamaq-{version('llamaq')}"
 """The `system_fingerprint` of answers. As with llama-server, it begins with a `b`."""

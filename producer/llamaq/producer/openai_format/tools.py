@@ -85,15 +85,6 @@ def with_tools_of_functions(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, "tools": tools, "tool_choice": wanted, "parallel_tool_calls": False}
 
 
-def as_function_call(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message, or the delta of a chunk, whose only call has the form of `functions`: without an id."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**kept, "function_call": calls[0]["function"]}
-
-
 def with_allowed_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a body that has only the tools that its `tool_choice` allows, with the mode as its `tool_choice`.
 

@@ -22,9 +22,9 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
-from llamaq.common.redis.connect import dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_state import server_time_ms
+from llamaq.worker.broker.dedicated_connection import dedicated_connection
 
 log = logging.getLogger(__name__)
 

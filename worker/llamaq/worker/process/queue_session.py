@@ -14,8 +14,9 @@ from concurrent.futures import Executor
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.redis.connect import connect, dedicated_connection
+from llamaq.common.redis.connect import connect
 from llamaq.common.redis.outage_log import OutageLog
+from llamaq.worker.broker.dedicated_connection import dedicated_connection
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
