@@ -16,8 +16,8 @@ from tests.support.command_line import failing, llamaq
 from tests.support.forget_modules import forget_modules
 from tests.support.http_server import serving_http
 
+from llamaq.cli.error_report import ServerRefused
 from llamaq.cli.exit_codes import EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
-from llamaq.cli.http_answer_errors import ServerRefused
 from llamaq.cli.http_answer_source import ServerAnswers
 from llamaq.cli.job_commands import open_answers
 from llamaq.common.errors import JobFailed, ResultTimeout

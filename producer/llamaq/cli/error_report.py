@@ -1,7 +1,8 @@
-"""Reports an error of the `llamaq` command: its line and its exit code."""
+"""Reports an error of the `llamaq` command: its line and its exit code. Defines the errors of `--server`."""
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from ssl import SSLError
 
 from redis.exceptions import AuthenticationError, RedisError
@@ -10,7 +11,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.cli.columns import visible
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
-from llamaq.cli.http_answer_errors import ServerRefused, ServerUnreachable
 from llamaq.common.errors import (
     BulkRunRefused,
     EmbeddedRedisError,
@@ -27,6 +27,39 @@ from llamaq.common.errors import (
 )
 from llamaq.common.logging_setup import mask_passwords
 from llamaq.common.redis.connect import NotTheMaster
+
+_TEMPORARY = {
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+}
+
+
+class ServerUnreachable(LlamaqError):
+    """The HTTP server does not answer, or closes the connection before the end."""
+
+    http_status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class ServerRefused(LlamaqError):
+    """The HTTP server refuses a request.
+
+    Attributes:
+        http_status: The status of its answer.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.http_status = HTTPStatus(status) if status in set(HTTPStatus) else HTTPStatus.BAD_GATEWAY
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command that this error ended."""
+        if self.http_status in _TEMPORARY:
+            return EXIT_NO_ANSWER
+        return EXIT_USAGE if self.http_status < HTTPStatus.INTERNAL_SERVER_ERROR else EXIT_FAILED
+
 
 _CODES: dict[type[LlamaqError], int] = {
     InvalidRequest: EXIT_USAGE,

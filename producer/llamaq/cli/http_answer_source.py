@@ -12,7 +12,7 @@ from typing import Any, Self
 import httpx
 
 from llamaq.cli.answer_sources import AnswerStream, Messages, Options, WholeAnswer
-from llamaq.cli.http_answer_errors import ServerRefused, ServerUnreachable
+from llamaq.cli.error_report import ServerRefused, ServerUnreachable
 from llamaq.cli.views import notice
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobFailed, LlamaqError, ResultTimeout
 from llamaq.common.protocol import codec

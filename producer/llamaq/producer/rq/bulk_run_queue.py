@@ -15,9 +15,9 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.settings import client_settings
 from llamaq.producer.bulk import BulkRun, BulkState
 from llamaq.producer.rq import bulk_jobs
-from llamaq.producer.rq.atomic_retry import AtomicRetryJob
 from llamaq.producer.rq.library import (
     PUBSUB_CHANNEL_TEMPLATE,
+    AtomicRetryJob,
     Callback,
     DeserializationError,
     InvalidJobOperation,

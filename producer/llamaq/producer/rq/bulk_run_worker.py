@@ -16,9 +16,9 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
-from llamaq.producer.rq.atomic_retry import AtomicRetryJob
 from llamaq.producer.rq.bulk_jobs import ERROR_KEY
 from llamaq.producer.rq.library import (
+    AtomicRetryJob,
     Job,
     JSONSerializer,
     Queue,
