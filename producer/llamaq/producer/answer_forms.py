@@ -74,7 +74,7 @@ class AnswerForms:
             last = dict(job["messages"][-1])  # a `Message`, or an object of its fields
             content = last.get("content") or ""
             if last.get("reasoning_content") and not content.strip():
-                return form.model_copy(update={"starts_in_reasoning": True})
+                return form.model_copy(update={"starts_in_reasoning": True, "has_begun": True})
             return form.after(content)
         if not form.reasoning_open:
             return form

@@ -228,6 +228,14 @@ def test_the_grammar_of_harmony_names_its_channels() -> None:
     assert 'content: <|channel|> "final" <|message|> object' in grammar
 
 
+def test_the_grammar_of_harmony_continues_reasoning_that_the_prompt_has_begun() -> None:
+    form = AnswerForm(format=AnswerFormat.HARMONY, has_tools=True)
+    rest = 'TEXT <|end|> <|start|> "assistant"'
+    assert f'start: (<|channel|> "analysis" <|message|> {rest})? rest\n' in answer_grammar(form, TOOLS)
+    continued = form.model_copy(update={"starts_in_reasoning": True})
+    assert f"start: {rest} rest\n" in answer_grammar(continued, TOOLS)
+
+
 def test_the_name_of_a_tool_is_a_text_of_the_grammar() -> None:
     odd = 'a"b\\c'
     for answer_format in AnswerFormat:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaq.common.protocol.answer_tags import ANSWER_TAGS
-from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat, detect_format, form_of
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, AnswerFormat, detect_format, form_of
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.xml_call import TEXTS, XmlCall, parameters_of
 from llamaq.producer.openai_format.tools import call_id
@@ -760,3 +760,20 @@ def test_every_call_has_an_id_of_its_own_that_every_server_computes() -> None:
     assert len(set(ids)) == 3
     assert ids[0] == call_id("q.0.1", 0)
     assert all(each.isalnum() and len(each) == 9 for each in ids), "Mistral's chat templates refuse other ids"
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "expected"),
+    [
+        (
+            form_of(HARMONY).model_copy(update={"starts_in_reasoning": True}),
+            " then<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
+            [Reasoning(" then"), Content("Yes")],
+        ),
+        (form_of(QWEN).after("<think>Well"), " then</think>\nYes", [Reasoning(" then"), Content("Yes")]),
+        (form_of(QWEN).after("<think>\n"), "\nWell</think>", [Reasoning("Well")]),
+    ],
+)
+def test_reasoning_that_the_prompt_has_begun_is_continued(form: AnswerForm, answer: str, expected: list[Part]) -> None:
+    splitter = form.splitter()
+    assert [*splitter.feed(answer), *splitter.finish()] == expected

@@ -83,6 +83,7 @@ class AnswerForm(WireModel):
     reasoning_open: str = Field("", description="Tag before reasoning. Empty: reasoning is part of the content.")
     reasoning_close: str = Field("", description="Tag after reasoning.")
     starts_in_reasoning: bool = Field(False, description="Whether the prompt has begun the reasoning.")
+    has_begun: bool = Field(False, description="Whether the prompt has a part of this reasoning.")
     has_reasoned: bool = Field(False, description="Whether the prompt has ended the reasoning.")
     tag_tokens: dict[str, int] = Field(
         default_factory=dict,
@@ -108,7 +109,7 @@ class AnswerForm(WireModel):
 
     def _splitter_of_format(self) -> HarmonySplitter | TaggedSplitter:
         if self.format is AnswerFormat.HARMONY:
-            return HarmonySplitter(self.tag_tokens)
+            return HarmonySplitter(self.tag_tokens, starts_in_reasoning=self.starts_in_reasoning)
         tags = replace(
             _TAGS[self.format] if self.has_tools else Tags(),
             text_parameters=self.text_parameters,
@@ -116,14 +117,16 @@ class AnswerForm(WireModel):
             reasoning_open=self.reasoning_open,
             reasoning_close=self.reasoning_close,
         )
-        return TaggedSplitter(tags, self.tag_tokens, starts_in_reasoning=self.starts_in_reasoning)
+        return TaggedSplitter(
+            tags, self.tag_tokens, starts_in_reasoning=self.starts_in_reasoning, has_begun=self.has_begun
+        )
 
     def after(self, prompt: str) -> AnswerForm:
         """Return the form of an answer that follows this end of a prompt, which may have begun the reasoning."""
         _, opened, rest = prompt.rpartition(self.reasoning_open) if self.reasoning_open else ("", "", "")
         is_closed = bool(self.reasoning_close) and self.reasoning_close in rest
         begun = {"starts_in_reasoning": bool(opened) and not is_closed, "has_reasoned": bool(opened) and is_closed}
-        return self.model_copy(update=begun)
+        return self.model_copy(update={**begun, "has_begun": bool(rest.strip()) and not is_closed})
 
 
 CONTENT_ALONE = AnswerForm()

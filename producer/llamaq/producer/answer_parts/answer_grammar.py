@@ -37,7 +37,7 @@ def answer_grammar(
         InvalidRequest: A schema is too large, or has a keyword that is not supported.
     """
     if form.format is AnswerFormat.HARMONY:
-        return _harmony_grammar(tools, schema)
+        return _harmony_grammar(tools, schema, starts_in_reasoning=form.starts_in_reasoning)
     ends = [*(["calls"] if tools else []), *([] if schema is None else ["content"])]
     rules = [*_reasoning(form, " | ".join(ends))]
     if tools:
@@ -95,7 +95,9 @@ def _objects(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, is
     return rules
 
 
-def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | None) -> str:
+def _harmony_grammar(
+    tools: Sequence[dict[str, Any]], schema: dict[str, Any] | None, *, starts_in_reasoning: bool
+) -> str:
     """Return a grammar for reasoning in the channel `analysis`, which may be left out, and one call or the content.
 
     Raises:
@@ -114,7 +116,9 @@ def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | N
     if schema is not None:
         names.append("content")
         rules.append(f'content: <|channel|> "final" <|message|> object\nobject: {_json(schema)}\n')
-    start = 'start: (<|channel|> "analysis" <|message|> TEXT <|end|> <|start|> "assistant")? rest\nTEXT: /(.|\\n)*/\n'
+    rest_of_reasoning = 'TEXT <|end|> <|start|> "assistant"'
+    whole = f'(<|channel|> "analysis" <|message|> {rest_of_reasoning})?'
+    start = f"start: {rest_of_reasoning if starts_in_reasoning else whole} rest\nTEXT: /(.|\\n)*/\n"
     return f"{start}rest: {' | '.join(names)}\n{''.join(rules)}"
 
 

@@ -27,15 +27,16 @@ class HarmonySplitter:
 
     Args:
         token_tags: The tags that are one token of the model's vocabulary.
+        starts_in_reasoning: Whether the prompt has begun a message of reasoning.
     """
 
-    def __init__(self, token_tags: Collection[str] = ()) -> None:
+    def __init__(self, token_tags: Collection[str] = (), *, starts_in_reasoning: bool = False) -> None:
         self._scanner = TagScanner(token_tags)
-        self._header: str | None = ""
+        self._header: str | None = None if starts_in_reasoning else ""
         """The header of the current message. None: the text of the message is being read."""
         self._has_tags = False
         """Whether the answer has a tag."""
-        self._is_reasoning = False
+        self._is_reasoning = starts_in_reasoning
         self._n_calls = 0
         self._is_call = False
 

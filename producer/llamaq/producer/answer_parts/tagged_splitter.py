@@ -50,10 +50,18 @@ class TaggedSplitter:
     Args:
         tags: The tags of the format.
         token_tags: The tags that are one token of the model's vocabulary.
-        starts_in_reasoning: Whether the prompt ends with the opening tag of the reasoning.
+        starts_in_reasoning: Whether the prompt has begun the reasoning.
+        has_begun: Whether the prompt has a part of this reasoning. White space at the beginning continues it then.
     """
 
-    def __init__(self, tags: Tags, token_tags: Collection[str] = (), *, starts_in_reasoning: bool = False) -> None:
+    def __init__(
+        self,
+        tags: Tags,
+        token_tags: Collection[str] = (),
+        *,
+        starts_in_reasoning: bool = False,
+        has_begun: bool = False,
+    ) -> None:
         self._tags = tags
         self._scanner = TagScanner(token_tags)
         self._call_token = tags.call_open if tags.call_close and tags.call_open in token_tags else ""
@@ -76,7 +84,7 @@ class TaggedSplitter:
         self._name = ""
         self._has_begun = False
         """Whether the answer has text that is not white space."""
-        self._skips_space = starts_in_reasoning
+        self._skips_space = starts_in_reasoning and not has_begun
         """Whether white space at the beginning of the next text is left out: it only separates parts."""
 
     def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
