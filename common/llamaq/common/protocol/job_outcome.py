@@ -44,7 +44,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     """A client called `cancel()`, or a job with `cancel_on_disconnect` had no subscriber."""
     DEADLINE = "deadline"
-    """The job reached `timeout_s`, `queue_timeout_s` or `deadline_s`."""
+    """The job reached one of its time limits."""
 
 
 class CacheTier(StrEnum):
@@ -84,7 +84,7 @@ class JobStats(WireModel):
         description="Prompt tokens computed per second; tokens from the prefix cache do not count. None: not measured.",
     )
     generation_rate: float | None = Field(
-        None, description="Tokens generated per second, after the first token of the attempt. None: not measured."
+        None, description="Tokens generated per second, after the first token of the last run. None: not measured."
     )
     prefix_cache_tokens: int = Field(
         0, description="Number of prompt tokens that the last run reused from the prefix cache."
@@ -110,7 +110,8 @@ class JobStats(WireModel):
     drafted_tokens: int = Field(0, description="Speculation: number of drafted tokens that the last attempt verified.")
     accepted_tokens: int = Field(0, description="Speculation: number of these tokens that became tokens of the output.")
     queue_ms: float = Field(
-        0.0, description="Milliseconds from submit to the first slot, or to the end of a job that never had one."
+        0.0,
+        description="Milliseconds from submit or the due time to the first slot, or to the end of a job without one.",
     )
     preempted_ms: float | None = Field(
         None,

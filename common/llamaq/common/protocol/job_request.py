@@ -137,8 +137,8 @@ class JobParams(OutputParams):
     )
     prompt_progress: bool = Field(
         False,
-        description="Publish how much of the prompt is computed, after each chunk of it. Streams yield it as chunks "
-        "with `progress`.",
+        description="Publish how much of the prompt is computed, at its start and after each part. Streams yield "
+        "chunks with `progress`.",
     )
     cancel_on_disconnect: bool = Field(
         False,

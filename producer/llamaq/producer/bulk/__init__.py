@@ -1,4 +1,4 @@
-"""Bulk runs: computes all rows of a file, each exactly once, also after crashes."""
+"""Bulk runs: answers each row of a file exactly once, also after crashes."""
 
 from __future__ import annotations
 
