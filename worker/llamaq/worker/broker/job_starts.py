@@ -32,14 +32,14 @@ CLAIM_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Starting:
-    """An entry whose job is claimed."""
+    """An entry whose job is being started."""
 
     entry: JobEntry
     place: Place
 
 
 class JobStarts:
-    """The jobs of one worker from their entries until the engine has them.
+    """Brings jobs from their stream entries to the engine.
 
     `JobClaims` claims the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers them.
 
@@ -276,7 +276,7 @@ class JobStarts:
         return is_registered
 
     async def close(self) -> None:
-        """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.
+        """Stop preparing jobs. Call this after `Intake.run` has ended, and before `Outbox.close`, which requeues them.
 
         First waits for the replies to unfinished calls that take or claim jobs. If a reply were lost, Redis could have
         recorded a claim without this worker's knowledge. Such a job would look like a job of a crashed worker.

@@ -1,4 +1,4 @@
-"""The job streams of one queue: reads, reclaims and requeues their entries.
+"""The job streams of one queue: reads and reclaims their entries.
 
 A worker waits for new entries with a blocking XREAD ("peek"), which takes no entry, and then reads them. A blocking
 XREADGROUP on several streams could take more entries than the worker has room for. On one server, one XREAD waits for

@@ -34,7 +34,7 @@ class OutboxSettings:
     disconnect_s: float
     """A job with `cancel_on_disconnect` is cancelled after this many seconds without a subscriber."""
     checkpoints: Checkpoints
-    """How often the tokens of jobs without per-token events are stored."""
+    """How often the tokens of jobs with `stream=False` are stored."""
     retry_delay: RetryDelay
     """How long a job that failed waits before it is retried."""
 

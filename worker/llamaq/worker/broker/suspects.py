@@ -62,7 +62,7 @@ class Suspects:
         """Count the crashes of reclaimed jobs, and return the jobs that this worker may start.
 
         If one of the jobs is a suspect, it is returned alone. The other jobs are requeued, so that they do not wait for
-        the suspect. A job whose check fails waits for its lease.
+        the suspect. A job whose check fails waits until its lease expires.
 
         Raises:
             RedisError: The checks of all jobs failed.

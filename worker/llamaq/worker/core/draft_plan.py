@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from llamaq.worker.core.slot import Slot
 
 STEP_TOKENS = 2
-"""Number of missing tokens that the first step of a draft computes: the last sampled token, and the last token of the
-draft before, if it was accepted. More missing tokens are computed before the first step."""
+"""Largest number of missing tokens that the first step of a draft computes: the last sampled token, and the last
+token of the draft before, if it was accepted. More missing tokens are computed before the first step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from math import inf
 
 @dataclass(slots=True)
 class JobTimes:
-    """The times of one attempt of a job. Points in time are seconds on the clock of the worker, `time.monotonic`."""
+    """The times of a job. Points in time are seconds on the clock of the worker, `time.monotonic`."""
 
     submitted_s: float | None = None
-    """When the client submitted the job. None: the scheduler has not received it yet."""
+    """When the client submitted the job. None: not known."""
     deadline_s: float | None = None
     """When the job must end. None: it has no deadline."""
     queue_ms: float | None = None

@@ -180,7 +180,7 @@ class Slot:
     state: SlotState = SlotState.IDLE
     """What the slot does."""
     run: Run | None = None
-    """The job in the slot. None: the slot is idle."""
+    """The run in the slot. None: the slot is idle."""
     content: bytes = b""
     """The packed history of the last job in this slot. A job whose prompt begins with the same tokens prefers this
     slot."""
@@ -191,7 +191,7 @@ class Slot:
 
     @property
     def active(self) -> Run:
-        """The running job.
+        """The run in the slot.
 
         Raises:
             LookupError: The slot is idle.

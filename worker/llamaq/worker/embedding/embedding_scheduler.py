@@ -108,7 +108,7 @@ class EmbeddingScheduler:
     # ---- one tick
 
     def expire(self) -> None:
-        """End the jobs that have reached their deadline, or had a slot for `timeout_s`."""
+        """Count the time in slots. End the jobs that have reached their deadline, or had a slot for `timeout_s`."""
         now_s = self._clock()
         for job in self._running:
             job.times.slot_s += now_s - max(self._expired_s, job.times.first_slot_s or 0.0)

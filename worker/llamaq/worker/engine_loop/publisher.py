@@ -40,7 +40,7 @@ class TickRecord(NamedTuple):
     n_accepted: int
     """Number of draft tokens that became tokens of an output."""
     queue_depth: int
-    """Number of jobs that wait in Redis."""
+    """Number of jobs of the queue without a slot."""
 
     def stats(self) -> TickStats:
         """Return the measurements of the tick."""

@@ -10,7 +10,7 @@ from llamaq.worker.engine_loop.telemetry import Telemetry
 
 @dataclass(slots=True)
 class QueueDepthGauge:
-    """The number of jobs that wait in Redis. The heartbeat writes it; the engine thread reads it."""
+    """The number of jobs of the queue without a slot. The heartbeat writes it; the engine thread reads it."""
 
     n_waiting: int = 0
 

@@ -35,8 +35,8 @@ SETTLE_S = 0.002
 report the ends of the last jobs."""
 SNAPSHOT_EVERY_S = 0.25
 LONG_TICK_S = 0.02
-"""If the tick will take longer, it is published before the tick that a job has a slot: otherwise the job would count as
-waiting for too long. In a short tick, this would only cost one more call of Redis for each job."""
+"""Before a longer tick, new slots of jobs are published, so that these jobs do not count as waiting. Before a shorter
+tick, this is not worth a call of Redis for each job."""
 DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
 

@@ -103,8 +103,7 @@ class KvMemory:
     def n_tokens_with_room(self, n_ahead: int) -> int:
         """Return for how many tokens of each running job the free cells suffice.
 
-        After these tokens, entries must be evicted to make room for the margins of the running jobs. If there are no
-        entries, the running jobs lack cells for their next `n_ahead` tokens then.
+        After them, entries must be evicted. Without entries, cells for the next `n_ahead` tokens are then missing.
         """
         n_jobs = len(self._pool.active)
         if self.has_entries:
@@ -117,7 +116,7 @@ class KvMemory:
 
     def could_admit(self, job: Job, without: Sequence[Slot]) -> bool:
         """Whether there would be room for the job if all entries were evicted and the slots in `without` were idle."""
-        if self._pool.could_admit(job, without):  # usually, and without a lookup
+        if self._pool.could_admit(job, without):  # the usual case, which needs no lookup
             return True
         n_shared = self._n_shared(job, without)
         return n_shared > 0 and self._pool.could_admit(job, without, n_shared=n_shared)

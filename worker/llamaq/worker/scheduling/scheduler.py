@@ -12,10 +12,10 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `take_outputs` and
 `apply` return the outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced`
-for each chunk and a `PromptScored` if the job asks for them, the tokens of the run, and a `SlotLost` if the job is
-preempted. The last output of a job is its `JobEnded`. Every job that `submit` accepts leaves the scheduler in one of
-two ways: exactly one `JobEnded` is returned for the job, or the job is removed without a `JobEnded`, by `release` or
-one of the methods `withdraw_...`.
+before the first chunk and after each, and a `PromptScored`, if the job asks for them, the tokens of the run, and a
+`SlotLost` if the job is preempted. The last output of a job is its `JobEnded`. Every job that `submit` accepts leaves
+the scheduler in one of two ways: exactly one `JobEnded` is returned for the job, or the job is removed without a
+`JobEnded`, by `release` or one of the methods `withdraw_...`.
 
 Between `plan` and `apply`, further batches may be computed without a plan, see `RepeatedTicks`.
 """
@@ -194,7 +194,7 @@ class Scheduler:
     # ---- one tick
 
     def expire(self) -> None:
-        """End the jobs that have reached their deadline, or had a slot for `timeout_s`."""
+        """Count the time in slots. End the jobs that have reached their deadline, or had a slot for `timeout_s`."""
         now_s, before_s = self._clock(), self._expired_s
         self._expired_s = now_s
         expired = [job for job in self._waiting if job.times.has_expired(now_s, job.request.timeout_s)]
@@ -241,8 +241,7 @@ class Scheduler:
         """Return the batch of the next tick, which is empty when no slot can compute.
 
         Args:
-            queue_depth: Number of waiting jobs of the queue, counted a short time ago. It includes the waiting jobs of
-                this worker.
+            queue_depth: Number of jobs of the queue without a slot, counted a short time ago.
         """
         self.repeater.forbid()
         if not any(slot.state in COMPUTING for slot in self._memory.slots):  # cheap: usually the first slot computes

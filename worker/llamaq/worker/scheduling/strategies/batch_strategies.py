@@ -41,7 +41,7 @@ class BatchStrategy(Protocol):
                 them.
             budget: Upper bound on the number of tokens in the batch.
             chunk_size: Upper bound on the number of tokens in one slot's chunk.
-            queue_depth: Number of jobs that wait for a slot, in Redis and in this worker.
+            queue_depth: Number of jobs of the queue without a slot.
         """
 
 
