@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from llamaq.worker.core.batch import TickBatch
-from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
-from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.engine_loop.publisher import Publisher
 from llamaq.worker.engine_loop.tick_parts_interface import TickRepeater
 
 
@@ -38,10 +37,9 @@ class LateOutputs:
         repeater: Decides which ticks are repeated.
     """
 
-    def __init__(self, repeater: TickRepeater, publisher: Publisher, shared: SharedState) -> None:
+    def __init__(self, repeater: TickRepeater, publisher: Publisher) -> None:
         self.repeater = repeater
         self._publisher = publisher
-        self._shared = shared
         self._ticks: list[ComputedTick] = []
         self._is_making = False
 
@@ -92,6 +90,5 @@ class LateOutputs:
     def _make_outputs(self, ticks: Sequence[ComputedTick]) -> None:
         for tick in ticks:
             outputs, n_accepted = self.repeater.late_outputs(tick.batch, tick.results, tick.ended_s)
-            n_waiting = self._shared.queue_depth.n_waiting
-            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, n_accepted, n_waiting))
+            self._publisher.add_tick(tick.batch, tick.eval_s, n_accepted)
             self._publisher.add(outputs)

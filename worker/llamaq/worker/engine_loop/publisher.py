@@ -88,9 +88,15 @@ class Publisher:
         self._publishing_thread = threading.Thread(target=self._run, name="publisher")
         self._error: BaseException | None = None
 
-    def add_tick(self, tick: TickRecord) -> None:
-        """Add the measurements of a tick. A hook gets them before the messages of the tick."""
-        self._next.ticks.append(tick)
+    def add_tick(self, batch: TickBatch, eval_s: float, n_accepted: int) -> None:
+        """Add the measurements of a tick. A hook gets them before the messages of the tick.
+
+        Args:
+            batch: The batch of the tick.
+            eval_s: Seconds that the engine took.
+            n_accepted: Number of draft tokens that became tokens of an output.
+        """
+        self._next.ticks.append(TickRecord(batch, eval_s, n_accepted, self._shared.queue_depth.n_waiting))
 
     def add(self, messages: Iterable[Message]) -> None:
         """Add messages to the next report."""

@@ -21,7 +21,7 @@ from llamaq.worker.engine_loop.engine_liveness import EngineLiveness
 from llamaq.worker.engine_loop.late_outputs import ComputedTick, LateOutputs
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.publication_pace import PublicationPace
-from llamaq.worker.engine_loop.publisher import Publisher, TickRecord
+from llamaq.worker.engine_loop.publisher import Publisher
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_parts_interface import BatchDrafter, JobScheduler, Runner
 from llamaq.worker.engine_loop.tick_time_predictor import TickTimePredictor
@@ -96,7 +96,7 @@ class TickLoop:
         self._tick_times = TickTimePredictor()
         self._publisher = Publisher(shared)
         repeater = scheduler.repeater
-        self._late = None if repeater is None else LateOutputs(repeater, self._publisher, shared)
+        self._late = None if repeater is None else LateOutputs(repeater, self._publisher)
         """The outputs of repeated ticks. None: no tick is repeated."""
         self._pace = PublicationPace(stream_interval_s, self._tick_times, clock)
         self._snapshot_s = clock()
@@ -276,8 +276,7 @@ class TickLoop:
     def _report(self, tick: ComputedTick, outcome: TickOutcome) -> None:
         """Give the measurements and the outputs of a tick to the publisher. Publish them if no tick follows."""
         if tick.batch:
-            n_waiting = self._shared.queue_depth.n_waiting
-            self._publisher.add_tick(TickRecord(tick.batch, tick.eval_s, outcome.n_accepted, n_waiting))
+            self._publisher.add_tick(tick.batch, tick.eval_s, outcome.n_accepted)
         self._publisher.add(outcome.outputs)
         if not self._scheduler.has_work:
             self._publish()
