@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol.job_events import Failed
-from llamaq.common.protocol.script_types import FinishReply, JobEntry
+from llamaq.common.protocol.script_types import FinishReply, JobEntry, TerminalWrite
 from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.worker.broker.claimed_jobs import ClaimedJobs
 from llamaq.worker.broker.concurrent_calls import run_all
@@ -60,23 +60,21 @@ class JobDepartures:
         """Whether the engine thread has crashed. Then the crash counts against each requeued job without a stored
         token."""
 
-    async def finish(self, jobs: list[JobProgress], now_s: float) -> None:
+    async def finish(self, ends: list[tuple[JobProgress, TerminalWrite]], now_s: float) -> None:
         """Write the last tokens and the terminal events of jobs that have ended."""
         lost: list[JobProgress] = []
         error: ResponseError | None = None
-        while jobs:
-            outcomes = await self._scripts.finish_jobs(
-                [(job.next_flush(now_s), job.terminal_write) for job in jobs if job.terminal_write is not None],
-            )
+        while ends:
+            outcomes = await self._scripts.finish_jobs([(job.next_flush(now_s), write) for job, write in ends])
             again = []
-            for job, outcome in zip(jobs, outcomes, strict=True):
+            for (job, write), outcome in zip(ends, outcomes, strict=True):
                 match outcome:
                     case FinishReply("ok"):
-                        self._record_end(job)
+                        self._record_end(job, write)
                     case FinishReply("resend", stored):  # the reply to a flush was lost, or Redis has lost tokens
                         log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, stored)
                         job.set_stored(stored, now_s)
-                        again.append(job)
+                        again.append((job, write))
                     case FinishReply():
                         lost.append(job)
                     case _ if is_job_key_error(outcome):
@@ -85,19 +83,17 @@ class JobDepartures:
                         lost.append(job)
                     case _:
                         error = outcome
-            jobs = again
+            ends = again
         await run_all(map(self.drop_lost, lost))
         if error is not None:
             raise error
 
-    def _record_end(self, job: JobProgress) -> None:
+    def _record_end(self, job: JobProgress, write: TerminalWrite) -> None:
         """Remove a job whose end is stored, and report it."""
-        terminal_write = job.terminal_write
-        if terminal_write is not None:
-            log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
-            self._jobs.remove(job)
-            self._room_freed.set()
-            self._on_finished(job.describe_end(self._scripts.worker, terminal_write.end))
+        log.info("job.%s id=%s", write.status, job.lease.job_id)
+        self._jobs.remove(job)
+        self._room_freed.set()
+        self._on_finished(job.describe_end(self._scripts.worker, write.end))
 
     async def requeue(self, job: JobProgress) -> None:
         """Requeue a claimed job, so that another worker takes it at once, or later if it has failed."""

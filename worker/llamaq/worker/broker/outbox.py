@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt
+from llamaq.common.protocol.script_types import MAX_JOBS_IN_CALL, Attempt, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.common.split_by_size import split_by_size
@@ -312,7 +312,7 @@ class Outbox:
         outage_ended_s = None if partition.has_outage else partition.outage_ended_s
         flushed = [self._flushes.write(flushes, now_s, renew=renew, outage_ended_s=outage_ended_s)] if running else []
         # A full Redis refuses the tokens of the running jobs, and accepts ends and requeues, which let jobs end.
-        ended = [job for job in jobs if job.terminal_write is not None]
+        ended = [(job, job.terminal_write) for job in jobs if job.terminal_write is not None]
         calls = split_by_size(ended, _output_bytes, max_items=MAX_JOBS_IN_CALL, max_bytes=MAX_BYTES_IN_CALL)
         ends = [self._departures.finish(part, now_s) for part in calls]
         error = await first_error(flushed + ends)
@@ -357,6 +357,6 @@ class Outbox:
         return f"<Outbox jobs={self.n_jobs} running={self.n_running}>"
 
 
-def _output_bytes(job: JobProgress) -> int:
+def _output_bytes(end: tuple[JobProgress, TerminalWrite]) -> int:
     """Return the size of a job's output, which is most of its terminal write."""
-    return 0 if job.terminal_write is None else len(job.terminal_write.fields.get("output", b""))
+    return len(end[1].fields.get("output", b""))
