@@ -73,7 +73,10 @@ class EmbeddingScheduler:
 
     def cancel(self, job_id: str) -> bool:
         """End the job as cancelled. Returns False when this worker does not have the job."""
-        return self._end_early(job_id, FinishReason.CANCELLED)
+        job = self._find(job_id)
+        if job is not None:
+            self._end(job, FinishReason.CANCELLED)
+        return job is not None
 
     def release(self, lease: Lease) -> bool:
         """Drop an attempt of a job without a `JobEnded`. Returns False when this worker does not have this attempt."""
@@ -115,7 +118,7 @@ class EmbeddingScheduler:
         self._expired_s = now_s
         for job in [*self._running, *self._waiting]:
             if job.times.has_expired(now_s, job.request.timeout_s):
-                self._end_early(job.id, FinishReason.DEADLINE)
+                self._end(job, FinishReason.DEADLINE)
 
     def admit(self) -> None:
         """Give the idle slots to waiting jobs."""
@@ -225,12 +228,6 @@ class EmbeddingScheduler:
             self._slots[self._slots.index(job)] = None
         else:
             self._waiting.remove(job)
-
-    def _end_early(self, job_id: str, reason: FinishReason) -> bool:
-        job = self._find(job_id)
-        if job is not None:
-            self._end(job, reason)
-        return job is not None
 
     def _end(self, job: EmbeddingJob, reason: FinishReason | None = None, error: JobRejected | None = None) -> None:
         """Remove the job and add its `JobEnded` to the outputs. Only this method ends jobs."""
