@@ -6,15 +6,19 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
-PUBLIC = hashlib.blake2b(b"public", digest_size=32, person=b"llamaq scope").digest()
+
+def _hash(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=32, person=b"llamaq scope").digest()
+
+
+PUBLIC = _hash(b"public")
 """Key of the tokens that all namespaces share. No namespace has this key, because it is the hash of another text."""
 
 
 @lru_cache(maxsize=1024)
 def namespace_key(namespace: str) -> bytes:
     """Return the 32-byte key of a namespace, for memory and files. It never equals `PUBLIC`."""
-    text = b"namespace:" + namespace.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=32, person=b"llamaq scope").digest()
+    return _hash(b"namespace:" + namespace.encode("utf-8", "surrogatepass"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Scope:
     def with_adapters(self, scales: tuple[float, ...]) -> Scope:
         """Return the scope of a job that uses the LoRA adapters with these scales. Only such jobs share cells."""
         text = b"adapters:" + repr(scales).encode() + b":" + self.key
-        return Scope(self.namespace, hashed=hashlib.blake2b(text, digest_size=32, person=b"llamaq scope").digest())
+        return Scope(self.namespace, hashed=_hash(text))
 
     @property
     def key(self) -> bytes:
