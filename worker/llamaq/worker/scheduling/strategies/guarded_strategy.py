@@ -114,7 +114,8 @@ class GuardedStrategy:
             batch = self._strategy.build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
         except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything
             fault, cause = PlanFault.RAISED, exc
-        if sum(copy.restore() for copy in before):  # any() would stop at the first changed slot
+        changed = [copy.restore() for copy in before]  # a list: any() stops at the first changed slot
+        if any(changed):
             fault = fault or PlanFault.CHANGED_SLOTS
         fault = fault or check_plan(batch, slots, budget)
         if fault is None:
@@ -156,7 +157,7 @@ class _SlotCopy:
         slot, run = self._slot, self._run
         changed = slot.state is not self._state or slot.run is not run
         slot.state, slot.run = self._state, run
-        return _restore_run(run, self._n_past, self._n_tokens) or changed if run else changed
+        return changed if run is None else _restore_run(run, self._n_past, self._n_tokens) or changed
 
 
 def _restore_run(run: Run, n_past: int, n_tokens: int) -> bool:
