@@ -292,6 +292,11 @@ class WorkerSettings(
         return self
 
     @property
+    def capacity(self) -> int:
+        """Upper bound on the jobs that the worker has claimed at a time."""
+        return self.n_parallel + self.inbox_window
+
+    @property
     def job_defaults(self) -> JobDefaults:
         """The settings that are defaults of jobs, without the other settings."""
         return JobDefaults(**{name: getattr(self, name) for name in JobDefaults.model_fields})

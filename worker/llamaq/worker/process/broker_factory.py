@@ -188,7 +188,7 @@ class BrokerFactory:
             job_claims,
             outbox,
             JobStarts(job_claims, outbox, self._preparer, executor, self._ticks.admit, n_slots),
-            capacity=n_slots + settings.inbox_window,
+            capacity=settings.capacity,
             bulk_share=BulkShare(settings.bulk_share, n_slots),
             is_alive=lambda: self._ticks.liveness.is_alive,
         )

@@ -111,7 +111,7 @@ class WorkerProcess:
             drafter=self._parts.drafter,
             hang_s=self._settings.hang_s,
             stream_interval_s=self._settings.stream_interval_ms / 1000,
-            capacity=self._settings.n_parallel + self._settings.inbox_window,
+            capacity=self._settings.capacity,
         )
 
     def _make_io_thread(self) -> IoThread:
