@@ -24,7 +24,7 @@ from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import SUCCESS, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MEASURED_TOKENS, MEASURED_STEPS = 16, 3
 """Number of tokens and of steps that `measure` computes. A smaller batch limits the number of tokens."""
@@ -211,7 +211,7 @@ class DraftModel:
         """Draft nothing from now on."""
         self._has_failed = True
         self.context.clear()
-        logger.error("draft_model.failed: %s; this worker continues without drafts until it is restarted", exc)
+        log.error("draft_model.failed: %s; this worker continues without drafts until it is restarted", exc)
 
     def __repr__(self) -> str:
         return f"<DraftModel {self.model.description!r} n_ctx={self.context.n_ctx} seqs={self.context.n_seq_max}>"

@@ -33,7 +33,7 @@ from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import NO_ROOM, SUCCESS, Context, Model
 from llamaq.worker.engine.load_options import ContextOptions
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Part = DecodeToken | PrefillChunk
 Row: TypeAlias = Logits | LargestLogits
@@ -122,7 +122,7 @@ class Engine:
         self.warm_up()
         if samplers.works():
             return samplers
-        logger.warning("engine.no_backend_sampling: the device cannot find the largest logits; the CPU samples")
+        log.warning("engine.no_backend_sampling: the device cannot find the largest logits; the CPU samples")
         samplers.remove_all()
         return None
 
@@ -144,7 +144,7 @@ class Engine:
         if status == SUCCESS:
             return self._sample_all(parts)
         if status != NO_ROOM:
-            logger.error("engine.decode_failed status=%d parts=%d: decoding them one by one", status, len(parts))
+            log.error("engine.decode_failed status=%d parts=%d: decoding them one by one", status, len(parts))
         return [self._run_alone(_without_tokens_ahead(part)) for part in parts]
 
     def _run_alone(self, part: Part) -> SlotResult:
@@ -162,7 +162,7 @@ class Engine:
             return SlotResult(part.slot, run.n_past, no_room=True)
         message = f"llama_decode failed with status {status} for {part.n_tokens} tokens at {run.n_past}"
         error = JobRejected(ErrorCode.DECODE_FAILED, message)
-        logger.error("engine.job_failed id=%s: %s", run.job.id, error)
+        log.error("engine.job_failed id=%s: %s", run.job.id, error)
         n_past = run.n_past if self.sequences.holds(run.seq_id, run.n_past) else 0
         return SlotResult(part.slot, n_past=n_past, error=error)
 
@@ -326,10 +326,10 @@ def _sample_token(run: Run, row: Row, drawn: int | None = None) -> SampledToken:
         token = _draw(run, row, drawn)
     except JobRejected as exc:
         if exc.code is ErrorCode.DECODE_FAILED:
-            logger.error("engine.logits_not_numbers id=%s n_tokens=%d", run.job.id, len(run.tokens))
+            log.error("engine.logits_not_numbers id=%s n_tokens=%d", run.job.id, len(run.tokens))
         raise
     except Exception as exc:  # an error in one sampler must not end other jobs
-        logger.exception("engine.sampler_failed id=%s", run.job.id)
+        log.exception("engine.sampler_failed id=%s", run.job.id)
         raise JobRejected(ErrorCode.INTERNAL, f"sampling failed: {exc!r}") from exc
     return SampledToken(token, sampler.logprobs, sampler.draw_probability)
 

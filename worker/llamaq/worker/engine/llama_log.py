@@ -11,14 +11,14 @@ import llama_cpp
 
 from llamaq.worker.engine.log_line_joiner import LogLineJoiner
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _line_joiner = LogLineJoiner()
 
 
 def _log(level: int, text: bytes, _user_data: Any) -> None:
     for line_level, line in _line_joiner.add(level, text.decode(errors="replace")):
-        logger.log(line_level, "llama.cpp: %s", line)
+        log.log(line_level, "llama.cpp: %s", line)
 
 
 _log_callback = llama_cpp.llama_log_callback(_log)  # llama.cpp keeps a pointer to the callback

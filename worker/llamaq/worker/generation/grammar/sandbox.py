@@ -31,7 +31,7 @@ from llamaq.worker.generation.grammar.grammar_vocabulary import GrammarVocabular
 from llamaq.worker.generation.grammar.json_schemas import PlainGrammar, plain_schema_grammar
 from llamaq.worker.generation.grammar.sandbox_process import lark_grammar
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 START_DELAY_S = 30.0
 """The process starts this time after the worker has loaded its model, or with the first grammar if that comes earlier.
@@ -170,7 +170,7 @@ class GrammarSandbox:
             EngineError: The process does not start.
         """
         if self._process is not None and self._process.has_ended:
-            logger.warning("grammar.child_ended status=%s", self._process.close())
+            log.warning("grammar.child_ended status=%s", self._process.close())
             self._process = None
         try:
             self._process = self._process or _SandboxProcess(self._vocab, self._timeout_s)
@@ -210,7 +210,7 @@ class GrammarSandbox:
         if "error" in answer:
             return _rejected(answer["error"])
         if not answer["is_exact"]:
-            logger.warning("grammar.inexact trial_chars=%d: some of its words match only the longest text", len(trial))
+            log.warning("grammar.inexact trial_chars=%d: some of its words match only the longest text", len(trial))
         return CheckedGrammar(answer["grammar"], compiles_quickly=answer["compilation_s"] <= QUICK_S)
 
     def _check_open(self) -> None:
@@ -245,7 +245,7 @@ class GrammarSandbox:
         self._check_open()
         if not process.has_started:
             raise EngineError(f"the process that compiles grammars does not start (status {status})")
-        logger.warning("grammar.child_failed status=%s", status)
+        log.warning("grammar.child_failed status=%s", status)
         if is_late:
             raise _rejected("the grammar was not compiled in time: the worker's machine is too busy; try again")
         if status == -signal.SIGKILL:
