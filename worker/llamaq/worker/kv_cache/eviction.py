@@ -155,7 +155,7 @@ class Eviction:
 
         Does nothing while no job runs: entries slow down no tick then, and the next job may reuse them.
         """
-        if not self._pool.active:
+        if not self._pool.active_slots:
             return
         while (n_missing := self._pool.missing_cells(0)) and not self._must_not_evict(n_missing):
             self.evict_coldest()

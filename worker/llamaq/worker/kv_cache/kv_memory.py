@@ -67,11 +67,11 @@ class KvMemory:
     @property
     def active_slots(self) -> tuple[Slot, ...]:
         """The slots that run a job."""
-        return self._pool.active
+        return self._pool.active_slots
 
     def slot_of(self, job: Job) -> Slot | None:
         """Return the slot that runs the job. None: the job waits."""
-        return next((slot for slot in self._pool.active if slot.active.job is job), None)
+        return next((slot for slot in self._pool.active_slots if slot.active.job is job), None)
 
     @property
     def n_cells(self) -> int:
@@ -105,7 +105,7 @@ class KvMemory:
 
         After them, entries must be evicted. Without entries, cells for the next `n_ahead` tokens are then missing.
         """
-        n_jobs = len(self._pool.active)
+        n_jobs = len(self._pool.active_slots)
         if self.has_entries:
             return max(0, self._pool.free_cells // n_jobs)
         return max(0, self._pool.unpromised_cells // n_jobs - n_ahead)
@@ -126,7 +126,7 @@ class KvMemory:
         n_held = self.find_prefix(job).n_held
         if not n_held:
             return 0
-        staying = frozenset(slot.active for slot in self._pool.active if slot not in without)
+        staying = frozenset(slot.active for slot in self._pool.active_slots if slot not in without)
         return min(n_held, self._lookup.n_held_by(job, staying))
 
     # ---- admission of a job
@@ -176,7 +176,7 @@ class KvMemory:
 
     def resume_followers(self) -> None:
         """Resume the slots in FOLLOW whose leader has computed the shared prefix or has left its slot."""
-        following = [slot for slot in self._pool.active if slot.state is SlotState.FOLLOW]
+        following = [slot for slot in self._pool.active_slots if slot.state is SlotState.FOLLOW]
         for slot in sorted(following, key=lambda slot: slot.active.admission_number):
             run = slot.active
             if run.leader is None or run.leader.is_released or run.leader.n_past >= run.awaited_tokens:
@@ -249,9 +249,9 @@ class KvMemory:
         """
         while self.drop_coldest():
             pass
-        for slot in self._pool.active:
+        for slot in self._pool.active_slots:
             self._offload.cancel_transfers(slot.active.seq_id)  # blocks that are loaded cannot be discarded
-        for slot in self._pool.active:
+        for slot in self._pool.active_slots:
             run = slot.active
             if run.tier in STORED_TIERS and run.prefilled_s is None:
                 self._offload.discard_branch(run.packed, run.job.scope)
@@ -355,7 +355,7 @@ class KvMemory:
             self._pool.resize(run.seq_id, n_tokens)
             run.add_cached(n_tokens, tier)
         for run in step.finished_loads:
-            next(slot for slot in self._pool.active if slot.run is run).transition_to(SlotState.PREFILL)
+            next(slot for slot in self._pool.active_slots if slot.run is run).transition_to(SlotState.PREFILL)
         for entry in step.finished_saves:
             self.entries.remove(entry)
         return bool(step.loaded)

@@ -53,7 +53,7 @@ class SlotPool:
         if n_sequences < n_slots:
             raise ValueError(f"{n_slots} slots need as many sequences, there are {n_sequences}")
         self.slots = tuple(Slot(index) for index in range(n_slots))
-        self.active: tuple[Slot, ...] = ()
+        self.active_slots: tuple[Slot, ...] = ()
         """The slots that run a job. Replaced when a job enters or leaves a slot, because each tick reads it often."""
         self.n_cells = n_cells
         self.ledger = CellLedger(n_cells)
@@ -74,7 +74,7 @@ class SlotPool:
     @property
     def n_idle(self) -> int:
         """Number of idle slots."""
-        return len(self.slots) - len(self.active)
+        return len(self.slots) - len(self.active_slots)
 
     @property
     def n_free_sequences(self) -> int:
@@ -99,7 +99,7 @@ class SlotPool:
     @property
     def reserved_cells(self) -> int:
         """Number of cells that the running jobs hold or have been promised. A shared cell counts for each holder."""
-        return self.promised_cells + sum(slot.active.n_past for slot in self.active)
+        return self.promised_cells + sum(slot.active.n_past for slot in self.active_slots)
 
     @property
     def unpromised_cells(self) -> int:
@@ -111,7 +111,7 @@ class SlotPool:
         return self.ledger.used + self._promised(min(n_ahead, self._margin)) > self.n_cells
 
     def _promised(self, margin: int) -> int:
-        return sum([slot.active.promised_cells(margin) for slot in self.active])
+        return sum([slot.active.promised_cells(margin) for slot in self.active_slots])
 
     # ---- room for a job
 
@@ -149,7 +149,7 @@ class SlotPool:
             return False
         gone = self._cached | {slot.active.seq_id for slot in without}
         n_used = self.ledger.used - self.ledger.owned_together(gone)
-        n_promised = sum(slot.active.promised_cells(self._margin) for slot in self.active if slot not in without)
+        n_promised = sum(slot.active.promised_cells(self._margin) for slot in self.active_slots if slot not in without)
         return n_used + n_promised + self.cells_to_admit(job) - n_shared <= self.n_cells
 
     def _choose_slot(self, job: Job) -> Slot | None:
@@ -237,7 +237,7 @@ class SlotPool:
         return run
 
     def _find_active(self) -> None:
-        self.active = tuple(slot for slot in self.slots if slot.run is not None)
+        self.active_slots = tuple(slot for slot in self.slots if slot.run is not None)
 
     def acquire_for_cache(self) -> int:
         """Give a free sequence to the prefix cache and return it."""
@@ -266,9 +266,9 @@ class SlotPool:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` when slots, sequences and cells contradict each other."""
-        if self.active != tuple(slot for slot in self.slots if slot.run is not None):
-            raise AssertionError(f"the slots with a job are not {self.active}")
-        used = [slot.active.seq_id for slot in self.active]
+        if self.active_slots != tuple(slot for slot in self.slots if slot.run is not None):
+            raise AssertionError(f"the slots with a job are not {self.active_slots}")
+        used = [slot.active.seq_id for slot in self.active_slots]
         if sorted([*used, *self._cached, *self._free]) != sorted(self._sequences):
             raise AssertionError(
                 f"a sequence has no owner or two owners: used={used} cached={self._cached} free={self._free}"
