@@ -147,7 +147,7 @@ class Preemption:
         job.generated_before = run.tokens[run.n_prompt :]
         job.packed = run.packed_history(len(run.tokens))
         self._memory.release(slot, reusable=True)
-        self._waiting.requeue(job)
+        self._waiting.put_first(job)
         self.n_preempted += 1
 
     def __repr__(self) -> str:

@@ -52,7 +52,7 @@ class WaitingQueue:
         self._jobs[job.request.priority][job.id] = job
         self._tenants[job.request.priority][job.request.tenant] += 1
 
-    def requeue(self, job: Job) -> None:
+    def put_first(self, job: Job) -> None:
         """Add a preempted job in front of all jobs of its priority."""
         jobs = self._jobs[job.request.priority]
         self._jobs[job.request.priority] = {job.id: job, **jobs}
