@@ -202,7 +202,7 @@ def test_only_failures_that_may_pass_are_retried(
     lease: Any = None
     attempt = Attempt(1, b"", 0, 0.0, None, 0.0, None, retries_left)
     progress = JobProgress(lease, attempt, JobTimes())
-    assert progress.retry_after(JobRejected(code, "broken")) is is_retried
+    assert progress.plan_retry(JobRejected(code, "broken")) is is_retried
     if not is_retried:
         progress.fail(JobRejected(code, "broken"))
         assert progress.terminal_write is not None

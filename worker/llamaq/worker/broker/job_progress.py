@@ -212,7 +212,7 @@ class JobProgress:
 
     # ---- the end of the job
 
-    def retry_after(self, error: JobRejected) -> bool:
+    def plan_retry(self, error: JobRejected) -> bool:
         """Plan a retry if the failure may not happen again and a retry is left. Return whether it was planned."""
         if error.code not in RETRYABLE or not self.retries_left:
             return False
@@ -256,7 +256,7 @@ class JobProgress:
 
     def end(self, ended: JobEnded) -> None:
         """Record the end of the job, which the next flush writes, unless it will be retried after this failure."""
-        if ended.error is not None and self.retry_after(ended.error):
+        if ended.error is not None and self.plan_retry(ended.error):
             return
         self.final_text, self.stats = ended.text, ended.stats
         text = self.output.text() + self.final_text

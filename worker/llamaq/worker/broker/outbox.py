@@ -186,7 +186,7 @@ class Outbox:
         """End a registered job that could not be prepared."""
         job = self._jobs.of(lease)
         if job is not None:
-            if not job.retry_after(error):
+            if not job.plan_retry(error):
                 job.fail(error)
             self._request_flush()
             self.room_freed.set()
