@@ -58,7 +58,7 @@ class JobId:
 
     queue: str
     partition: int
-    token: str
+    digits: str
 
     @classmethod
     def new(cls, queue: str, partitions: int = 1, idempotency_key: str | None = None) -> Self:
@@ -74,8 +74,8 @@ class JobId:
         """Return the parts of an id. Raises `InvalidRequest` if the value is not a job id."""
         if not isinstance(job_id, str) or not _JOB_ID.fullmatch(job_id):
             raise InvalidRequest(f"{repr(job_id)[:100]} is not a job id (QUEUE.PARTITION.32 hexadecimal digits)")
-        queue, partition, token = job_id.split(".")
-        return cls(queue, int(partition), token)
+        queue, partition, digits = job_id.split(".")
+        return cls(queue, int(partition), digits)
 
     @classmethod
     def find(cls, stored: bytes, queue: str, partition: int) -> Self | None:
@@ -90,7 +90,7 @@ class JobId:
         return job_id if (job_id.queue, job_id.partition) == (queue, partition) else None
 
     def __str__(self) -> str:
-        return f"{self.queue}.{self.partition}.{self.token}"
+        return f"{self.queue}.{self.partition}.{self.digits}"
 
 
 @dataclass(frozen=True, slots=True)
