@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app, main
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer import Client, FinishReason, JobParams, Result
+from llamaq.producer import Client, FinishReason, JobParams, Result, auto_cancelled_jobs
+from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
+from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.testing import FakeWorker, serving
 
 MAIN = "from llamaq.cli.main import main; main()"
@@ -155,6 +157,9 @@ def test_with_require_worker_a_queue_without_a_worker_is_an_error(
 def test_a_queue_without_a_worker_is_noticed_at_once_and_an_error_at_the_timeout(
     unserved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # On a busy machine, only the wait for the first chunk ends in time, not the submit and the search for a worker.
+    monkeypatch.setattr(AutoCancelledJobs, "new_limit", lambda *_: CallTimeout(60.0))
+    monkeypatch.setattr(auto_cancelled_jobs, "LAST_WAIT_S", 10.0)
     monkeypatch.setattr(sys, "argv", ["llamaq", "generate", "x", "--wait-s", "0.05"])
     with pytest.raises(SystemExit) as caught:
         main()
