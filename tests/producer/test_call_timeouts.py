@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from redis.exceptions import BusyLoadingError, NoPermissionError
 from tests.support.loop_clock import advance_loop_clock
+from tests.support.numbered_streams import until_confirmed
 
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
@@ -93,13 +94,19 @@ async def test_a_timeout_bounds_the_wait_for_the_end_and_the_cancellation(
                 os.kill(server.pid, signal.SIGCONT)
 
 
-async def test_the_error_of_a_timeout_tells_that_the_job_was_cancelled(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+async def test_the_error_of_a_timeout_tells_that_the_job_was_cancelled(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_cancelled_jobs, "LAST_WAIT_S", 10.0)
+    async with AsyncClient(f"{redis_url}?{NEVER}", queue) as client, FakeWorker(redis_url, queue) as worker:
         await worker.announce()
-        with pytest.raises(ResultTimeout, match=r"; it was cancelled$"):
-            await client.generate("hello", timeout=0.1)
-        with pytest.raises(ResultTimeout, match=r"; it was cancelled$"):
-            await anext(await client.stream("hello", timeout=0.1))
+        waiting = asyncio.create_task(client.generate("hello", timeout=60))
+        reading = asyncio.create_task((await client.stream("hello", timeout=60)).__anext__())
+        await until_confirmed(client, 2)
+        advance_loop_clock(monkeypatch, 60)
+        for call in (waiting, reading):
+            with pytest.raises(ResultTimeout, match=r" within 60 s; it was cancelled$"):
+                await call
 
 
 async def test_a_submit_ends_after_the_timeout_of_the_client(queue: str) -> None:
