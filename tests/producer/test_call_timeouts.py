@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import BusyLoadingError, NoPermissionError
+from tests.producer.conftest import AfterTimeout
 from tests.support.loop_clock import advance_loop_clock
 from tests.support.numbered_streams import until_confirmed
 
@@ -167,19 +168,20 @@ async def test_the_read_of_the_result_is_repeated_while_redis_loads_its_data(
 
 
 async def test_every_error_after_the_submit_names_the_job(
-    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, after_timeout: AfterTimeout
 ) -> None:
     async def forbidden(*_: Any) -> Any:
         raise NoPermissionError("this user has no permissions to run the 'hmget' command")
 
     monkeypatch.setattr(auto_cancelled_jobs, "LAST_WAIT_S", 10.0)  # the search for a worker
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+    async with AsyncClient(f"{redis_url}?{NEVER}", queue) as client, FakeWorker(redis_url, queue) as worker:
         failing = asyncio.create_task(client.generate("hello"))
         attempt = await worker.start_next()
         await attempt.fail()
-        caught = [await error_of(failing), await error_of(client.generate("hello", timeout=2))]
+        caught = [await error_of(failing)]
+        caught.append(await error_of(after_timeout(client, client.generate("hello", timeout=30))))
         await worker.announce()
-        caught.append(await error_of(client.generate("hello", timeout=2)))
+        caught.append(await error_of(after_timeout(client, client.generate("hello", timeout=30))))
         monkeypatch.setattr("llamaq.producer.job_handle.read_result", forbidden)
         denied = asyncio.create_task(client.generate("hello"))
         await (await worker.start_next()).answer(["a"])
@@ -200,8 +202,10 @@ async def error_of(call: Any) -> Any:
     return outcome
 
 
-async def test_a_job_with_an_idempotency_key_is_never_cancelled_by_its_caller(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+async def test_a_job_with_an_idempotency_key_is_never_cancelled_by_its_caller(
+    redis_url: str, queue: str, after_timeout: AfterTimeout
+) -> None:
+    async with AsyncClient(f"{redis_url}?{NEVER}", queue) as client, FakeWorker(redis_url, queue) as worker:
         await worker.announce()
         first = asyncio.create_task(client.generate("hello", idempotency_key="order 7"))
         attempt = await worker.start_next()
@@ -210,7 +214,7 @@ async def test_a_job_with_an_idempotency_key_is_never_cancelled_by_its_caller(re
         with suppress(asyncio.CancelledError):
             await first
         with pytest.raises(ResultTimeout, match="it continues, because it has an idempotency key"):
-            await client.generate("hello", idempotency_key="order 7", timeout=2)
+            await after_timeout(client, client.generate("hello", idempotency_key="order 7", timeout=30))
         stream = await client.stream("hello", idempotency_key="order 7")
         await stream.aclose()
         await client.auto_cancelled.wait_for_cancellations()

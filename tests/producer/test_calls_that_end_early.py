@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from tests.producer.conftest import AfterTimeout
 
 from llamaq.producer import (
     AsyncClient,
@@ -18,6 +19,9 @@ from llamaq.producer import (
     auto_cancelled_jobs,
 )
 from llamaq.producer.testing import FakeAttempt, FakeWorker
+
+NEVER = "socket_timeout=600"
+"""A parameter of a URL: no command that is in flight times out when the clock of the event loop moves."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,32 +38,34 @@ async def until_cancelled(attempt: FakeAttempt) -> None:
 
 
 async def test_generate_raises_no_worker_and_cancels_when_no_worker_serves_the_queue(
-    redis_url: str, queue: str
+    redis_url: str, queue: str, after_timeout: AfterTimeout
 ) -> None:
-    async with AsyncClient(redis_url, queue) as client:
+    async with AsyncClient(f"{redis_url}?{NEVER}", queue) as client:
         with pytest.raises(NoWorker, match=queue):
-            await client.generate("hello", timeout=2)
+            await after_timeout(client, client.generate("hello", timeout=30))
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
+        stream = await client.stream("hello", timeout=30)
         with pytest.raises(NoWorker, match=queue):
-            async for _ in await client.stream("hello", timeout=2):
-                pass
+            await after_timeout(client, anext(stream))
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
 
-async def test_generate_raises_result_timeout_and_cancels_when_the_worker_is_slow(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+async def test_generate_raises_result_timeout_and_cancels_when_the_worker_is_slow(
+    redis_url: str, queue: str, after_timeout: AfterTimeout
+) -> None:
+    async with AsyncClient(f"{redis_url}?{NEVER}", queue) as client, FakeWorker(redis_url, queue) as worker:
         await worker.announce()
-        with pytest.raises(ResultTimeout) as caught:
-            await client.generate("hello", timeout=2)
+        with pytest.raises(ResultTimeout, match="has not finished within 30 s") as caught:
+            await after_timeout(client, client.generate("hello", timeout=30))
         assert isinstance(caught.value, TimeoutError)
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
 
-async def test_the_clients_own_timeout_is_the_default(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue, timeout_s=1.25) as client:
+async def test_the_clients_own_timeout_is_the_default(redis_url: str, queue: str, after_timeout: AfterTimeout) -> None:
+    async with AsyncClient(f"{redis_url}?{NEVER}", queue, timeout_s=30.25) as client:
         job = await client.submit("hello")
-        with pytest.raises(ResultTimeout, match=r"1\.25"):
-            await job.result()
+        with pytest.raises(ResultTimeout, match=r"within 30\.25 s"):
+            await after_timeout(client, job.result(), 30.25)
         assert (await job.status()).state is JobState.QUEUED
 
 
@@ -108,12 +114,14 @@ async def test_a_reader_that_stops_early_does_not_cancel_the_job(redis_url: str,
         assert (await attempt.emit([8], "y")).code == "ok"
 
 
-async def test_a_timeout_does_not_cancel_a_job_that_an_idempotency_key_shares(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+async def test_a_timeout_does_not_cancel_a_job_that_an_idempotency_key_shares(
+    redis_url: str, queue: str, after_timeout: AfterTimeout
+) -> None:
+    async with AsyncClient(f"{redis_url}?{NEVER}", queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello", idempotency_key="k")
         attempt = await worker.start_next()
         with pytest.raises(NoWorker):
-            await client.generate("hello", idempotency_key="k", timeout=2)
+            await after_timeout(client, client.generate("hello", idempotency_key="k", timeout=30))
         assert (await attempt.emit([1], "a")).code == "ok"
         await attempt.finish()
         assert (await client.generate("hello", idempotency_key="k")).job_id == job.id
