@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 from redis import Redis
@@ -14,6 +15,7 @@ from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, TickStats, TickTotals, Worker
 from llamaq.producer import Client, JobFailed, JobOptions, NoWorker, auto_cancelled_jobs
+from llamaq.producer.streaming.timed_wait import TimedWait
 from llamaq.worker.engine.llama_log import has_gpu
 
 if TYPE_CHECKING:
@@ -274,6 +276,7 @@ def test_a_queue_without_a_worker_has_no_workers_and_no_tokenizer(
         assert client.stats().recent == ()
         with pytest.raises(NoWorker, match=queue):
             client.tokenizer()
-        with pytest.raises(NoWorker, match=queue):
-            client.generate(STORY, timeout=2)
+        # The time is over when the wait for the job begins.
+        with patch.object(TimedWait, "until", return_value=False), pytest.raises(NoWorker, match=queue):
+            client.generate(STORY, timeout=60)
         assert client.queue_depth().waiting == 0, "a job whose caller timed out is still in the queue"

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 from tests.support.development_mode import complaints, run_script
@@ -31,6 +32,7 @@ from llamaq.producer import (
     Stream,
     auto_cancelled_jobs,
 )
+from llamaq.producer.streaming.timed_wait import TimedWait
 from llamaq.producer.testing import FakeWorker, serving
 
 
@@ -121,8 +123,9 @@ def test_errors_of_the_asyncio_client_are_raised(redis_url: str, queue: str, mon
             client.stream("x", max_tokens=-2)
         with pytest.raises(InvalidRequest):
             client.job("nonsense")
-        with pytest.raises(NoWorker):
-            client.generate("x", timeout=2)
+        # The time is over when the wait for the job begins.
+        with patch.object(TimedWait, "until", return_value=False), pytest.raises(NoWorker):
+            client.generate("x", timeout=60)
         with pytest.raises(NoWorker):
             client.tokenizer()
         job = client.submit("x")
@@ -239,13 +242,16 @@ def faults(err: str) -> list[str]:
 def test_a_process_that_does_not_close_its_client_exits_at_once_without_output(redis_url: str, queue: str) -> None:
     code = """
 import sys
+from unittest.mock import AsyncMock
 from llamaq.producer import Client, auto_cancelled_jobs
+from llamaq.producer.streaming.timed_wait import TimedWait
 auto_cancelled_jobs.LAST_WAIT_S = 10.0  # the search for a worker
+TimedWait.until = AsyncMock(return_value=False)  # the time is over when the wait for the job begins
 client = Client(*sys.argv[1:])
 job = client.submit("x")
 chunks = client.stream("y")
 try:
-    client.generate("z", timeout=2)
+    client.generate("z", timeout=60)
 except Exception as exc:
     print(type(exc).__name__)
 """
