@@ -20,6 +20,11 @@ from llamaq.producer import durability as durability_module
 
 pytestmark = pytest.mark.starts_processes
 
+PATIENCE_S = 60.0
+"""How long a submit waits for a replica that confirms it, also on a busy machine."""
+LONG_REPLIES = "?socket_timeout=90"
+"""A parameter of a URL: a connection waits longer for a reply than a submit waits for replicas."""
+
 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Server]]:
@@ -37,13 +42,13 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
 
 
 def url_of(server: Server) -> str:
-    return f"redis://{HOST}:{server.port}/0"
+    return f"redis://{HOST}:{server.port}/0{LONG_REPLIES}"
 
 
 async def test_a_durable_submit_returns_when_the_replica_has_the_job(
     servers: tuple[Server, Server], queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 4.0)
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", PATIENCE_S)
     master, replica = servers
     async with AsyncClient(url_of(master), queue, partitions=3) as client:
         job = await client.submit("x", durable=1)
@@ -85,7 +90,7 @@ def test_the_command_line_waits_for_replicas(
     servers: tuple[Server, Server], queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["submit", "x", "--redis-url", url_of(servers[0]), "--queue", queue, "--durable"]
-    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 4.0)
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", PATIENCE_S)
     accepted = CliRunner().invoke(build_app("submit"), [*options, "1"])
     monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 0.2)
     unconfirmed = CliRunner().invoke(build_app("submit"), [*options, "2"])
@@ -97,9 +102,9 @@ def test_the_command_line_waits_for_replicas(
 async def test_each_master_of_a_cluster_waits_for_its_replica(
     tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 4.0)
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", PATIENCE_S)
     with ClusterServers(tmp_path, n_replicas=1) as cluster:
-        async with AsyncClient(cluster.url, queue, partitions=6) as client:
+        async with AsyncClient(f"{cluster.url}{LONG_REPLIES}", queue, partitions=6) as client:
             assert len(await client.submit_many([{"prompt": "x"} for _ in range(60)], durable=1)) == 60
 
 
@@ -109,7 +114,7 @@ async def test_the_node_that_has_the_job_confirms_it_although_its_hash_slot_is_m
     """The settings of the partition are still on the old node, whose replicas do not have the job."""
     monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 0.5)
     with ClusterServers(tmp_path, n_replicas=1) as cluster:
-        async with AsyncClient(cluster.url, queue) as client:
+        async with AsyncClient(f"{cluster.url}{LONG_REPLIES}", queue) as client:
             job = await client.submit("x")
             config, job_key = client.keys.config(queue, 0), client.keys.of_job(job.id).job
             await client.connection.redis.hset(config, "partitions", "1")
@@ -123,4 +128,5 @@ async def test_the_node_that_has_the_job_confirms_it_although_its_hash_slot_is_m
             with pytest.raises(NotDurable, match="0 of 1 replicas"):
                 await confirming
             replica.signal(signal.SIGCONT)
+            monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", PATIENCE_S)
             await durability_module.confirm(client.connection, [job.id], 1)
