@@ -12,6 +12,7 @@ import pytest
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.queue_and_worker_state import RecentJob
+from llamaq.common.redis.server_state import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, Client, InvalidRequest, QueueFull, RedisFull
 from llamaq.producer.queries.queue_snapshots import RATE_WINDOW_S
 from llamaq.producer.testing import FakeWorker
@@ -33,12 +34,13 @@ async def set_max_queue(url: str, queue: str, max_queue: int, partitions: int = 
             await client.redis.hset(client.keys.config(queue, partition), "max_queue", str(max_queue))
 
 
-async def add_ended_jobs(client: AsyncClient, seconds_ago: list[float]) -> None:
-    """Add the stats of jobs that ended at these times."""
-    seconds, _ = await client.redis.time()
+async def add_ended_jobs(client: AsyncClient, seconds_ago: list[float]) -> int:
+    """Add the stats of jobs that ended at these times. Return the time of Redis in milliseconds."""
+    now_ms = await server_time_ms(client.redis)
     for ago_s in sorted(seconds_ago, reverse=True):
         fields: dict[Any, Any] = {"job": codec.encode_model(RecentJob(job_id="x", stats=JobStats()))}
-        await client.redis.xadd(client.keys.stats(client.queue), fields, id=f"{int((seconds - ago_s) * 1000)}-1")
+        await client.redis.xadd(client.keys.stats(client.queue), fields, id=f"{now_ms - int(ago_s * 1000)}-1")
+    return now_ms
 
 
 # max_queue
@@ -63,20 +65,22 @@ async def test_a_bounded_queue_accepts_exactly_max_queue_of_concurrent_submits(r
 async def test_a_full_queue_estimates_the_wait(redis_url: str, queue: str) -> None:
     await set_max_queue(redis_url, queue, 2)
     async with AsyncClient(redis_url, queue) as client:
-        await add_ended_jobs(client, [RATE_WINDOW_S + 100, RATE_WINDOW_S + 50, 20, 15, 10, 5, 0])
+        now_ms = await add_ended_jobs(client, [RATE_WINDOW_S + 100, RATE_WINDOW_S + 50, 20, 15, 10, 5, 0])
         for _ in range(2):
             await client.submit("hello")
         with pytest.raises(QueueFull) as caught:
             await client.submit("one too many")
-        # Four jobs finished in the 20 s after the oldest job of the window. Two jobs wait.
-        assert caught.value.estimated_wait_s == pytest.approx(2 / (4 / 20), rel=0.15)
+        # Four jobs finished in the 20 s after the oldest job of the window, and none since then. Two jobs wait.
+        since_s = (await server_time_ms(client.redis) - now_ms) / 1000
+        assert caught.value.estimated_wait_s is not None
+        assert 2 / (4 / 20) <= caught.value.estimated_wait_s <= 2 / (4 / (20 + since_s)) + 1e-6
         assert "one more would wait about" in str(caught.value)
 
 
 async def test_the_estimate_counts_the_jobs_of_all_partitions(redis_url: str, queue: str) -> None:
     await set_max_queue(redis_url, queue, 1, partitions=3)
     async with AsyncClient(redis_url, queue, partitions=3) as client:
-        await add_ended_jobs(client, [20, 10, 0])
+        now_ms = await add_ended_jobs(client, [20, 10, 0])
         full: QueueFull | None = None
         while full is None:
             try:
@@ -84,7 +88,9 @@ async def test_the_estimate_counts_the_jobs_of_all_partitions(redis_url: str, qu
             except QueueFull as exc:
                 full = exc
         assert (full.depth, full.max_queue) == (1, 1)
-        assert full.estimated_wait_s == pytest.approx(3 * 1 / (2 / 20), rel=0.15)
+        since_s = (await server_time_ms(client.redis) - now_ms) / 1000
+        assert full.estimated_wait_s is not None
+        assert 3 * 1 / (2 / 20) <= full.estimated_wait_s <= 3 * 1 / (2 / (20 + since_s)) + 1e-6
 
 
 @pytest.mark.parametrize("seconds_ago", [[], [3.0], [RATE_WINDOW_S + 20, RATE_WINDOW_S + 10, 5.0]])
