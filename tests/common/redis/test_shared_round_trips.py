@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import DataError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from tests.support.loop_clock import advance_loop_clock
 from tests.support.ports import HOST, reserve_port
 from tests.support.redis_timeouts import count_timeouts
 from tests.support.tcp_proxy import Proxy
@@ -41,6 +42,26 @@ async def n_connections(redis: Redis) -> int:
     return len([one for one in await redis.client_list() if one["name"] == "test-shared"])
 
 
+def count_reads(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count the reads of replies that have begun, so that their timeouts run. Returns a function for the count."""
+    n_reads = 0
+    kind: Any = redis.connection_pool.connection_class  # a class of its own for each client
+    read = kind.read_response
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal n_reads
+        n_reads += 1
+        return read(*args, **options)
+
+    monkeypatch.setattr(kind, "read_response", counted)
+    return lambda: n_reads
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # there is no event to await
+        await asyncio.sleep(0)
+
+
 async def until_blocked(redis_url: str) -> None:
     """Wait until a command of a client blocks in Redis."""
     async with connect(redis_url, name="test-observer") as redis:
@@ -64,7 +85,7 @@ async def test_concurrent_commands_use_one_connection_and_get_their_own_replies(
 
 async def test_calls_do_not_wait_long_for_a_connection_that_is_in_use(redis_url: str) -> None:
     with Proxy(redis_url) as proxy:
-        redis = client(proxy.url)
+        redis = client(f"{proxy.url}?socket_timeout=60")
         await redis.ping()
         proxy.silence()  # it has no influence on a connection that is opened later
         first = asyncio.ensure_future(redis.echo("first"))
@@ -75,14 +96,19 @@ async def test_calls_do_not_wait_long_for_a_connection_that_is_in_use(redis_url:
         await redis.aclose()
 
 
-async def test_a_cancelled_call_does_not_keep_others_waiting_for_its_connection(redis_url: str) -> None:
+async def test_a_cancelled_call_does_not_keep_others_waiting_for_its_connection(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_round_trips, "CONNECT_AFTER_S", 60)
     with Proxy(redis_url) as proxy:
-        redis = client(proxy.url)
+        redis = client(f"{proxy.url}?socket_timeout=600")
         await redis.ping()
         proxy.silence()
         first, second, third = (asyncio.ensure_future(redis.echo(word)) for word in ("first", "second", "third"))
-        await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
         second.cancel()  # the others wait as long as it has waited
+        advance_loop_clock(monkeypatch, 60)
         assert await third == b"third"
         first.cancel()
         await redis.aclose()
@@ -100,16 +126,15 @@ async def test_thousands_of_commands_use_a_few_connections(redis_url: str, monke
 async def test_an_event_loop_that_stands_still_opens_no_connections(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_round_trips, "LONGEST_WAIT_S", 10)
     many = MAX_COMMANDS * (MAX_ROUND_TRIPS + 4)
-    async with client(redis_url) as redis:
-        monkeypatch.setattr(shared_round_trips, "LONGEST_WAIT_S", 60)
+    async with client(f"{redis_url}?socket_timeout=600&health_check_interval=0") as redis:
         await asyncio.gather(*(redis.echo("x") for _ in range(many)))  # opens the connections
-        monkeypatch.setattr(shared_round_trips, "LONGEST_WAIT_S", 0.2)
         for n_turns in range(1, 9):
             calls = [asyncio.ensure_future(redis.echo("x")) for _ in range(many)]
             for _ in range(n_turns):
                 await asyncio.sleep(0)
-            time.sleep(0.22)  # noqa: ASYNC251 - maybe within a round trip
+            advance_loop_clock(monkeypatch, 10.1)  # maybe within a round trip
             await asyncio.gather(*calls)
         assert await n_connections(redis) <= MAX_ROUND_TRIPS
 
@@ -272,27 +297,36 @@ async def test_after_a_timeout_of_a_round_trip_older_connections_reconnect(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Proxy(redis_url) as proxy:
-        redis = client(f"{proxy.url}?socket_timeout=1")
+        redis = client(f"{proxy.url}?socket_timeout=60")
         await asyncio.gather(*(redis.pipeline(transaction=True).ping().execute() for _ in range(6)))
         assert proxy.silence() > 3
-        n_timeouts = count_timeouts(redis, monkeypatch)
-        await asyncio.gather(redis.ping(), redis.ping())
+        n_reads, n_timeouts = count_reads(redis, monkeypatch), count_timeouts(redis, monkeypatch)
+        pings = [asyncio.ensure_future(redis.ping()) for _ in range(2)]
+        await until(lambda: n_reads() == len(pings))
+        advance_loop_clock(monkeypatch, 60)
+        await asyncio.gather(*pings)
         await asyncio.gather(*(redis.ping() for _ in range(6)))
         assert n_timeouts() > 0
         assert n_timeouts() <= 2, "one for each silent connection"
         await redis.aclose()
 
 
-async def test_a_long_command_has_a_connection_of_its_own(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_commands_have_connections_of_their_own(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_round_trips, "CONNECT_AFTER_S", 0)
-    async with client(redis_url) as redis:
+    monkeypatch.setattr(shared_round_trips, "LONGEST_WAIT_S", 600)
+    async with client(f"{redis_url}?socket_timeout=600") as redis:
         await redis.ping()
-        long_command = asyncio.ensure_future(redis.execute_command("BRPOP", "x" * (MAX_BYTES + 1), 1))
+        long_keys = [f"{queue}:{number}" + "x" * MAX_BYTES for number in range(MAX_ROUND_TRIPS)]
+        long_commands = [asyncio.ensure_future(redis.execute_command("BRPOP", key, 0)) for key in long_keys]
         replies: list[Any] = list(await asyncio.gather(redis.echo("a"), redis.echo("b")))
         assert replies == [b"a", b"b"]
-        assert not long_command.done()
-        assert await long_command is None
-        assert await n_connections(redis) == 2
+        assert await n_connections(redis) == len(long_commands) + 1
+        for key, command in zip(long_keys, long_commands, strict=True):
+            assert not command.done()
+            await redis.rpush(key, "value")
+            assert list(await command) == [key.encode(), b"value"]
 
 
 async def test_after_a_failed_round_trip_calls_share_round_trips_again(
@@ -330,10 +364,13 @@ async def test_when_the_server_does_not_answer_all_calls_of_a_round_trip_fail(
 ) -> None:
     monkeypatch.setattr(shared_round_trips, "CONNECT_AFTER_S", 0)  # two connections are opened before the silence
     with Proxy(redis_url) as proxy:
-        redis = client(f"{proxy.url}?socket_timeout=0.5")
+        redis = client(f"{proxy.url}?socket_timeout=60")
         await asyncio.gather(redis.ping(), redis.ping(), redis.ping())
         proxy.silence()
-        calls = (redis.send(("ECHO", "text"), {}) for _ in range(n_commands))
+        n_reads = count_reads(redis, monkeypatch)
+        calls = [asyncio.ensure_future(redis.send(("ECHO", "text"), {})) for _ in range(n_commands)]
+        await until(lambda: n_reads() == min(n_commands, 2))
+        advance_loop_clock(monkeypatch, 60)
         replies = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(reply) for reply in replies} == {RedisTimeoutError}
         assert await redis.send(("ECHO", "after"), {}) == b"after"
