@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 from redis.exceptions import ResponseError
+from tests.support.loop_clock import advance_loop_clock
 from tests.support.numbered_streams import check_output, emit, read_all, submit_and_start, until_confirmed
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.job_events import TokenSpan
-from llamaq.producer import AsyncClient, FinishReason, ResultTimeout
-from llamaq.producer.streaming import poll_schedule, subscriber
+from llamaq.producer import AsyncClient, Chunk, FinishReason, ResultTimeout
+from llamaq.producer.streaming import poll_schedule, pubsub_connection, subscriber
 from llamaq.producer.streaming.event_reader import INBOX_EVENTS, PAGE_EVENTS, EventReader
 from llamaq.producer.streaming.pubsub_connection import MESSAGES_PER_YIELD, PubSubConnection
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
+
+NEVER = "socket_timeout=600"
+"""A parameter of a URL: no command that is in flight times out when the clock of the event loop moves."""
 
 
 async def test_readers_that_join_early_late_and_after_the_end_read_the_same(redis_url: str, queue: str) -> None:
@@ -231,36 +234,51 @@ async def test_an_ended_job_is_read_from_its_stored_output(redis_url: str, queue
             await read_all(job)
 
 
-async def test_the_timeout_applies_to_each_chunk(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+async def test_the_timeout_applies_to_each_chunk(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pubsub_connection, "PING_S", 600)
+    async with AsyncClient(f"{redis_url}?{NEVER}", queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
+        chunks: list[Chunk] = []
 
-        async def slowly() -> AsyncIterator[None]:
-            for _ in range(5):  # together longer than the timeout, each much shorter
-                await asyncio.sleep(1.3)
-                await emit(attempt, 1)
-                yield
+        async def read() -> None:
+            async for chunk in job.stream(timeout=20):
+                chunks.append(chunk)  # noqa: PERF401  # the test reads the list meanwhile
 
-        reader = asyncio.create_task(read_all(job, timeout=6.0))
-        async for _ in slowly():
-            assert not reader.done()
-        with pytest.raises(ResultTimeout, match=r"within 6 s"):
+        reader = asyncio.create_task(read())
+        await until_confirmed(client)
+        for number in range(1, 5):
+            advance_loop_clock(monkeypatch, 12)  # together longer than the timeout, each much shorter
+            await emit(attempt, 1)
+            while len(chunks) < number:
+                assert not reader.done()
+                await asyncio.sleep(0.005)
+        advance_loop_clock(monkeypatch, 20)
+        with pytest.raises(ResultTimeout, match=r"within 20 s"):
             await reader
-        assert (await attempt.emit([5], "5 ")).code == "ok"
+        assert (await attempt.emit([4], "4 ")).code == "ok"
 
 
 @pytest.mark.starts_processes
-async def test_a_stream_says_that_redis_did_not_return_within_the_timeout(free_port: int, queue: str) -> None:
+async def test_a_stream_says_that_redis_did_not_return_within_the_timeout(
+    free_port: int, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with EmbeddedRedis(port=free_port) as server:
         async with AsyncClient(server.url, queue) as client, FakeWorker(server.url, queue) as worker:
             job, attempt = await submit_and_start(client, worker)
-            async with aclosing(job.stream(timeout=2)) as chunks:
+            async with aclosing(job.stream(timeout=60)) as chunks:
                 await emit(attempt, 1)
                 await anext(chunks)
                 server.stop()
-                next(iter(client.subscriber._listeners.values()))[0].reread()
-                with pytest.raises(ResultTimeout, match=f"{job.id} has sent no chunk within 2 s: Redis cannot be read"):
-                    await anext(chunks)
+                listener = next(iter(client.subscriber._listeners.values()))[0]
+                listener.reread()
+                waiting = asyncio.ensure_future(anext(chunks))
+                while listener.redis_error is None:  # noqa: ASYNC110  # there is no event to await
+                    await asyncio.sleep(0.005)
+                advance_loop_clock(monkeypatch, 60)
+                with pytest.raises(
+                    ResultTimeout, match=f"{job.id} has sent no chunk within 60 s: Redis cannot be read"
+                ):
+                    await waiting
 
 
 async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(redis_url: str, queue: str) -> None:
