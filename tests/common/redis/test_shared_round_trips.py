@@ -16,6 +16,7 @@ from tests.support.ports import HOST, reserve_port
 from tests.support.redis_timeouts import count_timeouts
 from tests.support.tcp_proxy import Proxy
 
+from llamaq.common.redis import connect as connect_module
 from llamaq.common.redis import shared_round_trips
 from llamaq.common.redis.connect import MAX_CONNECTIONS, connect
 from llamaq.common.redis.shared_round_trips import MAX_BYTES, MAX_COMMANDS, MAX_ROUND_TRIPS
@@ -57,17 +58,32 @@ def count_reads(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> Callable[[], i
     return lambda: n_reads
 
 
+def movable_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that moves the clock of the event loop. It also moves the clock of calls that have begun."""
+    loop = asyncio.get_running_loop()
+    earlier, moved_s = loop.time, 0.0
+
+    def move(seconds: float) -> None:
+        nonlocal moved_s
+        moved_s += seconds
+
+    monkeypatch.setattr(loop, "time", lambda: earlier() + moved_s)
+    return move
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110  # there is no event to await
         await asyncio.sleep(0)
 
 
-async def until_blocked(redis_url: str) -> None:
-    """Wait until a command of a client blocks in Redis."""
+async def until_blocked(redis_url: str, n_commands: int = 1, earlier: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Wait until commands of a client block in Redis. Return the ids of their connections, none of which is earlier."""
     async with connect(redis_url, name="test-observer") as redis:
-        while not any(  # noqa: ASYNC110  # Redis changes it
-            one["name"] == "test-shared" and "b" in one["flags"] for one in await redis.client_list()
-        ):
+        while True:
+            connections = await redis.client_list()
+            blocked = {one["id"] for one in connections if one["name"] == "test-shared" and "b" in one["flags"]}
+            if len(blocked - earlier) == n_commands:
+                return frozenset(blocked)
             await asyncio.sleep(0.01)
 
 
@@ -249,18 +265,31 @@ async def test_a_command_for_which_the_connection_is_lost_does_not_fail_those_th
 
 
 async def test_a_reply_that_is_not_read_in_time_does_not_fail_the_calls_of_its_round_trip(
-    redis_url: str, queue: str
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with client(f"{redis_url}?socket_timeout=0.5") as redis:
+    monkeypatch.setattr(connect_module, "RETRY_S", 20)
+    move_clock = movable_clock(monkeypatch)
+    async with client(f"{redis_url}?socket_timeout=40") as redis:
         # A command that never ends stands for a reply that is too long for the connection.
-        calls = redis.echo("a"), redis.execute_command("BRPOP", queue, 0), redis.echo("b")
-        replies: list[Any] = list(await asyncio.gather(*calls, return_exceptions=True))
-        assert (replies[0], replies[2]) == (b"a", b"b")
-        assert isinstance(replies[1], RedisTimeoutError)
+        commands = redis.echo("a"), redis.execute_command("BRPOP", queue, 0), redis.echo("b")
+        calls = [asyncio.ensure_future(command) for command in commands]
+        assert await calls[0] == b"a"
+        first_try = await until_blocked(redis_url)
+        assert not calls[2].done(), "it waits behind the command that blocks"
+        move_clock(40)
+        assert await calls[2] == b"b"
+        await until_blocked(redis_url, earlier=first_try)
+        move_clock(40)
+        with pytest.raises(RedisTimeoutError):
+            await calls[1]
 
 
-async def test_replies_that_are_not_read_in_time_do_not_fail_the_calls_that_wait(redis_url: str, queue: str) -> None:
-    async with client(f"{redis_url}?socket_timeout=2") as redis:
+async def test_replies_that_are_not_read_in_time_do_not_fail_the_calls_that_wait(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect_module, "RETRY_S", 20)
+    move_clock = movable_clock(monkeypatch)
+    async with client(f"{redis_url}?socket_timeout=40") as redis:
         slow = []
         for number in range(2 * MAX_ROUND_TRIPS):
             slow.append(asyncio.ensure_future(redis.execute_command("BRPOP", f"{queue}:{number}", 0)))
@@ -268,7 +297,11 @@ async def test_replies_that_are_not_read_in_time_do_not_fail_the_calls_that_wait
         assert await asyncio.gather(*(redis.echo(str(number)) for number in range(20))) == [
             str(number).encode() for number in range(20)
         ]
+        first_try = await until_blocked(redis_url, len(slow))
         assert not any(call.done() for call in slow)
+        move_clock(40)
+        await until_blocked(redis_url, len(slow), earlier=first_try)
+        move_clock(40)
         for reply in await asyncio.gather(*slow, return_exceptions=True):
             assert isinstance(reply, RedisTimeoutError)
 
@@ -284,7 +317,10 @@ async def test_calls_do_not_wait_until_the_long_replies_of_others_are_read(redis
             call.cancel()
 
 
-async def test_a_call_does_not_wait_for_many_long_replies_of_its_round_trip(redis_url: str, queue: str) -> None:
+async def test_a_call_does_not_wait_for_many_long_replies_of_its_round_trip(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect_module, "RETRY_S", 20)  # a busy machine has no influence
     async with client(f"{redis_url}?socket_timeout=2") as redis:
         slow = [asyncio.ensure_future(redis.execute_command("BRPOP", f"{queue}:{each}", 1)) for each in range(60)]
         last = asyncio.ensure_future(redis.ping())
