@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +14,8 @@ from rq.serializers import JSONSerializer
 from tests.producer.rq.conftest import MainThreadWorker, work
 
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer import Client, FinishReason
-from llamaq.producer.rq import cancel_job, chat, generate, generation
+from llamaq.producer import Client, FinishReason, Result
+from llamaq.producer.rq import cancel_job, chat, generate, generation, withdrawn_run
 from llamaq.producer.testing import serving
 
 pytestmark = pytest.mark.usefixtures("llamaq_settings")
@@ -101,8 +102,19 @@ def test_the_timeout_of_rq_cancels_the_llamaq_job_and_the_next_attempt_submits_a
     rq_queue: Queue, client: Client, monkeypatch: pytest.MonkeyPatch, redis_url: str, queue: str
 ) -> None:
     monkeypatch.setattr(generation, "PROGRESS_S", 0.1)
-    job = rq_queue.enqueue(generate, "p", job_timeout=2)
-    work(rq_queue, MainThreadWorker)  # no llamaq worker serves the queue
+    reach_timeout = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    wait = generation.LlamaqJob.result
+
+    def wait_for_timeout(submitted: generation.LlamaqJob, *, timeout: float) -> Result:
+        """Wait for the result. The RQ job reaches its timeout after the first of these waits has begun."""
+        if reach_timeout.ident is None:
+            reach_timeout.start()
+        return wait(submitted, timeout=timeout)
+
+    job = rq_queue.enqueue(generate, "p", job_timeout=60)
+    with monkeypatch.context() as patched:
+        patched.setattr(generation.LlamaqJob, "result", wait_for_timeout)
+        work(rq_queue, MainThreadWorker)  # no llamaq worker serves the queue
     assert fetch(job).get_status() == JobStatus.FAILED
     assert "JobTimeoutException" in str(fetch(job).latest_result().exc_string)
     cancelled = client.job(fetch(job).get_meta()["llamaq"]["job_id"])
@@ -143,14 +155,19 @@ def test_outside_of_rq_the_functions_work_without_an_idempotency_key(redis_url: 
 def test_the_progress_is_not_written_into_a_deleted_job(
     rq_queue: Queue, redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "PROGRESS_S", 0.01)
     job = rq_queue.enqueue(generate, "a")
+    n_updates = 0
 
-    def delete_job(request: JobRequest) -> list[str]:
-        job.delete()
-        time.sleep(0.2)  # the progress is updated meanwhile
-        return echo(request)
+    def is_replaced(rq_job: Job) -> bool:
+        """Delete the job before the first update of its progress."""
+        nonlocal n_updates
+        if not n_updates:
+            job.delete()
+        n_updates += 1
+        return withdrawn_run.is_replaced(rq_job)
 
-    with serving(redis_url, queue, delete_job):
+    monkeypatch.setattr(generation, "is_replaced", is_replaced)
+    with serving(redis_url, queue, echo):
         work(rq_queue)
+    assert n_updates
     assert not job.connection.hexists(job.key, "meta")
