@@ -115,7 +115,12 @@ def responses_of_the_backend(*prompts: str) -> list[tuple[int, str]]:
     names = run_block("backend")
     exec(compile(block("errors"), "README.md, errors", "exec"), names)
     with TestClient(names["app"]) as http:
-        return [(got.status_code, got.text) for got in (http.post("/answer", params={"prompt": p}) for p in prompts)]
+        answers = [http.post("/answer", params={"prompt": prompt}) for prompt in prompts]
+        # FastAPI caches the endpoint, which refers to the client. So the client is not garbage collected, and its
+        # connections would stay open.
+        assert http.portal is not None
+        http.portal.call(names["client"].aclose)
+    return [(got.status_code, got.text) for got in answers]
 
 
 @pytest.mark.usefixtures("environment")
