@@ -15,6 +15,7 @@ from tests.producer.rq.conftest import MainThreadWorker, work
 
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client, FinishReason, Result
+from llamaq.producer import Job as LlamaqJob
 from llamaq.producer.rq import cancel_job, chat, generate, generation, withdrawn_run
 from llamaq.producer.testing import serving
 
@@ -103,9 +104,9 @@ def test_the_timeout_of_rq_cancels_the_llamaq_job_and_the_next_attempt_submits_a
 ) -> None:
     monkeypatch.setattr(generation, "PROGRESS_S", 0.1)
     reach_timeout = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
-    wait = generation.LlamaqJob.result
+    wait = LlamaqJob.result
 
-    def wait_for_timeout(submitted: generation.LlamaqJob, *, timeout: float) -> Result:
+    def wait_for_timeout(submitted: LlamaqJob, *, timeout: float) -> Result:
         """Wait for the result. The RQ job reaches its timeout after the first of these waits has begun."""
         if reach_timeout.ident is None:
             reach_timeout.start()
@@ -113,7 +114,7 @@ def test_the_timeout_of_rq_cancels_the_llamaq_job_and_the_next_attempt_submits_a
 
     job = rq_queue.enqueue(generate, "p", job_timeout=60)
     with monkeypatch.context() as patched:
-        patched.setattr(generation.LlamaqJob, "result", wait_for_timeout)
+        patched.setattr(LlamaqJob, "result", wait_for_timeout)
         work(rq_queue, MainThreadWorker)  # no llamaq worker serves the queue
     assert fetch(job).get_status() == JobStatus.FAILED
     assert "JobTimeoutException" in str(fetch(job).latest_result().exc_string)
