@@ -87,7 +87,7 @@ def test_a_call_that_arrives_during_the_stop_ends_with_an_error(
     moment(moments)
     moments.portal.stop()
     with pytest.raises(RuntimeError, match="closed"):
-        moments.call.result(timeout=10)
+        moments.call.result(timeout=60)
 
 
 def test_a_reader_that_the_stop_wakes_ends_and_the_portal_closes_its_generator(redis_url: str, queue: str) -> None:
@@ -113,5 +113,5 @@ def test_a_reader_that_the_stop_wakes_ends_and_the_portal_closes_its_generator(r
     threading.Thread(target=read, daemon=True).start()
     assert is_waiting.wait(10)
     portal.stop()
-    assert isinstance(error.result(timeout=10), RuntimeError)
+    assert isinstance(error.result(timeout=60), RuntimeError)
     assert is_closed.is_set()

@@ -98,7 +98,7 @@ def test_every_form_of_prompt_generates_and_streams(served: Client) -> None:
 def test_a_job_can_be_followed_by_its_id(served: Client) -> None:
     job = served.submit("one two")
     assert job.is_new
-    assert job.result(timeout=10).text == "onetwo"
+    assert job.result(timeout=60).text == "onetwo"
     again = served.job(job.id)
     assert "".join(chunk.text for chunk in again.stream()) == "onetwo"
     assert again.status().state is JobState.FINISHED

@@ -84,7 +84,7 @@ async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_st
         await attempt.emit([1], "a")
         await job.cancel()
         assert await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
-        result = await client.job(job.id).result(timeout=5)
+        result = await client.job(job.id).result(timeout=60)
         assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
 
 
@@ -113,7 +113,7 @@ async def test_a_job_that_ends_between_two_attempts_has_the_text_that_was_withhe
         await job.cancel()
         assert await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
         assert "".join([chunk.text async for chunk in job.stream()]) == expected
-        result = await client.job(job.id).result(timeout=5)
+        result = await client.job(job.id).result(timeout=60)
         assert (result.text, result.tokens, result.finish_reason) == (expected, (1, 2, 3), FinishReason.CANCELLED)
         assert await worker.redis.hget(worker.keys.of_job(job.id).job, "withheld") is None
 
@@ -125,7 +125,7 @@ async def test_withheld_text_of_other_tokens_is_not_emitted(redis_url: str, queu
         await worker.redis.hset(worker.keys.of_job(job.id).job, "generated", "1")
         await job.cancel()
         assert await worker.claim_scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
-        assert (await client.job(job.id).result(timeout=5)).text == "a"
+        assert (await client.job(job.id).result(timeout=60)).text == "a"
 
 
 async def test_cancelling_a_missing_job_returns_gone(redis_url: str, queue: str) -> None:

@@ -36,7 +36,7 @@ async def start_and_cancel(
 async def assert_cancelled(client: AsyncClient, job: AsyncJob) -> None:
     status = await job.status()
     assert (status.state, status.finish_reason, status.crashes) == (JobState.FINISHED, FinishReason.CANCELLED, 0)
-    result = await client.job(job.id).result(timeout=5)
+    result = await client.job(job.id).result(timeout=60)
     assert (result.text, result.finish_reason) == ("a", FinishReason.CANCELLED)
     depth = await client.queue_depth()
     assert (depth.waiting, depth.running) == (0, 0)

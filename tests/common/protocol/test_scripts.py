@@ -117,7 +117,7 @@ async def test_a_job_that_waited_longer_than_its_queue_timeout_ends_with_deadlin
         assert claim is not None
         await asyncio.sleep(0.01)  # until the deadline has passed on the clock of Redis
         assert await worker.claim_scripts.claim_job(claim, "fake", LEASE_MS) == "ended"
-        result = await client.job(job.id).result(timeout=5)
+        result = await client.job(job.id).result(timeout=60)
         assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())
 
 
@@ -222,7 +222,7 @@ async def test_a_flush_returns_the_number_of_subscribers(redis_url: str, queue: 
         assert (await attempt.emit([], "")).listeners == 0
         async with worker.redis.pubsub() as pubsub:
             await pubsub.subscribe(client.keys.of_job(job.id).channel)
-            await pubsub.get_message(timeout=5)
+            await pubsub.get_message(timeout=60)
             assert (await attempt.emit([], "")).listeners == 1
             assert (await attempt.emit([1], "a")).listeners == 1
             unwatched = replace(attempt.increment([2], "b"), is_watched=False)
@@ -236,7 +236,7 @@ async def test_a_client_that_subscribes_to_a_pattern_is_no_subscriber_of_a_job(r
         _, attempt = await start(client, worker)
         async with worker.redis.pubsub() as pubsub:
             await pubsub.psubscribe("llamaq:*:tokens:*")
-            await pubsub.get_message(timeout=5)
+            await pubsub.get_message(timeout=60)
             assert (await attempt.emit([], "")).listeners == 0
             assert (await attempt.emit([1], "a")).listeners == 0
 
@@ -250,13 +250,13 @@ async def test_a_finish_sent_twice_ends_the_job_once(redis_url: str, queue: str)
         last = attempt.increment([1], "a")
         async with worker.redis.pubsub() as pubsub:
             await pubsub.subscribe(client.keys.of_job(job.id).channel)
-            await pubsub.get_message(timeout=5)
+            await pubsub.get_message(timeout=60)
             for code in ("ok", "lost"):
                 assert (await worker.scripts.finish(last, terminal_write())).code == code
             await worker.redis.publish(
                 client.keys.of_job(job.id).channel, codec.encode_event(Failed(code="x", message=""))
             )
-            messages = [await pubsub.get_message(timeout=5) for _ in range(3)]
+            messages = [await pubsub.get_message(timeout=60) for _ in range(3)]
         kinds = [codec.decode_event(message["data"]).type for message in messages if message]
         assert kinds == ["tokens", "finished", "failed"], "the second call published nothing before the marker"
         assert await worker.redis.xlen(attempt.claim.stream) == 0

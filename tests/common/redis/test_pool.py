@@ -22,7 +22,7 @@ async def test_a_task_that_sends_one_command_after_another_leaves_connections_to
             await redis.execute_command("WAIT", 0, 1)  # a blocking command has a connection of its own
 
     greedy = asyncio.create_task(send_again_and_again())
-    async with asyncio.timeout(10), redis:
+    async with asyncio.timeout(60), redis:
         for _ in range(5):
             await asyncio.gather(*(redis.execute_command("WAIT", 0, 1) for _ in range(3)))
         is_over = True
@@ -32,7 +32,7 @@ async def test_a_task_that_sends_one_command_after_another_leaves_connections_to
 async def test_a_cancelled_command_leaves_its_turn_to_the_next_one(redis_url: str) -> None:
     redis: Any = connect(redis_url, name="test-pool")
     redis.pool.max_connections = 1
-    async with asyncio.timeout(10), redis:
+    async with asyncio.timeout(60), redis:
         connection = await redis.pool.get_connection()
         first, second = (asyncio.create_task(redis.pool.get_connection()) for _ in range(2))
         await asyncio.sleep(0)

@@ -36,7 +36,7 @@ async def read_into(chunks: list[Chunk], stream: AsyncIterator[Chunk]) -> None:
 async def test_a_job_may_finish_between_two_pages_of_a_late_reader(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await begin(client, worker, PAGE_EVENTS + 5)
-        stream = job.stream(timeout=5)
+        stream = job.stream(timeout=60)
         chunks = [await anext(stream)]
         await attempt.finish(tokens=[9999], text="withheld")
         assert not await client.redis.exists(client.keys.of_job(job.id).events)
@@ -61,7 +61,7 @@ async def test_a_job_may_finish_while_a_reader_reads_a_page(
             return replace(before, entries=entries)
 
         monkeypatch.setattr(EventReader, "_fetch_page", fetch_around_the_end)
-        chunks = [chunk async for chunk in job.stream(timeout=5)]
+        chunks = [chunk async for chunk in job.stream(timeout=60)]
         assert attempt.tokens == [0, 1, 2, 3]
         check_whole(chunks, attempt)
 
@@ -72,7 +72,7 @@ async def test_text_without_a_token_at_the_end_reaches_every_reader(
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await begin(client, worker, 2)
-        stream = job.stream(timeout=5)
+        stream = job.stream(timeout=60)
         chunks = [await anext(stream)]
         if not is_delivered:
             deliver = EventReader.deliver
@@ -91,7 +91,7 @@ async def test_readers_of_a_failed_job_get_its_output_before_the_error(redis_url
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await begin(client, worker, 3)
 
-        early, late = job.stream(timeout=5), client.job(job.id).stream(timeout=5)
+        early, late = job.stream(timeout=60), client.job(job.id).stream(timeout=60)
         chunks = [await anext(early)]
         await attempt.emit([3], "3 ")
         assert await attempt.fail()

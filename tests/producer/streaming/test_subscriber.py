@@ -189,7 +189,7 @@ async def test_an_inbox_is_bounded_and_its_overflow_is_read_from_the_stream(redi
         with client.subscriber.listening(reader):
             await until_confirmed(client)
             await emit(attempt, 1)
-            await reader.next_event(10)
+            await reader.next_event(60)
             await emit(attempt, INBOX_EVENTS)
             while len(reader._ready) < INBOX_EVENTS:  # noqa: ASYNC110  # there is no event to await
                 await asyncio.sleep(0.005)
@@ -197,7 +197,7 @@ async def test_an_inbox_is_bounded_and_its_overflow_is_read_from_the_stream(redi
             await emit(attempt, 1)
             while "behind" not in repr(reader):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            events = [await reader.next_event(10) for _ in range(INBOX_EVENTS + 1)]
+            events = [await reader.next_event(60) for _ in range(INBOX_EVENTS + 1)]
             assert [event.tokens for event in events if isinstance(event, TokenSpan)] == [
                 (number,) for number in range(1, INBOX_EVENTS + 2)
             ]
