@@ -18,7 +18,8 @@ class AfterTimeout(Protocol):
     async def __call__(self, client: AsyncClient, call: Awaitable[T], timeout_s: float = 30.0) -> T:
         """Return or raise what a call of this client does when its timeout ends while it waits for its job.
 
-        The submit of the job has no limit, so that a busy machine has no influence.
+        The submit of the job has no limit, so that a busy machine has no influence. No other call of the client may
+        begin to wait meanwhile.
         """
 
 
@@ -33,6 +34,12 @@ def after_timeout(monkeypatch: pytest.MonkeyPatch) -> AfterTimeout:
         return await waiting
 
     return after_timeout
+
+
+async def until_waiting(client: AsyncClient, n_calls: int) -> None:
+    """Wait until this number of calls of a client wait for their jobs."""
+    while n_waiting_calls(client) != n_calls:  # noqa: ASYNC110  # there is no event to await
+        await asyncio.sleep(0.001)
 
 
 def n_waiting_calls(client: AsyncClient) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from redis.exceptions import BusyLoadingError, NoPermissionError
-from tests.producer.conftest import AfterTimeout
+from tests.producer.conftest import AfterTimeout, until_waiting
 from tests.support.loop_clock import advance_loop_clock
 from tests.support.numbered_streams import until_confirmed
 
@@ -213,6 +213,7 @@ async def test_a_job_with_an_idempotency_key_is_never_cancelled_by_its_caller(
         first.cancel()
         with suppress(asyncio.CancelledError):
             await first
+        await until_waiting(client, 1)
         with pytest.raises(ResultTimeout, match="it continues, because it has an idempotency key"):
             await after_timeout(client, client.generate("hello", idempotency_key="order 7", timeout=30))
         stream = await client.stream("hello", idempotency_key="order 7")
