@@ -36,6 +36,7 @@ _SPLIT_OPENING = rf'"\{{" "\\"name\\"" ":" " "\? {_STRING} "," " "\? {_STRING} "
 """The beginning of a call beside content that may begin in the same way."""
 _ENDS = r"(?:calls|content|calls \| content)"
 _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _START = map(re.escape, (CHANNEL, CONSTRAIN, MESSAGE, END, START))
+_REASONED = f'TEXT {_END} {_START} "assistant"'
 _FORMS = (
     rf"start: {_ENDS}",
     rf"start: (?:reasoning|\({_TAG} reasoning\)\?) SPACE\? \({_ENDS}\)",
@@ -49,7 +50,7 @@ _FORMS = (
     r"object: object\d+(?: \| object\d+)*",
     rf'object\d+: (?:{_STRING}|{_SPLIT_OPENING}) arguments\d+ "\}}"',
     # The format harmony:
-    rf'start: \({_CHANNEL} "analysis" {_MESSAGE} TEXT {_END} {_START} "assistant"\)\? rest',
+    rf'start: (?:{_REASONED}|\({_CHANNEL} "analysis" {_MESSAGE} {_REASONED}\)\?) rest',
     rf"TEXT: {_ANY_TEXT}",
     r"rest: (?:call\d+|content)(?: \| (?:call\d+|content))*",
     rf'call\d+: {_CHANNEL} {_STRING} {_CONSTRAIN} "json" {_MESSAGE} arguments\d+',
