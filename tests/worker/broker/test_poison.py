@@ -21,6 +21,7 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.crash_check import CrashCheck
 from llamaq.worker.broker.live_workers import LiveWorkers
+from llamaq.worker.broker.worker_scripts import CrashVerdict
 
 # ---- which crashes count
 
@@ -158,19 +159,36 @@ async def test_the_last_heartbeat_of_a_worker_is_known_until_its_death_is_certai
 ) -> None:
     """Clients and workers that looked for live workers removed it from the list: the last death counted at once."""
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job_claims = claims_of(worker, Claimant("successor", lease_s * 1000))
-        await job_claims.open()
-        _, claim = await submit(client, worker)
-        for name in ("a", "b"):
-            await crash_worker(worker, claim, name)
-        await begin(worker, claim, worker.name)
-        live_workers = LiveWorkers(worker_queue(worker), "successor", lease_s)
-        for silent_leases, verdict in ((0.7, "unsure"), (1.45, "unsure"), (1.6, "dead")):
-            await worker.announce(now_ms=int((time.time() - lease_s * silent_leases) * 1000))
-            await worker.redis.delete(worker.keys.worker(worker.name))  # its card has expired
-            assert await client.workers() == ()
-            assert await live_workers.find() == []
-            assert await job_claims.check_crash(claim) == verdict
+        while (verdicts := await verdicts_while_silent(client, worker, lease_s)) is None:
+            pass
+        assert verdicts == ["unsure", "unsure", "dead"]
+
+
+async def verdicts_while_silent(client: AsyncClient, worker: FakeWorker, lease_s: int) -> list[CrashVerdict] | None:
+    """Return the verdicts about a suspect whose last worker is silent for 0.7, then 1.45, then 1.6 leases.
+
+    Clients and workers look for live workers before each check. None: the machine has stopped this process or Redis
+    for so long that the death was certain before the last check.
+    """
+    job_claims = claims_of(worker, Claimant("successor", lease_s * 1000))
+    await job_claims.open()
+    _, claim = await submit(client, worker)
+    for name in ("a", "b"):
+        await crash_worker(worker, claim, name)
+    await begin(worker, claim, worker.name)
+    live_workers = LiveWorkers(worker_queue(worker), "successor", lease_s)
+    verdicts = []
+    for silent_leases in (0.7, 1.45, 1.6):
+        heartbeat_ms = await server_time_ms(worker.redis) - int(lease_s * silent_leases * 1000)
+        await worker.announce(now_ms=heartbeat_ms)
+        await worker.redis.delete(worker.keys.worker(worker.name))  # its card has expired
+        assert await client.workers() == ()
+        assert await live_workers.find() == []
+        verdicts.append(await job_claims.check_crash(claim))
+        is_certain = await server_time_ms(worker.redis) - heartbeat_ms >= 1.5 * lease_s * 1000
+        if is_certain and silent_leases < 1.5:
+            return None
+    return verdicts
 
 
 async def test_a_worker_that_resumes_while_others_look_for_live_workers_stays_in_the_list(
