@@ -102,12 +102,16 @@ def test_ignore_eos_generates_until_max_tokens(client: Client) -> None:
     assert (len(result.tokens), result.finish_reason) == (200, FinishReason.LENGTH)
 
 
-def test_timeout_s_ends_a_running_job_which_keeps_its_tokens(slow_client: Client) -> None:
-    result = slow_client.generate("the world", max_tokens=8000, timeout_s=0.5)
-    assert result.finish_reason is FinishReason.DEADLINE
-    assert 0 < len(result.tokens) < 8000
+@pytest.mark.parametrize("option", ["timeout_s", "deadline_s"])
+def test_the_time_of_a_running_job_ends_it_and_it_keeps_its_tokens(slow_client: Client, option: str) -> None:
+    """On a busy machine, the job may end before its first token. Then the next one gets twice as much time."""
+    for time_s in (0.5, 1.0, 2.0, 4.0, 8.0):
+        result = slow_client.generate("the world", max_tokens=8000, **{option: time_s})
+        assert result.finish_reason is FinishReason.DEADLINE
+        if result.tokens:
+            break
+    assert 0 < len(result.tokens) == result.stats.generated_tokens < 8000
     assert result.text
-    assert result.stats.generated_tokens == len(result.tokens)
 
 
 def test_queue_timeout_s_ends_a_waiting_job_before_it_starts(
@@ -125,12 +129,6 @@ def test_queue_timeout_s_ends_a_waiting_job_before_it_starts(
     assert all(blocker.status().state is JobState.RUNNING for blocker in blockers)
     for blocker in blockers:
         blocker.cancel()
-
-
-def test_deadline_s_ends_a_running_job_which_keeps_its_tokens(slow_client: Client) -> None:
-    result = slow_client.generate("the world", max_tokens=8000, deadline_s=0.5)
-    assert result.finish_reason is FinishReason.DEADLINE
-    assert 0 < len(result.tokens) == result.stats.generated_tokens < 8000
 
 
 # ---- tokens
