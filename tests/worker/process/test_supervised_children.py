@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.support.redis_servers import wait_until
 
 from llamaq.worker.process import supervised_child
-from llamaq.worker.process.requeue_jobs_of_dead_worker import RELEASE_TIMEOUT_S
+from llamaq.worker.process import supervisor as supervisor_module
 from llamaq.worker.process.stop_times import LEAVE_TIMEOUT_S, SAVE_TIMEOUT_S
 from llamaq.worker.process.supervised_child import SupervisedChild
 from llamaq.worker.process.supervisor import Supervisor
@@ -28,6 +28,8 @@ DIES = "exit 1"
 HANGS = "trap '' TERM INT; echo ready >&2; exec sleep 600"
 DIES_AT_THE_SECOND_SIGNAL = "trap '' TERM; trap 'exit 1' INT; echo ready >&2; while :; do sleep 0.02; done"
 KILL_AFTER_S = 0.5
+LONG_S = 60.0
+"""Longer than a busy machine delays a child or a thread."""
 Release = Callable[[], object]
 SetProgram = Callable[[str], None]
 
@@ -131,14 +133,15 @@ def test_several_children_that_hang_are_killed_and_released_at_the_same_time(
 ) -> None:
     n_children = 4
     barrier = threading.Barrier(n_children)
-    set_release(monkeypatch, lambda: barrier.wait(60))
+    set_release(monkeypatch, lambda: barrier.wait(2 * LONG_S))
     monkeypatch.setattr(Supervisor, "KILL_AFTER_S", KILL_AFTER_S)
+    monkeypatch.setattr(supervisor_module, "RELEASE_TIMEOUT_S", LONG_S)
     with supervising(tmp_path, set_program, *[HANGS] * n_children) as supervisor:
         started_s = time.monotonic()
         assert not supervisor.stop()
         took_s = time.monotonic() - started_s
     assert caplog.text.count("child.killed") == n_children
-    assert took_s < KILL_AFTER_S + RELEASE_TIMEOUT_S, "no release waits for another one"
+    assert took_s < KILL_AFTER_S + LONG_S, "no release waits for another one"
 
 
 def test_the_jobs_of_a_child_that_dies_while_another_one_hangs_are_released_at_once(
@@ -148,8 +151,14 @@ def test_the_jobs_of_a_child_that_dies_while_another_one_hangs_are_released_at_o
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     n_killed: list[int] = []
-    set_release(monkeypatch, lambda: n_killed.append(caplog.text.count("child.killed")))
-    monkeypatch.setattr(Supervisor, "KILL_AFTER_S", KILL_AFTER_S)
+
+    def record_and_end_the_wait() -> None:
+        n_killed.append(caplog.text.count("child.killed"))
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + LONG_S, sleep=time.sleep)
+        monkeypatch.setattr(supervisor_module, "time", clock)
+
+    set_release(monkeypatch, record_and_end_the_wait)
+    monkeypatch.setattr(Supervisor, "KILL_AFTER_S", LONG_S)
     with supervising(tmp_path, set_program, HANGS, DIES_AT_THE_SECOND_SIGNAL) as supervisor:
         assert not supervisor.stop()
     assert n_killed == [0, 1]
