@@ -94,10 +94,16 @@ async def test_a_waiting_job_without_a_subscriber_is_cancelled_after_disconnect_
 
 async def test_a_job_is_checked_once_in_a_second_by_all_workers_together(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
-        job = await client.submit("hi", cancel_on_disconnect=True)
-        assert [await checks_of(client).check(0) for _ in range(3)] == [1, 0, 0]
-        next_ms = (await watched(client))[job.id]
-        assert next_ms == (await alone_ms(client, job) or 0) + 1000
+        took_ms = 1000
+        while took_ms >= 1000:  # after a stop of the machine, a second check may be due
+            begun_ms = await server_time_ms(client.redis)
+            job = await client.submit("hi", cancel_on_disconnect=True)
+            n_checked = [await checks_of(client).check(0) for _ in range(3)]
+            took_ms = await server_time_ms(client.redis) - begun_ms
+            next_ms, since_ms = (await watched(client))[job.id], await alone_ms(client, job)
+            await job.cancel()
+        assert n_checked == [1, 0, 0]
+        assert next_ms == (since_ms or 0) + 1000
 
 
 @pytest.mark.parametrize("n_jobs", [1, MAX_CHECKS + 1])
