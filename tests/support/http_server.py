@@ -7,8 +7,10 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
+from llamaq.gateway import uvicorn_server
 from llamaq.gateway.settings import serve_settings
 from llamaq.gateway.uvicorn_server import bind, build_server, url_of
 
@@ -17,10 +19,11 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def serving_http(redis_url: str, queue: str, **settings: Any) -> AsyncIterator[str]:
-    """Run the server of `llamaq serve`, and yield its URL."""
+    """Run the server of `llamaq serve`, and yield its URL. At its end, a busy machine may take long to answer requests."""
     chosen = serve_settings(redis_url=redis_url, queue=queue, http_port=0, **{"shutdown_s": 1, **settings})
     with bind(chosen) as bound:
-        server = build_server(chosen)
+        with mock.patch.object(uvicorn_server, "ANSWER_TIME_S", 20):
+            server = build_server(chosen)
         serving = asyncio.create_task(server.serve([bound]))
         try:
             yield url_of(chosen, bound)
