@@ -16,22 +16,24 @@ from llamaq.producer.testing import FakeWorker
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOKENS = tuple(range(4000))
-WAIT_S = 1.1
-"""After this time, a stream has begun with a comment."""
 
 
-async def too_long(worker: FakeWorker, http: httpx.AsyncClient, path: str, body: dict[str, Any], wait_s: float) -> str:
-    """Return the response to a request whose job fails after a wait."""
-    posted = asyncio.create_task(http.post(path, json=body))
+async def too_long(
+    worker: FakeWorker, http: httpx.AsyncClient, path: str, body: dict[str, Any], *, has_begun: bool = False
+) -> str:
+    """Return the response to a request whose job fails, before or after its stream has begun with a comment."""
+    request = http.build_request("POST", path, json=body)
+    sending = asyncio.create_task(http.send(request, stream=True))
     attempt = await worker.start_next()
-    await asyncio.sleep(wait_s)
+    if has_begun:
+        await sending
     await attempt.fail("prompt_too_long", "36034 characters are too large")
-    response = await posted
-    assert response.status_code == (200 if wait_s else 400)
-    return response.text
+    response = await sending
+    assert response.status_code == (200 if has_begun else 400)
+    return (await response.aread()).decode()
 
 
-@pytest.mark.parametrize("wait_s", [0, WAIT_S])
+@pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
@@ -52,20 +54,23 @@ async def test_the_error_of_a_prompt_that_is_too_long_is_that_of_the_api(
     path: str,
     body: dict[str, Any],
     expected: str,
-    wait_s: float,
+    *,
+    has_begun: bool,
 ) -> None:
     async def ask(*_: object, **__: object) -> TextReply:
         return TextReply(tokens=TOKENS)
 
     monkeypatch.setattr(text_commands, "ask", ask)
+    # The failure is not late on a busy machine either.
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", 0.05 if has_begun else 30.0)
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
         httpx.AsyncClient(base_url=url, timeout=30) as http,
     ):
         await worker.announce()
-        body = {**body, "stream": wait_s > 0} | ({"model": queue} if "model" in body else {})
-        text = await too_long(worker, http, path, body, wait_s)
+        body = {**body, "stream": has_begun} | ({"model": queue} if "model" in body else {})
+        text = await too_long(worker, http, path, body, has_begun=has_begun)
     assert expected in text
     if path != "/v1/messages":
         assert '"type":"exceed_context_size_error"' in text
@@ -87,6 +92,6 @@ async def test_a_response_has_the_code_of_openai_and_the_lengths(
         httpx.AsyncClient(base_url=url, timeout=30) as http,
     ):
         await worker.announce()
-        text = await too_long(worker, http, "/v1/responses", {"input": "hi", "stream": is_streamed}, 0)
+        text = await too_long(worker, http, "/v1/responses", {"input": "hi", "stream": is_streamed})
     assert '"code":"context_length_exceeded"' in text
     assert '"n_prompt_tokens":4000,"n_ctx":512' in text
