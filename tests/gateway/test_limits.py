@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.http_server import post_of, sending, serving_http
+from tests.support.http_server import post_of, sending, serving_http, watch_received
+from tests.support.loop_clock import advance_loop_clock
 from tests.support.worker_cards import announce_card
 
 from llamaq.common.background_tasks import cancel_tasks
@@ -225,11 +226,14 @@ async def test_a_wrong_field_is_400_and_named(redis_url: str, queue: str) -> Non
             assert next(iter(field)) in refused.json()["error"]["message"] or "number" in refused.text, field
 
 
-async def test_a_body_has_a_largest_size_and_a_longest_time(redis_url: str, queue: str) -> None:
+async def test_a_body_has_a_largest_size_and_a_longest_time(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_received = watch_received(monkeypatch)
     async with (
         serving_http(redis_url, queue, max_body_bytes=2000) as url,
         serving_http(redis_url, queue, body_timeout_s=0.2) as url_of_bodies,
-        serving_http(redis_url, queue, header_timeout_s=0.2) as url_of_headers,
+        serving_http(redis_url, queue, header_timeout_s=60) as url_of_headers,
     ):
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             announced = await http.post(CHAT, content=b"x" * 2001)
@@ -243,6 +247,8 @@ async def test_a_body_has_a_largest_size_and_a_longest_time(redis_url: str, queu
         async with sending(url_of_bodies, begun + b"Content-Length: 9\r\n\r\n{") as (reader, _):
             slow_body = await reader.readuntil(b"\r\n")
         async with sending(url_of_headers, begun) as (reader, _):
+            await until_received(begun)
+            advance_loop_clock(monkeypatch, 60)
             slow_headers = await reader.read()
     assert announced.status_code == streamed.status_code == 413
     assert announced.json()["error"]["code"] == "body_too_large"
@@ -250,18 +256,26 @@ async def test_a_body_has_a_largest_size_and_a_longest_time(redis_url: str, queu
     assert slow_headers == b""
 
 
-async def test_a_refused_request_has_a_longest_time_for_the_rest_of_its_body(redis_url: str, queue: str) -> None:
+async def test_a_refused_request_has_a_longest_time_for_the_rest_of_its_body(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_received = watch_received(monkeypatch)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
     async with (
-        serving_http(redis_url, queue, require_key=True, header_timeout_s=0.2, body_timeout_s=600) as url,
+        serving_http(redis_url, queue, require_key=True, header_timeout_s=60, body_timeout_s=600) as url,
         sending(url, head) as (reader, writer),
     ):
         await reader.readuntil(b"invalid_api_key")
         writer.write(b"{")
+        await until_received(b"{")
+        advance_loop_clock(monkeypatch, 60)
         await reader.read()  # to the end of the connection
 
 
-async def test_data_after_the_last_request_of_a_connection_are_ignored(redis_url: str, queue: str) -> None:
+async def test_data_after_the_last_request_of_a_connection_are_ignored(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_received = watch_received(monkeypatch)
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
@@ -270,7 +284,7 @@ async def test_data_after_the_last_request_of_a_connection_are_ignored(redis_url
         await worker.announce()
         attempt = await worker.start_next()
         writer.write(b"\r\n")
-        await asyncio.sleep(0.1)  # longer than the server takes to read it
+        await until_received(b"\r\n")
         await attempt.finish(text="the answer", tokens=[1])
         assert b"the answer" in await reader.read()
 
