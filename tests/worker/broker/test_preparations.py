@@ -228,9 +228,9 @@ async def test_ctrl_c_is_not_the_outcome_of_a_job(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_job_that_is_prepared_after_the_close_is_freed_and_not_handed_over() -> None:
-    preparer = NamedPreparer()
+    preparer, handed_over = NamedPreparer(), list[Preparation]()
     with ThreadPoolExecutor(1) as executor:
-        preparations = Preparations(preparer, executor, lambda _: pytest.fail("handed over"))
+        preparations = Preparations(preparer, executor, handed_over.extend)
         preparations.add(preparations_of("slow", "never begun"))
         await until(lambda: preparations._waiting[0].lease.job_id == "never begun")
         preparations.close()
@@ -238,6 +238,7 @@ async def test_a_job_that_is_prepared_after_the_close_is_freed_and_not_handed_ov
         await until(lambda: preparer.closed == ["slow"])
     await asyncio.sleep(0)
     assert preparer.closed == ["slow"]
+    assert not handed_over
 
 
 async def test_a_job_whose_lease_was_lost_while_it_was_prepared_is_freed() -> None:
