@@ -327,7 +327,7 @@ async def test_leaving_requeues_all_entries_of_the_worker_in_one_step(redis_url:
         for number in range(1500):
             await redis.xadd(stream, {"id": str(number)})
         await redis.xreadgroup(GROUP, "leaving", {stream: ">"}, count=1500)
-        n_delivered = 0
+        n_delivered, has_delivered = 0, asyncio.Event()
 
         async def deliver() -> None:
             """Deliver entries to the leaving consumer while it leaves."""
@@ -335,13 +335,15 @@ async def test_leaving_requeues_all_entries_of_the_worker_in_one_step(redis_url:
             while True:
                 await redis.xadd(stream, {"id": "late"})
                 n_delivered += len(await redis.xreadgroup(GROUP, "leaving", {stream: ">"}) or ())
+                has_delivered.set()
 
         delivering = asyncio.create_task(deliver())
-        await asyncio.sleep(0.02)
+        await has_delivered.wait()
         await membership.leave()
         delivering.cancel()
         await asyncio.gather(delivering, return_exceptions=True)
         summary: Any = await redis.xpending(stream, GROUP)
+        assert n_delivered
         assert summary["pending"] >= 1500 + n_delivered, "no delivered entry was dropped"
 
 
