@@ -22,7 +22,7 @@ async def test_clients_are_told_not_to_repeat_a_request_that_conflicts_with_anot
     async with (
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers={"Idempotency-Key": queue}) as http,
     ):
         await worker.announce()
         first, other = [
@@ -51,7 +51,7 @@ async def test_a_repeated_request_for_another_number_of_answers_conflicts_and_co
         AsyncClient(redis_url, queue) as client,
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers={"Idempotency-Key": queue}) as http,
     ):
         await worker.announce()
         first = asyncio.create_task(http.post("/v1/completions", json=body))
@@ -73,7 +73,7 @@ async def test_a_repeated_request_for_another_queue_conflicts_and_computes_nothi
         FakeWorker(redis_url, queue) as worker,
         FakeWorker(redis_url, other) as other_worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers={"Idempotency-Key": queue}) as http,
     ):
         await worker.announce()
         await other_worker.announce()
@@ -95,7 +95,7 @@ async def test_the_key_of_a_request_whose_jobs_were_all_refused_is_free(
         AsyncClient(redis_url, queue) as client,
         FakeWorker(redis_url, queue) as worker,
         serving_http(redis_url, queue) as url,
-        httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": queue}, timeout=60) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers={"Idempotency-Key": queue}) as http,
     ):
         await worker.announce()
         await client.drain()

@@ -164,7 +164,7 @@ async def test_a_key_has_limits_that_all_servers_share(redis_url: str, queue: st
         serving_http(redis_url, queue, key_prefix=queue, require_key=True) as first,
         serving_http(redis_url, queue, key_prefix=queue, require_key=True) as second,
         FakeWorker(redis_url, queue, key_prefix=queue) as worker,
-        httpx.AsyncClient() as http,
+        httpx.AsyncClient(timeout=60) as http,
     ):
         rated = bearer(await store.add(name="rated", requests_per_minute=3))
         statuses = [(await http.get(f"{url}/v1/models", headers=rated)).status_code for url in (first, second) * 2]

@@ -348,7 +348,7 @@ async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(
     origin = "https://chat.example.org"
     async with (
         serving_http(redis_url, queue, cors_origins=origin) as url,
-        httpx.AsyncClient(base_url=url, headers={"Origin": origin}) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers={"Origin": origin}) as http,
     ):
         given = await http.get("/health", headers={"X-Request-Id": "my-id"})
         bad = await http.get("/health", headers={"X-Request-Id": "my id"})

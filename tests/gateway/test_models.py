@@ -14,7 +14,7 @@ async def test_anthropics_clients_get_the_models_and_errors_in_their_form(redis_
     async with (
         FakeWorker(redis_url, queue, key_prefix=queue) as worker,
         serving_http(redis_url, queue, key_prefix=queue) as url,
-        httpx.AsyncClient(base_url=url, headers={"anthropic-version": "2023-06-01"}) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers={"anthropic-version": "2023-06-01"}) as http,
     ):
         await worker.announce()
         listed = (await http.get("/v1/models")).json()

@@ -30,7 +30,7 @@ async def test_the_batches_of_a_key_with_limits_run_one_after_the_other_within_t
         key_store(redis_url, queue) as keys,
         FakeWorker(redis_url, queue, key_prefix=queue) as worker,
         serving_http(redis_url, queue, key_prefix=queue, require_key=True, batch_lease_s=3) as url,
-        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
     ):
         first = await begin(http, jsonl(*(line(str(number), "x") for number in range(4))))
         attempt = await worker.start_next()
@@ -56,7 +56,7 @@ async def test_a_batch_that_is_cancelled_or_expires_while_another_runs_ends_with
         key_store(redis_url, queue) as keys,
         FakeWorker(redis_url, queue, key_prefix=queue) as worker,
         serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
-        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
     ):
         await worker.announce()
         first = await begin(http, jsonl(line("a", "x")))
@@ -132,7 +132,7 @@ async def test_a_line_may_have_more_jobs_than_its_key_may_have_open(redis_url: s
         key_store(redis_url, queue) as keys,
         answering(redis_url, queue, prefix=queue),
         serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
-        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
     ):
         lines = [line("many", "x", n=9), line("one", "y"), line("too many", "x", n=200)]
         done = await end_of(http, await begin(http, jsonl(*lines)))
@@ -155,8 +155,10 @@ async def test_a_key_sees_its_own_files_and_batches_and_its_jobs_keep_its_rules(
         key_store(redis_url, queue) as keys,
         FakeWorker(redis_url, queue, key_prefix=queue) as worker,
         serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
-        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="alice", max_open=2))) as alice,
-        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="bob", queues=("other",)))) as bob,
+        httpx.AsyncClient(base_url=url, timeout=60, headers=bearer(await keys.add(name="alice", max_open=2))) as alice,
+        httpx.AsyncClient(
+            base_url=url, timeout=60, headers=bearer(await keys.add(name="bob", queues=("other",)))
+        ) as bob,
     ):
         serving = asyncio.create_task(worker.serve(answer))
         batch = await begin(alice, jsonl(*(line(str(number), "x", tenant="bob") for number in range(5))))

@@ -111,7 +111,7 @@ async def test_a_batch_whose_input_is_deleted_fails_and_leaves_no_job(
         key_store(redis_url, queue) as keys,
         FakeWorker(redis_url, queue, key_prefix=queue) as worker,
         serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
-        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
     ):
         await worker.announce()
         batch = await begin(http, jsonl(*(line(str(number), "x") for number in range(40))))
