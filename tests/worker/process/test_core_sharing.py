@@ -181,6 +181,7 @@ def test_the_thread_announces_and_withdraws(prefix: str, monkeypatch: pytest.Mon
 def test_a_job_that_ended_before_the_thread_looked_is_announced(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_sharing, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(core_sharing, "IDLE_CHECK_EVERY_S", 3600.0)
+    monkeypatch.setattr(core_sharing, "IDLE_CHECKS", 10_000)  # the announcement lasts until it is seen
     worker, observer = SharingWorker(prefix), Announcement(CPUS, prefix)
     with worker.sharing:
         worker.engine_thread.n_ticks += 1
