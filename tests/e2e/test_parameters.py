@@ -106,7 +106,8 @@ def test_ignore_eos_generates_until_max_tokens(client: Client) -> None:
 def test_the_time_of_a_running_job_ends_it_and_it_keeps_its_tokens(slow_client: Client, option: str) -> None:
     """On a busy machine, the job may end before its first token. Then the next one gets twice as much time."""
     for time_s in (0.5, 1.0, 2.0, 4.0, 8.0):
-        result = slow_client.generate("the world", max_tokens=8000, **{option: time_s})
+        options: Any = {option: time_s}
+        result = slow_client.generate("the world", max_tokens=8000, **options)
         assert result.finish_reason is FinishReason.DEADLINE
         if result.tokens:
             break
