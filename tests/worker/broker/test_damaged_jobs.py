@@ -78,11 +78,11 @@ async def test_a_job_with_damaged_data_fails_once_and_is_a_dead_letter(
         await damage(client.redis, keys)
         async with worker.redis.pubsub() as pubsub:
             await pubsub.subscribe(keys.channel)
-            await pubsub.get_message(timeout=5)
+            await pubsub.get_message(timeout=60)
             for _ in range(2):
                 assert await claims_of(worker, HEIR, ended=ended).claim_job(attempt.claim) is None
             await worker.redis.publish(keys.channel, codec.encode_tokens(0, [], 0, ""))
-            messages = [await pubsub.get_message(timeout=5) for _ in range(2)]
+            messages = [await pubsub.get_message(timeout=60) for _ in range(2)]
         published = [codec.decode_event(message["data"]).type for message in messages if message]
         assert published == ["failed", "tokens"], "one terminal event before the marker"
 
@@ -92,10 +92,10 @@ async def test_a_job_with_damaged_data_fails_once_and_is_a_dead_letter(
         assert await job.cancel() is False
         for read in (client.job(job.id).result, job.result):
             with pytest.raises(JobFailed, match="damaged") as caught:
-                await read(timeout=5)
+                await read(timeout=60)
             assert caught.value.code == ErrorCode.DAMAGED
         with pytest.raises(JobFailed, match="damaged"):
-            [chunk async for chunk in client.job(job.id).stream(timeout=5)]
+            [chunk async for chunk in client.job(job.id).stream(timeout=60)]
         (letter,) = await client.dead_letters()
         assert letter.job_id == job.id
         details = await client.dead_letter(letter.id)

@@ -69,13 +69,13 @@ async def test_checkpoints_are_stored_and_not_published(redis_url: str, queue: s
     async with working(redis_url, queue, checkpoints=AT_ONCE, streams=False) as at, at.client.redis.pubsub() as pubsub:
         job, running = await at.begin()
         await pubsub.subscribe(at.client.keys.of_job(job.id).channel)
-        await pubsub.get_message(timeout=5)
+        await pubsub.get_message(timeout=60)
         await at.put(running, 0, 1)
         await at.outbox.flush()
         await at.put(running, 2)
         await at.end(running, 3)
         await at.outbox.flush()
-        message = await pubsub.get_message(timeout=5)
+        message = await pubsub.get_message(timeout=60)
         assert message is not None
         assert codec.decode_event(message["data"]).type == "finished"
 

@@ -72,7 +72,7 @@ async def test_jobs_keep_their_leases_while_redis_is_full_and_continue_afterward
                 idle.append(await idle_ms(at, running))
             assert await at.stored(job) == [0, 1]
             assert at.outbox.n_jobs == 2
-            assert (await ending.result(timeout=5)).tokens == (5,), "the end of a job passes"
+            assert (await ending.result(timeout=60)).tokens == (5,), "the end of a job passes"
         await until(at.stored, job, [0, 1, 2, 3])
         await until(at.stored, requeued, [9])
         while "redis_recovered" not in caplog.text:  # noqa: ASYNC110 - logged only after the flush that stored these results

@@ -37,7 +37,7 @@ async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_u
         keys = client.keys.of_job(job.id)
 
         with pytest.raises(JobFailed, match="3 workers died with this job") as caught:
-            await job.result(timeout=5)
+            await job.result(timeout=60)
         assert caught.value.code == ErrorCode.POISON
         assert caught.value.message.endswith(": a b c")
         status = await job.status()
@@ -90,7 +90,7 @@ async def test_a_cancelled_job_ends_as_cancelled_and_not_as_poison(redis_url: st
         await job.cancel()
         assert await check_crash(worker, claim, "c") == "ok"
         assert await worker.claim_scripts.claim_job(claim, "successor", LEASE_MS) == "ended"
-        assert (await job.result(timeout=5)).finish_reason is FinishReason.CANCELLED
+        assert (await job.result(timeout=60)).finish_reason is FinishReason.CANCELLED
         assert await client.dead_letters() == ()
 
 
@@ -106,7 +106,7 @@ async def test_a_suspect_whose_last_worker_may_be_alive_is_cancelled_at_once(red
         await worker.redis.xclaim(claim.stream, GROUP, "waiting", 0, [claim.entry_id], idle=idle_ms, justid=True)
         assert await job_claims.check_crash(claim) == "unsure"
         await job.cancel()
-        assert (await job.result(timeout=5)).finish_reason is FinishReason.CANCELLED
+        assert (await job.result(timeout=60)).finish_reason is FinishReason.CANCELLED
         assert (await attempt.emit([1], "a")).code == "lost"
 
 
@@ -119,7 +119,7 @@ async def test_a_suspect_that_finishes_is_not_a_dead_letter(redis_url: str, queu
         event = Finished(finish_reason=FinishReason.STOP, stats=JobStats())
         ending = TerminalWrite(event, {"finish_reason": "stop", "output": codec.encode_output("", [])})
         assert (await attempt.worker.scripts.finish(attempt.increment(), ending)).code == "ok"
-        assert (await job.result(timeout=5)).finish_reason is FinishReason.STOP
+        assert (await job.result(timeout=60)).finish_reason is FinishReason.STOP
         assert await client.dead_letters() == ()
 
 

@@ -30,11 +30,11 @@ async def published(redis: Redis, job: AsyncJob, work: Any) -> list[str]:
     """Return what is published for a job while `work` runs: the type of each event, or how much is processed."""
     async with redis.pubsub() as pubsub:
         await pubsub.subscribe(job._keys.channel)
-        await pubsub.get_message(timeout=5)
+        await pubsub.get_message(timeout=60)
         await work
         await redis.publish(job._keys.channel, b"end")
         found = []
-        while (message := await pubsub.get_message(ignore_subscribe_messages=True, timeout=5))["data"] != b"end":
+        while (message := await pubsub.get_message(ignore_subscribe_messages=True, timeout=60))["data"] != b"end":
             event = codec.decode_event(message["data"])
             found.append(str(event.processed_tokens) if isinstance(event, PromptProgress) else event.type)
         return found
@@ -63,7 +63,7 @@ async def test_progress_is_published_at_once_although_the_job_has_no_new_tokens(
     async with working(redis_url, queue) as at, at.client.redis.pubsub() as pubsub:
         job, running = await at.begin()
         await pubsub.subscribe(job._keys.channel)
-        await pubsub.get_message(timeout=5)
+        await pubsub.get_message(timeout=60)
         monkeypatch.setattr(outbox_module, "POLL_S", 3600.0)
         task = asyncio.create_task(at.outbox.run())
         await advance(at, running, 8)

@@ -183,7 +183,7 @@ async def test_a_cancelled_job_is_not_retried(redis_url: str, queue: str) -> Non
         error = Failed(code=ErrorCode.INTERNAL, message="broken")
         last = attempt.increment()
         assert await worker_scripts(worker).retry(last, error, first_delay_s=1, max_delay_s=1, share=1) is None
-        result = await job.result(timeout=5)
+        result = await job.result(timeout=60)
         assert (result.finish_reason, result.tokens) == (FinishReason.CANCELLED, (1,))
 
 

@@ -140,7 +140,7 @@ def test_a_sandbox_that_is_closed_ends_a_process_that_was_set_aside(
         wait_until(lambda: process in sandbox._set_aside, "the process is set aside")
         sandbox.close()
         with pytest.raises(EngineError, match="the worker stops"):
-            hostile.result(timeout=5)
+            hostile.result(timeout=60)
     assert not sandbox._set_aside
 
 
