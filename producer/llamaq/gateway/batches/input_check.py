@@ -27,6 +27,8 @@ class CheckedInput:
     """Number of the last line that is not empty. Empty lines are counted too."""
     model: str | None = None
     """The `model` of all lines. None: they name none."""
+    has_model: bool = False
+    """Whether a valid line has set `model`. Lines with an error may come before it."""
     errors: list[dict[str, Any]] = field(default_factory=list)
     """Why the batch is refused, in the form of OpenAI's API. Empty: it is not."""
 
@@ -87,8 +89,8 @@ def _check_record(
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         found.refuse("invalid_model", "body.model: a text is required", line=number, param="body.model")
-    elif found.n_lines == 1:
-        found.model = model
+    elif not found.has_model:
+        found.model, found.has_model = model, True
     elif model != found.model:
         found.refuse(
             "mismatched_model", "body.model: all lines of a batch have the same model", line=number, param="body.model"
