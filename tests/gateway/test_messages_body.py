@@ -43,6 +43,23 @@ def test_blocks_become_messages_of_a_chat() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"is_error": True}, "Error"),
+        ({"is_error": True, "content": []}, "Error"),
+        ({"is_error": True, "content": "\n"}, "Error"),
+        ({"is_error": True, "content": "no such file"}, "no such file"),
+        ({"is_error": False}, ""),
+        ({}, ""),
+    ],
+)
+def test_an_error_of_a_tool_without_a_text_becomes_the_text_error(fields: dict[str, Any], text: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", **fields}
+    (message,) = read({"role": "user", "content": [result]}).prompt["messages"][1:]
+    assert message == {"role": "tool", "tool_call_id": "toolu_1", "content": text}
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
 def test_a_call_without_tools_is_refused(choice: Any) -> None:
     with pytest.raises(InvalidRequest, match="tool_choice"):

@@ -103,9 +103,14 @@ def _read_answer(place: str, content: Any, blocks: Blocks) -> Message:
 
 
 def _read_result(place: str, block: Mapping[str, Any]) -> Message:
-    """Return the result of a tool. A chat template has no field for `is_error`, so the text contains it."""
+    """Return the result of a tool. A chat template has no field for `is_error`: the text of the result must tell it.
+
+    The text of an error that has none is `Error`. Otherwise the model would read an empty result of a call that worked.
+    """
     if not isinstance(block.get("tool_use_id"), str):
         raise InvalidRequest(f"{place}.tool_use_id: the id of a tool_use is required")
     content = block.get("content") or ""
     text = _text_of(f"{place}.content", content, _blocks_of(f"{place}.content", content))
+    if block.get("is_error") is True and not text.strip():
+        text = "Error"
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
