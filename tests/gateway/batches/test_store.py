@@ -19,6 +19,7 @@ from llamaq.gateway.batches.record import BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import compress
 from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http.query_parameters import Page
 from llamaq.gateway.http_keys import HttpKeys
 from llamaq.gateway.settings import serve_settings
 
@@ -47,6 +48,41 @@ async def test_a_repeated_request_with_an_idempotency_key_gets_the_same_batch(re
     assert listed.count(later["id"]) == 1
     assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "idempotency_conflict")
     assert conflict.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("is_ascending", [False, True])
+async def test_batches_that_are_stored_no_longer_leave_no_gaps_in_the_list(
+    redis_url: str, queue: str, *, is_ascending: bool
+) -> None:
+    redis, keys = connect(redis_url, name="test"), HttpKeys(queue)
+    store = BatchStore(redis, keys)
+    body = {"input_file_id": "file-x", "endpoint": CHAT}
+    names = []
+    for number in range(12):
+        request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
+        await store.create(request.model_copy(update={"created_ms": number}))
+        names.append(request.id)
+    for number in (0, 1, 4, 5, 6, 7, 8, 11):
+        await redis.delete(keys.http_batch(names[number]))
+    await redis.hset(keys.http_batch(names[9]), "status", "damaged")
+
+    async def pages(limit: int, after: str | None) -> list[list[int]]:
+        """Return the numbers of the batches on each page."""
+        found, has_more = [], True
+        while has_more:
+            batches, has_more = await store.listed(None, Page(limit, after, is_ascending))
+            assert batches or not has_more
+            found.append([names.index(each.request.id) for each in batches])
+            after = batches[-1].request.id if batches else None
+        return found
+
+    first, last = (4, [10]) if is_ascending else (8, [3, 2])
+    assert await pages(2, names[first]) == [last], "the place of a batch that is stored no longer"
+    everything = [2, 3, 10] if is_ascending else [10, 3, 2]
+    assert await pages(2, None) == [everything[:2], everything[2:]]
+    assert await pages(1, None) == [[each] for each in everything]
+    assert await redis.zcard(keys.http_batches("")) == 4
+    await redis.aclose()
 
 
 @pytest.mark.parametrize("how", ["repeated", "retrieved", "cancelled"])

@@ -24,6 +24,8 @@ KEPT_S = 30 * 24 * 3600
 """How long an ended batch can be read."""
 MAX_BATCHES = 10_000
 """Largest number of batches of an API key that are listed."""
+READ_AT_ONCE = 100
+"""Number of batches that are read together to fill a page."""
 
 ClaimCode = Literal["mine", "held", "ended", "missing"]
 
@@ -120,6 +122,8 @@ class BatchStore:
     async def listed(self, owner: str | None, page: Page) -> tuple[list[Batch], bool]:
         """Return batches of an API key, and whether there are more. Damaged ones are left out.
 
+        Ids of batches that are stored no longer are removed from the list, except `after`.
+
         Args:
             owner: Name of the API key. None: the server requires none.
             page: Which part of the list is wanted.
@@ -134,17 +138,29 @@ class BatchStore:
             if rank is None:
                 raise missing_batch(page.after)
             start = rank + 1
-        ids: Any = await self.redis.zrange(mine, start, start + page.limit, desc=not page.is_ascending)
+        batches: list[Batch] = []
+        n_read = page.limit + 1
+        while len(batches) <= page.limit:
+            ids: Any = await self.redis.zrange(mine, start, start + n_read - 1, desc=not page.is_ascending)
+            if not ids:
+                break
+            start += len(ids) - await self._add_stored(batches, mine, ids)
+            n_read = READ_AT_ONCE  # thousands of batches may be stored no longer
+        return batches[: page.limit], len(batches) > page.limit
+
+    async def _add_stored(self, batches: list[Batch], mine: str, ids: Sequence[bytes]) -> int:
+        """Add the batches with these ids, and remove the other ids from the list `mine`. Return their number."""
         async with self.redis.pipeline(transaction=False) as pipe:
-            shown = [batch_id.decode() for batch_id in ids[: page.limit]]
-            for batch_id in shown:
-                pipe.hgetall(self.keys.http_batch(batch_id))
-            found: Any = await pipe.execute() if ids else []
-        batches = []
-        for batch_id, stored in zip(shown, found, strict=True):
+            for batch_id in ids:
+                pipe.hgetall(self.keys.http_batch(batch_id.decode()))
+            found: Any = await pipe.execute()
+        gone = [batch_id for batch_id, stored in zip(ids, found, strict=True) if not stored]
+        if gone:
+            await self.redis.zrem(mine, *gone)
+        for batch_id, stored in zip(ids, found, strict=True):
             with suppress(ProtocolError):
-                batches += [_batch_of(batch_id, stored)] if stored else []
-        return batches, len(ids) > page.limit
+                batches += [_batch_of(batch_id.decode(), stored)] if stored else []
+        return len(gone)
 
     async def cancel(self, batch_id: str) -> None:
         """Let the runner of a batch cancel it. A batch that has ended stays as it is.
