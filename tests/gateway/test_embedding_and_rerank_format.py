@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import base64
+import json
+import threading
 from array import array
+from math import inf, nan
 from typing import Any
 
 import pytest
+from pydantic_core import to_json
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.embedding_task import Embedding, Normalization
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
+from llamaq.gateway import embedding_and_rerank_format
 from llamaq.gateway.embedding_and_rerank_format import (
-    embedding_list,
-    native_embeddings,
+    encode_embeddings,
+    encode_native_embeddings,
     ranking_object,
     read_embedding_body,
     read_ranking_body,
 )
+from llamaq.gateway.prepared.embedding import PreparedEmbedding
 from llamaq.producer.embed_and_rerank import rank
 
 ROWS = array("f", [0.5, -1.0]).tobytes()
@@ -80,12 +87,46 @@ def test_options_are_read() -> None:
 
 def test_an_answer_has_numbers_or_base64_and_the_usage() -> None:
     embeddings = [Embedding(3, 1, ROWS), Embedding(4, 1, ROWS)]
-    answer = embedding_list(embeddings, "m", is_base64=False)
+    answer = json.loads(encode_embeddings(embeddings, 'm"', is_base64=False))
+    assert (answer["object"], answer["model"]) == ("list", 'm"')
     assert answer["data"][1] == {"object": "embedding", "index": 1, "embedding": [0.5, -1.0]}
     assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
-    encoded = embedding_list(embeddings, "m", is_base64=True)["data"][0]["embedding"]
+    encoded = json.loads(encode_embeddings(embeddings, "m", is_base64=True))["data"][0]["embedding"]
     assert base64.b64decode(encoded) == ROWS
-    assert native_embeddings([Embedding(2, 2, ROWS)]) == [{"index": 0, "embedding": [[0.5], [-1.0]]}]
+    native = json.loads(encode_native_embeddings([Embedding(2, 2, ROWS), Embedding(1, 1, ROWS)]))
+    assert native == [{"index": 0, "embedding": [[0.5], [-1.0]]}, {"index": 1, "embedding": [[0.5, -1.0]]}]
+
+
+def test_numbers_that_json_does_not_have_are_refused() -> None:
+    wrong = [Embedding(3, 1, array("f", [1.0, value]).tobytes()) for value in (nan, inf, -inf)]
+    for each in wrong:
+        with pytest.raises(ValueError, match="JSON"):
+            encode_embeddings([each], "m", is_base64=False)
+        with pytest.raises(ValueError, match="JSON"):
+            encode_native_embeddings([each])
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize(("n_inputs", "is_large"), [(1, False), (32, True)])
+async def test_large_answers_are_encoded_on_a_thread(
+    monkeypatch: pytest.MonkeyPatch, *, n_inputs: int, is_large: bool, is_native: bool
+) -> None:
+    threads = set()
+
+    def encode(row: bytes) -> bytes:
+        threads.add(threading.get_ident())
+        return to_json(len(row))
+
+    monkeypatch.setattr(embedding_and_rerank_format, "_encode_vector", encode)
+    embeddings = (Embedding(3, 1, bytes(4096)),) * n_inputs
+    stats, reason = JobStats(), FinishReason.STOP
+    result = Result(job_id="j", text="", tokens=(), embeddings=embeddings, finish_reason=reason, stats=stats, seed=1)
+    asked = PreparedEmbedding("m", is_native, is_base64=False, jobs=[])
+    answer = json.loads(await asked.answer([result]))
+    assert len(answer if is_native else answer["data"]) == n_inputs
+    assert asked.usage([result]) == {"prompt_tokens": 3 * n_inputs, "total_tokens": 3 * n_inputs}
+    assert len(threads) == 1
+    assert (threading.get_ident() not in threads) is is_large
 
 
 SCORES = [Embedding(5, 1, array("f", [score]).tobytes()) for score in (0.25, 0.75, -1.0)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
+
+from pydantic_core import to_json
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.embedding_task import MAX_DIMENSIONS, Embedding, Normalization
@@ -99,22 +102,58 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def embedding_list(embeddings: Sequence[Embedding], model: str, *, is_base64: bool) -> dict[str, Any]:
-    """Return the answer of OpenAI's API."""
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(each) if is_base64 else each.vector}
-        for index, each in enumerate(embeddings)
-    ]
-    return {"object": "list", "model": model, "data": data, "usage": _usage(each.n_tokens for each in embeddings)}
+def encode_embeddings(embeddings: Sequence[Embedding], model: str, *, is_base64: bool) -> bytes:
+    """Return the answer of OpenAI's API as JSON. It is encoded in steps, between which other threads run.
+
+    Raises:
+        ValueError: An embedding has a number that JSON does not have, such as NaN.
+    """
+    encode = _encode_base64 if is_base64 else _encode_vector
+    parts = [b'{"object":"list","model":', to_json(model), b',"data":[']
+    for index, each in enumerate(embeddings):
+        start = b'{"object":"embedding","index":%d,"embedding":' % index
+        parts += [b"," if index else b"", start, encode(each.data), b"}"]
+    return b"".join([*parts, b'],"usage":', to_json(embedding_usage(embeddings)), b"}"])
 
 
-def native_embeddings(embeddings: Sequence[Embedding]) -> list[dict[str, Any]]:
-    """Return the answer of llama-server's own endpoint: a list of vectors for each input."""
-    return [{"index": index, "embedding": each.vectors} for index, each in enumerate(embeddings)]
+def encode_native_embeddings(embeddings: Sequence[Embedding]) -> bytes:
+    """Return the answer of llama-server's own endpoint as JSON: a list of vectors for each input.
+
+    It is encoded in steps, as in `encode_embeddings`. An input may have thousands of vectors.
+
+    Raises:
+        ValueError: As in `encode_embeddings`.
+    """
+    parts = []
+    for index, each in enumerate(embeddings):
+        parts.append(b'%b{"index":%d,"embedding":[' % (b"," if index else b"", index))
+        for number, row in enumerate(_rows_of(each)):
+            parts += [b"," if number else b"", _encode_vector(row)]
+        parts.append(b"]}")
+    return b"".join([b"[", *parts, b"]"])
 
 
-def _encoded(embedding: Embedding) -> str:
-    return base64.b64encode(embedding.data).decode()
+def _rows_of(embedding: Embedding) -> Iterator[bytes]:
+    """Yield the bytes of each vector."""
+    size = len(embedding.data) // embedding.n_rows
+    for start in range(0, len(embedding.data), size):
+        yield embedding.data[start : start + size]
+
+
+def _encode_vector(row: bytes) -> bytes:
+    vector = Embedding(0, 1, row).vector
+    if not isfinite(sum(vector)):
+        raise ValueError("an embedding has a number that JSON does not have")
+    return to_json(vector)
+
+
+def _encode_base64(row: bytes) -> bytes:
+    return b'"' + base64.b64encode(row) + b'"'
+
+
+def embedding_usage(embeddings: Sequence[Embedding]) -> dict[str, int]:
+    """Return the object `usage` of an answer with embeddings."""
+    return _usage(each.n_tokens for each in embeddings)
 
 
 def _usage(numbers: Any) -> dict[str, int]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from array import array
 from typing import Any
 
 import httpx
+import pytest
 from tests.gateway.test_disconnects import gateway
 from tests.support.batches import begin, end_of, jsonl, lines_of
 from tests.support.http_server import serving_http
 from tests.support.worker_cards import announce_card
 
 from llamaq.common.background_tasks import cancel_tasks
-from llamaq.common.protocol.embedding_task import JobKind
+from llamaq.common.protocol.embedding_task import Embedding, JobKind
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.gateway import embedding_and_rerank_format
 from llamaq.producer.testing import FakeWorker, fake_embedding
 
 RESPONSES = "/v1/responses"
@@ -70,6 +74,36 @@ async def test_a_line_for_embeddings_in_the_form_of_llama_server_fails_alone(red
     assert (done["status"], answer["custom_id"], error["custom_id"]) == ("completed", "1", "0")
     assert error["response"]["status_code"] == 400
     assert "input: a text" in error["error"]["message"]
+
+
+async def test_many_embeddings_of_a_line_are_encoded_on_a_thread_and_counted(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    encode = embedding_and_rerank_format._encode_vector
+
+    def encode_here(row: bytes) -> bytes:
+        threads.append(threading.get_ident())
+        return encode(row)
+
+    monkeypatch.setattr(embedding_and_rerank_format, "_encode_vector", encode_here)
+    path, embedding = "/v1/embeddings", Embedding(3, 1, array("f", range(600)).tobytes())
+    row = {"custom_id": '"body": null', "url": path, "body": {"input": ["hello"] * 32}}
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        await announce_card(worker, kind=JobKind.EMBEDDING)
+        begun = await begin(http, jsonl(row), endpoint=path)
+        await (await worker.start_next()).finish(embeddings=[embedding] * 32)
+        done = await end_of(http, begun)
+        (answer,) = await lines_of(http, done["output_file_id"])
+    assert answer["custom_id"] == '"body": null'
+    assert [each["embedding"] for each in answer["response"]["body"]["data"]] == [list(range(600))] * 32
+    assert (done["usage"]["input_tokens"], done["usage"]["output_tokens"]) == (96, 0)
+    assert len(threads) == 32
+    assert threading.get_ident() not in threads
 
 
 async def test_a_line_gets_the_default_length_as_at_the_endpoint(redis_url: str, queue: str) -> None:

@@ -16,7 +16,7 @@ from llamaq.common.protocol.embedding_task import JobKind, Pooling
 from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.gateway.batches.finish_output_files import finish_files, write_unfinished
 from llamaq.gateway.batches.input_check import check_input
-from llamaq.gateway.batches.line_requests import LineRequests
+from llamaq.gateway.batches.line_requests import AddUsage, LineRequests
 from llamaq.gateway.batches.record import Batch, BatchEndpoint, BatchStatus
 from llamaq.gateway.batches.redis_row_store import RedisRowStore
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
@@ -140,7 +140,7 @@ class BatchRun:
         client = await self._queues.client(self._batch.fields["queue"], waits=True)
         rows = await RedisRowStore.open(self._store, self._batch, self._runner)
         parameters = self._parameters()
-        lines = self._line_requests(client)
+        lines = self._line_requests(client, rows.add_usage)
         execution = Execution(parameters, client, rows, read=lines.read, decide=self._decide, keeps_jobs=True)
         end = ENDS[await execution.run_until_end(_ignore, self.stop)]
         if end is BatchStatus.EXPIRED:
@@ -189,10 +189,12 @@ class BatchRun:
         except RequestRefused as exc:
             raise failure(code_of(exc) or "invalid_request", message_of(exc)) from exc
 
-    def _line_requests(self, client: AsyncClient) -> LineRequests:
+    def _line_requests(self, client: AsyncClient, add_usage: AddUsage) -> LineRequests:
         responses = ResponseStore(self._store.redis, self._store.keys, self._queues.settings.response_ttl_s)
         job_options = json.loads(self._batch.fields.get("job_options", "{}"))  # older servers stored none
-        return LineRequests(self._request.endpoint, self._models, client, responses, self._request.owner, job_options)
+        return LineRequests(
+            self._request.endpoint, self._models, client, responses, self._request.owner, job_options, add_usage
+        )
 
     def _decide(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a job, given those of its line: as at the endpoint, with those of the API key."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from llamaq.common.errors import InvalidRequest
@@ -21,6 +22,8 @@ from llamaq.producer.bulk.input_row import Row, unread_row
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.openai_format.endpoints import Endpoint
 
+AddUsage = Callable[[int, Mapping[str, Any]], None]
+
 
 class PreparedRequest(Protocol):
     """A request whose jobs can be submitted."""
@@ -34,7 +37,7 @@ class PreparedRequest(Protocol):
         """Number of jobs for each prompt. The jobs of one prompt follow each other."""
 
     async def answer(self, results: Sequence[Result]) -> Any:
-        """Return the body of the answer.
+        """Return the body of the answer, or its JSON.
 
         Args:
             results: The result of each job.
@@ -55,6 +58,7 @@ class LineRequests:
         responses: ResponseStore,
         owner: str | None,
         job_options: Mapping[str, Any],
+        add_usage: AddUsage,
     ) -> None:
         """Prepare to read.
 
@@ -65,6 +69,7 @@ class LineRequests:
             responses: The stored responses, which a line may continue.
             owner: Name of the API key of the batch. None: the server requires none.
             job_options: The options that the model of the batch sets. Those of a line take precedence.
+            add_usage: Called with the number and the `usage` of a line before the body of its answer is returned.
         """
         self._endpoint = endpoint
         self._models = models
@@ -72,6 +77,7 @@ class LineRequests:
         self._responses = responses
         self._owner = owner
         self._job_options = job_options
+        self._add_usage = add_usage
 
     def __repr__(self) -> str:
         return f"<LineRequests {self._endpoint} queue={self._client.queue}>"
@@ -94,8 +100,15 @@ class LineRequests:
             row.error = exc
             return row
         row.jobs = [{**self._job_options, **job} for job in asked.jobs]
-        row.n_choices, row.body_of = asked.n_choices, asked.answer
+        row.n_choices, row.body_of = asked.n_choices, partial(self._answer, number, asked)
         return row
+
+    async def _answer(self, number: int, asked: PreparedRequest, results: Sequence[Result]) -> Any:
+        """Return the body of the answer to a line, or its JSON, after its usage was reported."""
+        body = await asked.answer(results)
+        usage = asked.usage(results) if isinstance(asked, PreparedEmbedding) else body["usage"]
+        self._add_usage(number, usage)
+        return body
 
     async def _prepare(self, record: object) -> PreparedRequest:
         fields = record.get("body") if isinstance(record, Mapping) else None

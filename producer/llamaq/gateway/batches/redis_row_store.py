@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
 
-from pydantic_core import from_json
 from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
@@ -41,6 +40,7 @@ class RedisRowStore:
         self._output: list[bytes] = []
         self._errors: list[bytes] = []
         self._counters: Counter[str] = Counter()
+        self._usages: dict[int, Mapping[str, Any]] = {}
         self.n_rows = batch.number("total")
         self.n_failed = batch.number("failed")
         self.finished = FinishedRows()
@@ -82,17 +82,22 @@ class RedisRowStore:
         if n_read != self.n_rows:
             raise BulkRunRefused(f"the input file {self._request.input_file_id} was deleted before its end was read")
 
+    def add_usage(self, number: int, usage: Mapping[str, Any]) -> None:
+        """Remember the `usage` of a row until `add_answer`, so that its line need not be decoded."""
+        self._usages[number] = usage
+
     def add_answer(self, number: int, line: bytes) -> None:
         """Add the line of a row with a result. `flush` stores it."""
         self._output.append(line)
         self.finished.add(number)
-        usage = from_json(line)["response"]["body"]["usage"]
-        self._counters += Counter(completed=1, output_bytes=len(line), **_tokens_of(usage))
+        tokens = _tokens_of(self._usages.pop(number))
+        self._counters += Counter(completed=1, output_bytes=len(line), **tokens)
 
     def add_error(self, number: int, line: bytes) -> None:
         """Add the line of a row that has failed. `flush` stores it."""
         self._errors.append(line)
         self.finished.add(number)
+        self._usages.pop(number, None)
         self.n_failed += 1
         self._counters += Counter(failed=1, error_bytes=len(line))
 

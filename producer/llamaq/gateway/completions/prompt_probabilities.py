@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,18 +10,15 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import Result, TokenLogprobs
 from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, ScoredToken
 from llamaq.gateway.completions.logprobs import Pieces, logprobs_object
+from llamaq.gateway.http.answer_writer import write_if_large_off_the_loop
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.token_bytes_cache import starts_of
 from llamaq.producer import AsyncClient
 from llamaq.producer.openai_format.endpoints import Endpoint
 
-MAX_QUICK_BYTES = 64 * 1024
-"""Larger probabilities are written on a thread, because this takes long."""
 MAX_VALUES_OF_ANSWER = 1_000_000
 """Largest number of probabilities of prompts in one answer that is no stream. Each has up to 80 bytes of JSON, and up
 to 400 bytes of memory until then."""
-_WRITER = ThreadPoolExecutor(1, "prompt-probabilities")
-"""One thread for all answers: with several, the event loop would wait for each of them to get the GIL."""
 
 T = TypeVar("T")
 
@@ -112,9 +107,7 @@ def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, An
 async def write_off_the_loop(prompts: Iterable[PromptLogprobs | None], write: Callable[[], T]) -> T:
     """Return what `write` returns. It is called on a thread if it takes long, because it reads these probabilities."""
     n_bytes = sum(len(prompt.rows) for prompt in prompts if prompt is not None)
-    if n_bytes <= MAX_QUICK_BYTES:
-        return write()
-    return await asyncio.get_running_loop().run_in_executor(_WRITER, write)
+    return await write_if_large_off_the_loop(n_bytes, write)
 
 
 def _by_id(entry: ScoredToken | None, pieces: Pieces) -> dict[str, Any] | None:

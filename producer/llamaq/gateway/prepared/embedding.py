@@ -9,10 +9,12 @@ from typing import Any, Self
 from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.gateway.embedding_and_rerank_format import (
     EmbeddingBody,
-    embedding_list,
-    native_embeddings,
+    embedding_usage,
+    encode_embeddings,
+    encode_native_embeddings,
     read_embedding_body,
 )
+from llamaq.gateway.http.answer_writer import write_if_large_off_the_loop
 from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.request_tokenization import with_tokens
@@ -66,19 +68,26 @@ class PreparedEmbedding:
         jobs = split_task(inputs, dimensions=body.dimensions, normalization=body.normalization)
         return cls(read_model(fields) or client.queue, is_native, body.is_base64, jobs)
 
-    async def answer(self, results: Sequence[Result]) -> Any:
-        """Return the embeddings.
+    async def answer(self, results: Sequence[Result]) -> bytes:
+        """Return the body of the answer as JSON. The event loop runs meanwhile: it may have millions of numbers.
 
         Raises:
             RequestRefused: The workers of the queue do not pool.
             JobFailed: A job has ended before its embeddings were computed.
         """
         embeddings = join_results(results)
+        n_bytes = sum(len(each.data) for each in embeddings)
         if self.is_native:
-            return native_embeddings(embeddings)
+            return await write_if_large_off_the_loop(n_bytes, lambda: encode_native_embeddings(embeddings))
         if any(each.n_rows != 1 for each in embeddings):  # the worker has started meanwhile
             raise invalid(NOT_POOLED)
-        return embedding_list(embeddings, self.model, is_base64=self.is_base64)
+        return await write_if_large_off_the_loop(
+            n_bytes, lambda: encode_embeddings(embeddings, self.model, is_base64=self.is_base64)
+        )
+
+    def usage(self, results: Sequence[Result]) -> dict[str, int]:
+        """Return the `usage` of the answer. Raises `JobFailed` as in `answer`."""
+        return embedding_usage(join_results(results))
 
 
 def _check_unpooled(body: EmbeddingBody, *, is_native: bool) -> None:

@@ -33,7 +33,8 @@ async def _embed(request: Request, *, is_native: bool) -> Response:
     fields = await read_object(request)
     model = await model_of_kind(request, read_model(fields), JobKind.EMBEDDING)
     asked = await PreparedEmbedding.read(context_of(request).queues, model.client, fields, is_native=is_native)
-    return json_response(await asked.answer(await generation_for(request, model, asked.jobs).results()))
+    answer = await asked.answer(await generation_for(request, model, asked.jobs).results())
+    return Response(answer, media_type="application/json")
 
 
 async def rerank(request: Request) -> Response:

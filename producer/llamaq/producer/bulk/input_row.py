@@ -37,7 +37,7 @@ class Row:
     n_choices: int = 1
     """Number of jobs for each prompt. The jobs of one prompt follow each other in `jobs`."""
     body_of: Callable[[Sequence[Result]], Awaitable[Any]] | None = None
-    """Returns the body of the answer in OpenAI's form. None: it is a completion of `endpoint`."""
+    """Returns the body of the answer in OpenAI's form, or its JSON. None: it is a completion of `endpoint`."""
     error: LlamaqError | None = None
     """Why the row has no request. None: it has one."""
 

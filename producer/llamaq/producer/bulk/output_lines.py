@@ -61,6 +61,9 @@ async def answer_line(run: RunParameters, row: Row, results: Sequence[Result], *
             body = completion_object(row.endpoint, result, model=row.model or queue, created_s=now_s)
         response = {"status_code": int(HTTPStatus.OK), "request_id": result.job_id, "body": body}
         line = {**_batch_start(run, row), "response": response, "error": None}
+        if isinstance(body, bytes):
+            response["body"] = None
+            return _encode(line).replace(b'"body": null', b'"body": ' + body, 1)
         if result.prompt_logprobs is None:
             return _encode(line)
         return await asyncio.to_thread(_encode_in_steps, line)  # takes seconds for the longest prompts
