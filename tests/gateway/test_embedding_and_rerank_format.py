@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import threading
@@ -9,11 +10,14 @@ from array import array
 from math import inf, nan
 from typing import Any
 
+import httpx
 import pytest
 from pydantic_core import to_json
+from tests.support.http_server import serving_http
+from tests.support.worker_cards import announce_card
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.embedding_task import Embedding, Normalization
+from llamaq.common.protocol.embedding_task import Embedding, JobKind, Normalization
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
 from llamaq.gateway import embedding_and_rerank_format
 from llamaq.gateway.embedding_and_rerank_format import (
@@ -25,6 +29,7 @@ from llamaq.gateway.embedding_and_rerank_format import (
 )
 from llamaq.gateway.prepared.embedding import PreparedEmbedding
 from llamaq.producer.embed_and_rerank import rank
+from llamaq.producer.testing import FakeWorker, fake_embedding
 
 ROWS = array("f", [0.5, -1.0]).tobytes()
 TEXT_PART = {"type": "text", "text": "b"}
@@ -127,6 +132,64 @@ async def test_large_answers_are_encoded_on_a_thread(
     assert asked.usage([result]) == {"prompt_tokens": 3 * n_inputs, "total_tokens": 3 * n_inputs}
     assert len(threads) == 1
     assert (threading.get_ident() not in threads) is is_large
+
+
+OPTIONS = [
+    ({}, {}),
+    ({"user": "alice", "seed": 3, "temperature": 0.5}, {"tenant": "alice"}),
+    ({"priority": 0, "service_tier": "auto"}, {}),
+    ({"priority": 1.0}, {"priority": "bulk"}),
+    ({"service_tier": "flex", "timeout_s": 5, "retries": 0}, {"priority": "bulk", "timeout_s": 5, "retries": 0}),
+    ({"normalize": True, "add_special_tokens": None, "truncate_prompt_tokens": None}, {}),
+]
+
+
+@pytest.mark.parametrize(("fields", "options"), OPTIONS)
+def test_the_jobs_have_the_tenant_and_the_priority_of_the_request(
+    fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert read_embedding_body({"input": "a", **fields}).options == options
+    assert read_ranking_body({"query": "q", "documents": ["a"], **fields}).options == options
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "body"),
+    [
+        (JobKind.EMBEDDING, "/v1/embeddings", {"input": "a"}),
+        (JobKind.EMBEDDING, "/embedding", {"content": "a"}),
+        (JobKind.RERANKING, "/v1/rerank", {"query": "q", "documents": ["a"]}),
+    ],
+)
+async def test_the_options_of_a_request_reach_its_job(
+    redis_url: str, queue: str, kind: JobKind, path: str, body: dict[str, Any]
+) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        await announce_card(worker, kind=kind)
+        asking = asyncio.create_task(http.post(path, json={**body, "user": "alice", "service_tier": "flex"}))
+        attempt = await worker.start_next()
+        await attempt.finish(embeddings=[fake_embedding("a")])
+        assert (await asking).status_code == 200
+    assert (attempt.request.tenant, attempt.request.priority) == ("alice", "bulk")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"normalize": False}, "normalize"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"priority": "late"}, "priority"),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{param}:"):
+        read_embedding_body({"input": "a", **fields})
+    with pytest.raises(InvalidRequest, match=rf"^{param}:"):
+        read_ranking_body({"query": "q", "documents": ["a"], **fields})
 
 
 SCORES = [Embedding(5, 1, array("f", [score]).tobytes()) for score in (0.25, 0.75, -1.0)]

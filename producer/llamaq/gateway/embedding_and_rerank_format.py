@@ -12,9 +12,10 @@ from pydantic_core import to_json
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.embedding_task import MAX_DIMENSIONS, Embedding, Normalization
+from llamaq.common.protocol.job_request import EMBEDDING_OPTIONS
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.producer.embed_and_rerank import RankedDocument
-from llamaq.producer.openai_format.request_body import with_integers
+from llamaq.producer.openai_format.request_body import read_options, refuse_unsupported, with_integers
 
 MAX_INPUTS = 2048
 """Largest number of texts in one request, as in OpenAI's API."""
@@ -25,6 +26,13 @@ NORMALIZATIONS = {
     2: Normalization.EUCLIDEAN,
 }
 """The values of llama-server's `embd_normalize`."""
+REFUSED_IF_FALSE = {
+    "add_special_tokens": "llamaq always adds the special tokens of the model to a text; leave it out",
+    "normalize": "llamaq does not support false; at the endpoints for embeddings, `embd_normalize` -1 has this meaning",
+}
+"""Fields of vLLM that are true if a request does not have them, and why llamaq refuses false."""
+OPTION_FIELDS = EMBEDDING_OPTIONS - {"seed", "cache_salt"} | {"user", "service_tier"}
+"""Fields of a request that become options of its jobs. A seed and a salt would have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,8 @@ class EmbeddingBody:
     dimensions: int | None
     normalization: Normalization | None
     is_base64: bool
+    options: dict[str, Any]
+    """The job options: how the jobs are scheduled, and their tenant."""
 
 
 def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
@@ -46,6 +56,7 @@ def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
     Raises:
         InvalidRequest: A field is wrong. The message names it.
     """
+    options = _read_options(body)
     body = with_integers(body)
     name = "input" if "input" in body else "content"
     if name not in body:
@@ -60,7 +71,24 @@ def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
     if not _is_int(how) or how not in NORMALIZATIONS:
         raise InvalidRequest("embd_normalize: -1, 0, 1 or 2 is required")
     inputs = _listed(body[name], name)
-    return EmbeddingBody(inputs, name == "content", dimensions, NORMALIZATIONS[how], encoding == "base64")
+    return EmbeddingBody(inputs, name == "content", dimensions, NORMALIZATIONS[how], encoding == "base64", options)
+
+
+def _read_options(body: Mapping[str, Any], *, except_for: str | None = None) -> dict[str, Any]:
+    """Return the job options of a request.
+
+    Args:
+        body: The body of the request.
+        except_for: A field that the endpoint of the request supports, unlike those that generate text.
+
+    Raises:
+        InvalidRequest: A field is wrong, or would change the answer and is not supported.
+    """
+    refuse_unsupported(body, except_for=except_for)
+    for name, reason in REFUSED_IF_FALSE.items():
+        if body.get(name) is False:
+            raise InvalidRequest(f"{name}: {reason}")
+    return read_options({name: value for name, value in with_integers(body).items() if name in OPTION_FIELDS})
 
 
 def _listed(value: Any, name: str) -> list[Any]:
@@ -171,6 +199,8 @@ class RankingBody:
     """Whether the request has the form of Text Embeddings Inference."""
     top_n: int | None
     returns_text: bool
+    options: dict[str, Any]
+    """The job options, as in `EmbeddingBody`."""
 
 
 def read_ranking_body(body: Mapping[str, Any]) -> RankingBody:
@@ -179,6 +209,7 @@ def read_ranking_body(body: Mapping[str, Any]) -> RankingBody:
     Raises:
         InvalidRequest: A field is wrong. The message names it.
     """
+    options = _read_options(body, except_for="documents")
     body = with_integers(body)
     query = body.get("query")
     if not isinstance(query, str):
@@ -193,7 +224,7 @@ def read_ranking_body(body: Mapping[str, Any]) -> RankingBody:
     if top_n is not None and (not _is_int(top_n) or top_n < 1):
         raise InvalidRequest("top_n: a number of at least 1 is required")
     returns_text = bool(body.get("return_text" if is_tei else "return_documents"))
-    return RankingBody(query, [each for each in documents if each is not None], is_tei, top_n, returns_text)
+    return RankingBody(query, [each for each in documents if each is not None], is_tei, top_n, returns_text, options)
 
 
 def _document(value: Any) -> str | None:

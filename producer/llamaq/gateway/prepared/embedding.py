@@ -65,7 +65,8 @@ class PreparedEmbedding:
         if card is not None and card.pooling is Pooling.NONE:
             _check_unpooled(body, is_native=is_native)
         inputs = (await with_tokens(client, {"prompt": body.inputs}))["prompt"]
-        jobs = split_task(inputs, dimensions=body.dimensions, normalization=body.normalization)
+        tasks = split_task(inputs, dimensions=body.dimensions, normalization=body.normalization)
+        jobs = [{**body.options, **task} for task in tasks]
         return cls(read_model(fields) or client.queue, is_native, body.is_base64, jobs)
 
     async def answer(self, results: Sequence[Result]) -> bytes:

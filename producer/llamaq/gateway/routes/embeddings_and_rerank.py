@@ -43,7 +43,7 @@ async def rerank(request: Request) -> Response:
     body = read_ranking_body(fields)
     name = read_model(fields)
     model = await model_of_kind(request, name, JobKind.RERANKING)
-    tasks = split_task(body.documents, query=body.query)
-    scores = join_results(await generation_for(request, model, tasks).results())
+    jobs = [{**body.options, **task} for task in split_task(body.documents, query=body.query)]
+    scores = join_results(await generation_for(request, model, jobs).results())
     n_tokens = sum(each.n_tokens for each in scores)
     return json_response(ranking_object(rank(scores, body.top_n), body, name or model.client.queue, n_tokens))
