@@ -112,18 +112,40 @@ async def read_history(
 
 
 def conversation_of(body: ResponseBody, history: Messages) -> Messages:
-    """Return the conversation with the messages of a request.
+    """Return the conversation with the messages of a request. With `truncation: "auto"`, its oldest turns are left out
+    if it has too many messages, but no message of the request.
 
     Raises:
         InvalidRequest: With the instructions, it has too many messages.
     """
     messages = [*history, *body.messages]
-    n_messages = len(body.instructions) + len(messages)
-    if n_messages > MAX_MESSAGES:
+    n_too_many = len(body.instructions) + len(messages) - MAX_MESSAGES
+    if n_too_many <= 0:
+        return messages
+    n_kept = _count_leading_system_messages(messages)
+    starts = _starts_of_turns(messages, n_kept)
+    fitting = [start for start in starts if n_kept + n_too_many <= start <= len(history)]
+    if not body.is_truncated or not fitting:
+        n_messages = MAX_MESSAGES + n_too_many
         raise InvalidRequest(
             f"input: with instructions and earlier responses, {n_messages} messages are more than {MAX_MESSAGES}"
         )
-    return messages
+    return messages[:n_kept] + messages[fitting[0] :]
+
+
+def _count_leading_system_messages(messages: Messages) -> int:
+    """Return the number of system messages with which a conversation begins. A shortened one keeps them."""
+    return next((number for number, message in enumerate(messages) if message["role"] != "system"), len(messages))
+
+
+def _starts_of_turns(messages: Messages, n_kept: int) -> list[int]:
+    """Return the places of the messages of the user with which a shortened conversation may begin.
+
+    Args:
+        messages: The conversation.
+        n_kept: Number of messages at its beginning that are kept.
+    """
+    return [number for number, message in enumerate(messages) if message["role"] == "user" and number > n_kept]
 
 
 async def count_tokens(client: AsyncClient, body: ResponseBody, messages: Sequence[dict[str, Any]]) -> int:
@@ -152,8 +174,8 @@ async def _prompt_of(queues: QueueDirectory, client: AsyncClient, body: Response
 async def _newest_that_fit(messages: Messages, limit: int, count: Callable[[Messages], Awaitable[int]]) -> Messages:
     """Return the newest messages that have at most `limit` tokens, beginning with a message of the user.
 
-    If even the messages from the last message of the user on do not fit, these messages are returned. Then the job
-    fails with the reason.
+    The system messages at the beginning of the conversation come before them and are counted too. If even the messages
+    from the last message of the user on do not fit, these messages are returned. Then the job fails with the reason.
 
     Args:
         messages: The conversation.
@@ -162,14 +184,15 @@ async def _newest_that_fit(messages: Messages, limit: int, count: Callable[[Mess
     """
     if await count(messages) <= limit:
         return messages
-    starts = [number for number, message in enumerate(messages) if message["role"] == "user" and number > 0]
+    n_kept = _count_leading_system_messages(messages)
+    starts = _starts_of_turns(messages, n_kept)
     if not starts:
         return messages
     first, last = 0, len(starts) - 1
     while first < last:  # a later start has fewer tokens
         middle = (first + last) // 2
-        if await count(messages[starts[middle] :]) <= limit:
+        if await count(messages[:n_kept] + messages[starts[middle] :]) <= limit:
             last = middle
         else:
             first = middle + 1
-    return messages[starts[first] :]
+    return messages[:n_kept] + messages[starts[first] :]
