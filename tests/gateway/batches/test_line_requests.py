@@ -41,8 +41,33 @@ async def test_a_line_may_refer_to_items_of_stored_responses(redis_url: str, que
     turns = [(message.role, message.content) for message in attempt.request.messages or ()]
     assert turns == [("assistant", "Hello"), ("user", "Bye")]
     assert answer["custom_id"] == "0"
-    assert (error["custom_id"], error["response"]["status_code"]) == ("1", 400)
+    assert (error["custom_id"], error["response"]["status_code"]) == ("1", 404)
     assert "input.0: there is no stored item" in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_x"},
+        {"input": [{"type": "item_reference", "id": "msg_q.0.1_0"}]},
+        {"tools": [{"type": "function", "name": "f"}], "tool_choice": "some"},
+        {"max_output_tokens": 0},
+    ],
+)
+async def test_a_refused_line_has_the_status_and_the_code_of_the_endpoint(
+    redis_url: str, queue: str, fields: dict[str, Any]
+) -> None:
+    body = {"input": "hi", **fields}
+    row = {"custom_id": "a", "url": RESPONSES, "body": body}
+    async with gateway(redis_url, queue) as (url, _, _), httpx.AsyncClient(base_url=url, timeout=60) as http:
+        live = await http.post(RESPONSES, json=body)
+        done = await end_of(http, await begin(http, jsonl(row), endpoint=RESPONSES))
+        (error,) = await lines_of(http, done["error_file_id"])
+    expected, found = live.json()["error"], error["response"]["body"]["error"]
+    assert error["response"]["status_code"] == live.status_code
+    assert [found[name] for name in ("code", "param")] == [expected[name] for name in ("code", "param")]
+    assert found["message"] == f"line 1: {expected['message']}"
+    assert error["error"]["code"] == (expected["code"] or "invalid_request")
 
 
 async def test_a_prompt_that_is_too_long_has_the_code_and_the_type_of_the_endpoint(redis_url: str, queue: str) -> None:

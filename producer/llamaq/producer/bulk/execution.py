@@ -374,10 +374,8 @@ class Execution:
 
         An unexpected error is a defect of llamaq. Its text may contain the prompt, so the log has only its place.
         """
-        if isinstance(exc, JobFailed):  # a defect, found when the row was read
-            return exc
         if isinstance(exc, LlamaqError):
-            return InvalidRequest(f"line {number}: {exc}")
+            return exc
         place = traceback.extract_tb(exc.__traceback__)[-1]
         where, kind = f"{place.filename}:{place.lineno}", type(exc).__name__
         log.error("bulk.row_failed run=%s row=%d error=%s at=%s", self._run.run_id, number, kind, where)

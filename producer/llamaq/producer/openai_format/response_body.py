@@ -115,7 +115,9 @@ def job_error_code(error: JobFailed) -> str:
 
 def error_object(error: LlamaqError) -> dict[str, Any]:
     """Return the value of `error` in the answer to a request that failed."""
-    code, message = (job_error_code(error), error.message) if isinstance(error, JobFailed) else (None, str(error))
+    code, message = getattr(error, "code", None), str(error)
+    if isinstance(error, JobFailed):
+        code, message = job_error_code(error), error.message
     kind = "invalid_request_error" if error.http_status < 500 else "server_error"
     return {
         "message": message,
