@@ -126,12 +126,16 @@ async def test_texts_become_tokens_and_tokens_texts(demo: ServedQueue, client: C
         bare = await post("/tokenize", content="Once é")
         special = await post("/tokenize", content="Once é", add_special=True)
         pieces = await post("/tokenize", content="Once é", with_pieces=True)
+        bos = (await http.get("/tokenizer_info")).json()["bos_token"]
+        plain = await post("/tokenize", content=bos, parse_special=False)
+        parsed = await post("/tokenize", content=bos)
         vllm = await post("/tokenize", messages=MESSAGES)
         text = await post("/detokenize", tokens=bare["tokens"])
         rendered = await post("/apply-template", messages=MESSAGES)
         counted = await post("/v1/chat/completions/input_tokens", messages=MESSAGES)
         refused = await http.post("/detokenize", json={"tokens": [10**6]})
     assert special["tokens"] == tokens
+    assert len(plain["tokens"]) > len(parsed["tokens"]) == 1
     n_added = len(tokens) - len(bare["tokens"])
     assert bare["tokens"] == tokens[n_added:]
     assert client.tokenize("") == tokens[:n_added]

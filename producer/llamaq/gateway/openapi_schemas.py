@@ -236,6 +236,9 @@ class TokenizeRequest(Body):
 
     content: str | None = Field(None, description="A text.")
     add_special: bool = Field(False, description="Add BOS if the model asks for it.")
+    parse_special: bool = Field(
+        True, description="Turn the texts of special tokens in `content` into these tokens. False: they stay text."
+    )
     with_pieces: bool = Field(False, description="Return the text of each token.")
     model: str | None = MODEL
 

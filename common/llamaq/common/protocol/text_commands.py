@@ -72,6 +72,9 @@ class TextCommand(WireModel, TemplateParams):
     text: str | None = Field(None, description="The text, for `tokenize`.")
     tokens: tuple[TokenId, ...] | None = Field(None, fail_fast=True, description="The token ids, for `detokenize`.")
     add_special: bool = Field(True, description="Whether `tokenize` adds BOS to a text if the model asks for it.")
+    parse_special: bool = Field(
+        True, description="Whether `tokenize` turns the texts of special tokens in a text into these tokens."
+    )
     with_pieces: bool = Field(
         False, description="Whether the reply to `tokenize` or `detokenize` has the bytes of each token."
     )
@@ -98,4 +101,5 @@ class TextReply(WireModel):
     pieces: tuple[tuple[int, ...], ...] = Field(
         (), description="The bytes of each token, in the reply to a command with `with_pieces`."
     )
+    parse_special: bool = Field(True, description="As in the command. Older workers know only true.")
     text: str = Field("", description="The text, in the reply to `detokenize` and `apply_template`.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 
 from llamaq.common.protocol.text_commands import TextAction, TextReply
 from llamaq.gateway.context import context_of
-from llamaq.gateway.http.errors import invalid
+from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.queue_of_request import queue_for
 from llamaq.producer import AsyncClient
@@ -41,13 +42,21 @@ async def _tokenize_content(client: AsyncClient, body: Mapping[str, Any], conten
     if not isinstance(content, str):
         raise invalid("content: a text is required", "content")
     with_pieces = read_flag(body, "with_pieces")
+    parse_special = read_flag({"parse_special": True, **body}, "parse_special")
     reply = await _ask(
         client,
         TextAction.TOKENIZE,
         text=content,
         add_special=read_flag(body, "add_special"),
+        parse_special=parse_special,
         with_pieces=with_pieces,
     )
+    if reply.parse_special is not parse_special:
+        raise RequestRefused(
+            HTTPStatus.NOT_IMPLEMENTED,
+            "parse_special: the worker has an older version of llamaq, which knows only true: upgrade it",
+            param="parse_special",
+        )
     if not with_pieces:
         return json_response({"tokens": reply.tokens})
     pieces = zip(reply.tokens, reply.pieces, strict=True)

@@ -51,7 +51,8 @@ class TextCommandHandler:
                     tokens = vocab.encode_chat(messages, command.template_options)
                 else:
                     tokens = self._encode(command, command.text)
-                return TextReply(tokens=tuple(tokens), pieces=self._pieces(command, tokens))
+                pieces = self._pieces(command, tokens)
+                return TextReply(tokens=tuple(tokens), pieces=pieces, parse_special=command.parse_special)
 
     def _pieces(self, command: TextCommand, tokens: list[int]) -> tuple[tuple[int, ...], ...]:
         if not command.with_pieces:
@@ -59,4 +60,8 @@ class TextCommandHandler:
         return tuple(tuple(self._vocab.piece_with_special(token)) for token in tokens)
 
     def _encode(self, command: TextCommand, text: str) -> list[int]:
-        return self._encode_text(text) if command.add_special else self._vocab.encode_part(text, parse_special=True)
+        if command.parse_special:
+            return self._encode_text(text) if command.add_special else self._vocab.encode_part(text, parse_special=True)
+        frame = self._encode_text("") if command.add_special else []
+        n_before = 1 if frame[:1] == [self._vocab.bos] else 0
+        return [*frame[:n_before], *self._vocab.encode_part(text, parse_special=False), *frame[n_before:]]
