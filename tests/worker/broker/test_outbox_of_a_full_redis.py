@@ -146,8 +146,11 @@ async def test_the_outage_of_a_partition_ends_with_its_last_job(
     async with working(own_url, queue) as at:
         _, preempted = await at.begin()
         task = asyncio.create_task(at.outbox.run())
-        async with full(at.client.redis), asyncio.timeout(10):
-            at.outputs.put([SlotLost(preempted), JobWithdrawn(preempted)])
+        async with full(at.client.redis), asyncio.timeout(60):
+            at.outputs.put([SlotLost(preempted)])
+            while not at.outbox._has_outage:  # noqa: ASYNC110  # no event tells it
+                await asyncio.sleep(0.005)
+            at.outputs.put([JobWithdrawn(preempted)])
             while at.outbox.n_jobs or at.outbox._has_outage:  # noqa: ASYNC110  # no event tells it
                 await asyncio.sleep(0.005)
         await cancel_tasks(task)

@@ -119,10 +119,10 @@ def test_a_server_that_outlives_its_process_keeps_its_folder(tmp_path: Path, mon
         EmbeddedRedis(data_dir=tmp_path).start()
     monkeypatch.setattr(embedded_redis, "LOCK_TIMEOUT_S", 30.0)
     second = EmbeddedRedis(data_dir=tmp_path)
-    starting = threading.Thread(target=second.start)
-    starting.start()
-    first.stop()
-    starting.join()
+    stopping = threading.Thread(target=first.stop)
+    stopping.start()
+    second.start()  # not in a thread: the kernel ends the server when the thread that has started it ends
+    stopping.join()
     with Redis.from_url(second.url) as redis:
         assert redis.ping()
     second.stop()
