@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
@@ -148,10 +148,14 @@ async def test_the_outage_of_a_partition_ends_with_its_last_job(
         task = asyncio.create_task(at.outbox.run())
         async with full(at.client.redis), asyncio.timeout(60):
             at.outputs.put([SlotLost(preempted)])
-            while not at.outbox._has_outage:  # noqa: ASYNC110  # no event tells it
-                await asyncio.sleep(0.005)
+            await until_true(lambda: at.outbox._has_outage)
             at.outputs.put([JobWithdrawn(preempted)])
-            while at.outbox.n_jobs or at.outbox._has_outage:  # noqa: ASYNC110  # no event tells it
-                await asyncio.sleep(0.005)
+            await until_true(lambda: not at.outbox.n_jobs and not at.outbox._has_outage)
         await cancel_tasks(task)
     assert "outbox.redis_full" in caplog.text, "Redis refuses to store that the job has lost its slot"
+
+
+async def until_true(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds that no event tells."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
