@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.support.event_loop_gaps import check_gaps
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
-from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, row_format
+from llamaq.common.protocol.prompt_logprobs import PromptLogprobs, ScoredToken, row_format
 from llamaq.gateway.completions.choice_stream import ChoiceStream
 from llamaq.gateway.completions.prompt_probabilities import (
     MAX_VALUES_OF_ANSWER,
@@ -20,6 +21,7 @@ from llamaq.gateway.completions.prompt_probabilities import (
     PromptProbabilities,
     PromptValueCount,
     _by_id,
+    all_tokens,
     write_off_the_loop,
 )
 from llamaq.gateway.completions.stream_chunks import StreamChunks
@@ -72,7 +74,7 @@ async def stream(prompt: PromptLogprobs) -> bytes:
 @pytest.mark.parametrize("answer", [write, stream])
 async def test_other_streams_continue_while_probabilities_are_written(answer: Any) -> None:
     prompt = scores(6000)
-    pieces = await Pieces().token_bytes(None, prompt.all_tokens())
+    pieces = await Pieces().token_bytes(None, all_tokens(prompt))
     whole = await answer(prompt)
 
     def at_once() -> object:
@@ -104,3 +106,11 @@ async def test_one_thread_writes_all_answers() -> None:
     (thread,) = set(await asyncio.gather(*writing))
     assert thread != threading.get_ident()
     assert await write_off_the_loop([scores(2), None], threading.get_ident) == threading.get_ident()
+
+
+def test_all_tokens_of_a_prompt_are_those_with_their_alternatives_and_the_end() -> None:
+    rows = row_format(1).pack(-0.5, 1, 9, -0.5) + row_format(1).pack(-2.25, 3, 8, -0.125)
+    prompt = PromptLogprobs((5, 9, 7), 1, rows)
+    assert all_tokens(prompt) == {5, 9, 7, 8}
+    assert all_tokens(replace(prompt, end=ScoredToken(1, -1.0, ((2, -0.5),)))) == {5, 9, 7, 8, 1, 2}
+    assert all_tokens(PromptLogprobs((5, 6), 0, row_format(0).pack(-1.0, 4))) == {5, 6}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -211,9 +210,6 @@ def test_the_entries_of_a_prompt_are_read_as_those_of_a_tuple() -> None:
     entries = (None, ScoredToken(9, -0.5, ((9, -0.5),), 1), ScoredToken(7, -2.25, ((8, -0.125),), 3))
     assert tuple(prompt) == prompt[:] == entries
     assert (prompt[-1], prompt[1:2], len(prompt)) == (entries[2], entries[1:2], 3)
-    assert prompt.all_tokens() == {5, 9, 7, 8}
-    assert replace(prompt, end=ScoredToken(1, -1.0, ((2, -0.5),))).all_tokens() == {5, 9, 7, 8, 1, 2}
-    assert PromptLogprobs((5, 6), 0, row_format(0).pack(-1.0, 4)).all_tokens() == {5, 6}
     with pytest.raises(IndexError):
         prompt[3]
     result = Result(

@@ -324,6 +324,11 @@ TAGGED: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>!",
         [("call", "f", '{"a": 1}'), ("content", "!")],
     ),
+    "glm, tags in a value": (
+        GLM,
+        "<tool_call>f<arg_key>a</arg_key><arg_value><think>x</think> <tool_call>y</arg_value></tool_call>!",
+        [("call", "f", '{"a": "<think>x</think> <tool_call>y"}'), ("content", "!")],
+    ),
     "glm, cut off": (GLM, "<tool_call>f<arg_key>a</arg_key><arg_value>1", [("call", "f", "{}")]),
     "glm, cut off in the name": (GLM, "A <tool_call>weat", [("content", "A <tool_call>weat")]),
     "glm, no call": (

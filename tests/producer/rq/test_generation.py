@@ -115,7 +115,10 @@ def test_the_timeout_of_rq_cancels_the_llamaq_job_and_the_next_attempt_submits_a
     job = rq_queue.enqueue(generate, "p", job_timeout=60)
     with monkeypatch.context() as patched:
         patched.setattr(LlamaqJob, "result", wait_for_timeout)
-        work(rq_queue, MainThreadWorker)  # no llamaq worker serves the queue
+        try:
+            work(rq_queue, MainThreadWorker)  # no llamaq worker serves the queue
+        finally:
+            reach_timeout.cancel()
     assert fetch(job).get_status() == JobStatus.FAILED
     assert "JobTimeoutException" in str(fetch(job).latest_result().exc_string)
     cancelled = client.job(fetch(job).get_meta()["llamaq"]["job_id"])

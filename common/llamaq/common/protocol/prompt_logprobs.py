@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple, Self, overload
 
@@ -67,13 +66,6 @@ class PromptLogprobs(Sequence[ScoredToken | None]):
         return ScoredToken(
             self.tokens[index], _rounded(logprob), tuple((each, _rounded(value)) for each, value in alternatives), rank
         )
-
-    def all_tokens(self) -> set[int]:
-        """Return the tokens of the prompt, all their alternatives, and those of `end`."""
-        n_top = self.n_top
-        alternatives = Struct(f"<8x{n_top}i{4 * n_top}x").iter_unpack(self.rows)
-        found = {*self.tokens, *chain.from_iterable(alternatives)}
-        return found if self.end is None else found | {self.end.token, *(token for token, _ in self.end.top)}
 
     def as_json(self) -> list[dict[str, Any] | None]:
         """Return the entries as values of JSON."""

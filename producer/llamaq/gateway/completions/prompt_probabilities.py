@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from struct import Struct
 from typing import Any, TypeVar
 
 from llamaq.common.errors import InvalidRequest
@@ -96,7 +98,17 @@ class PromptProbabilities:
         return await write_off_the_loop([prompt], lambda: _echoed_object(prompt, text, n_top, pieces))
 
     async def _pieces(self, prompt: PromptLogprobs) -> Pieces:
-        return await self.models.token_bytes(self.client, await write_off_the_loop([prompt], prompt.all_tokens))
+        return await self.models.token_bytes(
+            self.client, await write_off_the_loop([prompt], lambda: all_tokens(prompt))
+        )
+
+
+def all_tokens(prompt: PromptLogprobs) -> set[int]:
+    """Return the tokens of a prompt, all their alternatives, and those of `end`."""
+    n_top, end = prompt.n_top, prompt.end
+    alternatives = Struct(f"<8x{n_top}i{4 * n_top}x").iter_unpack(prompt.rows)
+    found = {*prompt.tokens, *chain.from_iterable(alternatives)}
+    return found if end is None else found | {end.token, *(token for token, _ in end.top)}
 
 
 def joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
@@ -61,6 +61,11 @@ class KeyRecord(StrictModel):
         "may be that of another key.",
     )
     created_ms: int = Field(ge=0, description="Time when the key was added, in milliseconds since the epoch.")
+
+    @model_serializer(mode="wrap")
+    def _without_missing_permissions(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out permissions that the key does not have: servers of earlier versions refuse unknown fields."""
+        return {name: value for name, value in write(self).items() if value is not False}
 
     def allows(self, queue: str) -> bool:
         """Return whether the key may use a queue."""

@@ -63,8 +63,8 @@ class PreparedResponse:
         """
         messages = conversation_of(body, history)
         values = {**body.options, "messages": messages}
-        form = await models.forms.of(client.connection, values, is_parallel=body.tool_choice.is_parallel)
         values["messages"] = await _prompt_of(models.queues, client, body, messages)
+        form = await models.forms.of(client.connection, values, is_parallel=body.tool_choice.is_parallel)
         record = ResponseRecord(
             model=body.model or client.queue,
             created_s=int(time.time()),

@@ -42,7 +42,7 @@ async def _tokenize_content(client: AsyncClient, body: Mapping[str, Any], conten
     if not isinstance(content, str):
         raise invalid("content: a text is required", "content")
     with_pieces = read_flag(body, "with_pieces")
-    parse_special = read_flag({"parse_special": True, **body}, "parse_special")
+    parse_special = body.get("parse_special") is None or read_flag(body, "parse_special")
     reply = await _ask(
         client,
         TextAction.TOKENIZE,

@@ -70,8 +70,7 @@ class JsonCall:
         """Whether the object is complete."""
         return self._whole.has_ended
 
-    @property
-    def can_contain_tag(self) -> bool:
+    def can_contain(self, _: str) -> bool:
         """Whether a tag at this place is text of the call: in JSON, a tag can only be part of a string."""
         return self._whole.in_string
 

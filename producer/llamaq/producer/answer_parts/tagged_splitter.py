@@ -131,7 +131,7 @@ class TaggedSplitter:
             is_text = self._tail.endswith((tags.call_open, CLOSE))  # a quoted call
         elif self._state == "content" and tag == tags.call_close:
             is_text = not self._skips_space
-        if is_text or (self._call is not None and self._call.can_contain_tag):
+        if is_text or (self._call is not None and self._call.can_contain(tag)):
             return self._take(tag)
         if tag == tags.arguments_open:
             self._state, self._opened_by = "arguments", ""

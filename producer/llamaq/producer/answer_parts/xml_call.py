@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from llamaq.common.protocol.answer_tags import CALL_CLOSE
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
 
 OPEN = "<function="
@@ -63,10 +64,9 @@ class XmlCall:
         """The text of the call so far."""
         return "".join(self._pieces)
 
-    @property
-    def can_contain_tag(self) -> bool:
+    def can_contain(self, _: str) -> bool:
         """Whether a tag that comes next is text of the call: the value of a parameter may contain it."""
-        return self._is_in_value and not self.text.rstrip().endswith(self._CLOSE)
+        return self._is_in_value and not self.text.rstrip().endswith(CLOSE)
 
     def feed(self, text: str) -> tuple[list[Part], str]:
         """Return the parts that the text completed, and the text after the call."""
@@ -128,6 +128,10 @@ class GlmCall(XmlCall):
     _TAG = re.compile("</?arg_value>")
     _NAME = re.compile(r"\s*(?P<name>[^\s<>{]+)\s*(?=<arg_key>|<\Z)")
     _PARAMETER = re.compile(r"<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL)
+
+    def can_contain(self, tag: str) -> bool:
+        """Whether a tag is text of the call: models leave out `</arg_value>` only at the end of the call."""
+        return self._is_in_value and tag != CALL_CLOSE
 
 
 TEXTS = {"string"}, {"string", "null"}

@@ -15,6 +15,7 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
 from llamaq.common.protocol.output_params import BAN, MAX_SEED
+from llamaq.common.protocol.sampler_names import LETTERS
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
@@ -222,8 +223,15 @@ def _translate_values(options: dict[str, Any]) -> None:
         del options["dry_base"]
     if "stop" in options and not options["stop"]:
         del options["stop"]
-    if isinstance(options.get("samplers"), list):
-        options["samplers"] = [name for name in options["samplers"] if name not in RETIRED_SAMPLERS]
+    if "samplers" in options:
+        options["samplers"] = _read_samplers(options["samplers"])
+
+
+def _read_samplers(value: Any) -> Any:
+    """Return the samplers without retired ones. A text of letters is no name, not even `temp`, as in llama-server."""
+    if isinstance(value, str) and set(value) <= LETTERS.keys():
+        return [LETTERS[letter] for letter in value]
+    return [name for name in value if name not in RETIRED_SAMPLERS] if isinstance(value, list) else value
 
 
 def _is_below(value: Any, bound: int) -> bool:

@@ -349,6 +349,25 @@ def test_slots_without_cells_take_no_drafts_from_slots_that_have_them() -> None:
     assert rig.n_drafted > 250, "172 if the gain counts drafts that cannot be made"
 
 
+def test_a_slot_whose_drafts_fail_takes_no_cells_from_one_whose_drafts_are_right() -> None:
+    rig = Rig(
+        lambda history: right(history) if history[1] == ord("b") else WRONG,
+        n_ctx=4000,
+        draft_cells=1200,
+        is_measured=True,
+    )
+    rig.run(drafted_job("b" * 50, max_tokens=200))
+    wrong_job, right_job = drafted_job("a" * 600, max_tokens=1500), drafted_job("b" * 500, max_tokens=500)
+    outputs: list[Output] = []
+    rig.scheduler.submit(wrong_job)
+    while len(tokens_of(outputs, wrong_job)) < 200:
+        outputs += rig.tick()
+    rig.scheduler.submit(right_job)
+    while len(tokens_of(outputs, right_job)) < 500:
+        outputs += rig.tick()
+    assert len(tokens_of(outputs, wrong_job)) < 500, "700 if it takes the cells, so that no draft is made"
+
+
 def test_a_run_that_generates_nothing_in_this_tick_keeps_its_cells() -> None:
     rig = Rig(n_slots=2)
     rig.scheduler.submit(drafted_job("x" * 60, max_tokens=300))

@@ -139,7 +139,7 @@ class DraftModelSpeculation(Speculation):
         room, max_missing = self._budgets(costs, room, limit_s)
         if room <= 0 or max_missing <= 0:
             return batch
-        proposals = self._that_fit([one for slot in slots if (one := self._propose_length(slot)) is not None])
+        proposals = [one for slot in slots if (one := self._propose_length(slot)) is not None]
         lengths = self._choose(proposals, room, costs, may_gain=may_gain)
         if not lengths:
             return batch
@@ -211,13 +211,13 @@ class DraftModelSpeculation(Speculation):
         return _ProposedLength(slot, drafting, self._n_max(slot.active), n_missing, self._probability(drafting, GRADE))
 
     def _that_fit(self, proposals: Sequence[_ProposedLength]) -> list[_ProposedLength]:
-        """Return the proposals of the slots that have cells in the draft model. The gain counts only their drafts."""
+        """Return the proposals of the slots that have cells in the draft model, all at once."""
         fitting = self._sequences.fitting([one.slot for one in proposals])
         return [one for one in proposals if one.slot in fitting]
 
     def _choose_drafts(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the lengths of the drafts that promise a gain. If the time of a step is old, they are short."""
-        worthwhile = [one for one in proposals if self._pays_off(one, costs)]
+        worthwhile = self._that_fit([one for one in proposals if self._may_gain(one, costs)])
         longest = MAX_DRAFT_TOKENS if costs.is_step_new else SHORT_TOKENS
         options = [DraftOption(min(longest, one.n_max), one.probability) for one in worthwhile]
         lengths = choose_lengths(
@@ -230,6 +230,12 @@ class DraftModelSpeculation(Speculation):
         )
         return {one.slot: length for one, length in zip(worthwhile, lengths, strict=True) if length}
 
+    def _may_gain(self, proposal: _ProposedLength, costs: _Costs) -> bool:
+        """Return whether drafts of the slot may gain time. Other slots must not take its cells in the draft model."""
+        least_s = (costs.times or NO_TIMES).least_token_s
+        is_probable = can_gain(costs.n_decode, costs.plain_s, least_s, 0.0, proposal.probability)
+        return is_probable and self._pays_off(proposal, costs)
+
     def _pays_off(self, proposal: _ProposedLength, costs: _Costs) -> bool:
         """Return whether the rest of the job may gain the time that its missing tokens take from all jobs."""
         run = proposal.slot.active
@@ -238,7 +244,8 @@ class DraftModelSpeculation(Speculation):
 
     def _choose_trial(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the slot and the length of a trial, if a trial is due or not complete."""
-        slot = self._trials.choose({one.slot: one.n_missing for one in proposals}, costs.trial_s)
+        possible = {one.slot: one.n_missing for one in proposals if self._that_fit([one])}
+        slot = self._trials.choose(possible, costs.trial_s)
         return {one.slot: min(room, TRIAL_TOKENS, one.n_max) for one in proposals if one.slot is slot}
 
     def _n_missing_within(self, budget_s: float, costs: _Costs) -> int:
