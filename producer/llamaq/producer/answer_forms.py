@@ -21,8 +21,7 @@ ASK_TIMEOUT_S = 5.0
 PROBE = "llamaq-probe"
 """End of the last message that a template renders as a test. The beginning of the answer follows it."""
 SIGNS = {"is_tool": "tool", "/no_think": "think"}
-"""Maps what shows that a template (of DeepSeek, of Nemotron) begins the answer to some chats in another way, to a word
-in these chats."""
+"""Maps a text in templates (DeepSeek, Nemotron) that begin some answers differently to a word in such chats."""
 
 
 class AnswerForms:

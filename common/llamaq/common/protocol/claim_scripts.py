@@ -76,7 +76,7 @@ def entries_by_stream(reply: list[Any]) -> list[tuple[str, StreamEntries]]:
 
 
 def entry_of(reply: list[Any]) -> Entry:
-    """Return one entry in a reply of read.lua or reclaim.lua."""
+    """Return one entry of a reply."""
     entry_id, fields, *claimed = reply
     return Entry(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), *map(_claim_outcome, claimed))
 

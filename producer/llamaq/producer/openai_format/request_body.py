@@ -290,10 +290,7 @@ def _read_count(value: Any) -> int:
 
 
 def _with_seed(values: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the arguments of a job with a separate seed. Otherwise all choices with one seed would be the same.
-
-    The later choices have a seed even if the request has none: the default seed of the worker would replace theirs.
-    """
+    """Return the arguments with a seed of this choice: equal seeds, such as a worker's default, give equal choices."""
     seed = values.get("seed")
     if number == 0 or (seed not in (None, -1) and type(seed) is not int):
         return values
