@@ -24,7 +24,7 @@ async def test_a_worker_that_does_not_know_parse_special_does_not_ignore_it_sile
     redis_url: str, queue: str, fields: dict[str, Any], known: dict[str, Any], status: int
 ) -> None:
     async with (
-        FakeWorker(redis_url, queue) as worker,
+        FakeWorker(redis_url, queue, name=queue) as worker,
         serving_http(redis_url, queue) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
@@ -45,7 +45,7 @@ async def test_a_worker_that_does_not_know_parse_special_does_not_ignore_it_sile
 
 async def test_parse_special_is_a_boolean(redis_url: str, queue: str) -> None:
     async with (
-        FakeWorker(redis_url, queue) as worker,
+        FakeWorker(redis_url, queue, name=queue) as worker,
         serving_http(redis_url, queue) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
