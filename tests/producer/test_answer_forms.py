@@ -129,6 +129,7 @@ def system(content: str) -> dict[str, Any]:
         (NEMOTRON, [([system("/no_think"), QUOTE], CLOSED), ([*HELLO, CALL, RESULT, system("/no_think")], CLOSED)], 2),
         (NEMOTRON, [([system("/no_think"), {"role": "user", "content": "Hi /think"}], OPENED)], 1),
         (DEEPSEEK, [(HELLO, OPENED), ([QUOTE, CALL, RESULT], NEITHER), ([*HELLO, CALL, RESULT, *HELLO], OPENED)], 3),
+        (DEEPSEEK, [(HELLO, OPENED), ([QUOTE], OPENED)], 1),
         (QWEN, [(HELLO, OPENED), ([QUOTE, CALL, RESULT], OPENED), ([system("/no_think"), *HELLO], OPENED)], 1),
     ],
 )

@@ -84,7 +84,8 @@ class AnswerForms:
         key = (template, sha256(json.dumps(kwargs, sort_keys=True).encode()).digest())
         # Without a reply, or if the messages are not valid, the job itself will tell what is wrong.
         with suppress(LlamaqError, TypeError, ValueError):
-            if any(sign in template and word in str(messages) for sign, word in SIGNS.items()):
+            said = [value for message in messages for value in dict(message).values() if value]
+            if any(sign in template and word in str(said) for sign, word in SIGNS.items()):
                 return await self._ask(connection, kwargs, messages, job.get("tools"))
             if key not in self._beginnings:
                 if len(self._beginnings) >= MAX_KNOWN:

@@ -50,6 +50,18 @@ async def test_a_repeated_request_with_an_idempotency_key_gets_the_same_batch(re
     assert conflict.headers["x-should-retry"] == "false"
 
 
+async def test_a_client_that_polls_a_batch_writes_nothing(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis = connect(redis_url, name="test")
+    store = BatchStore(redis, HttpKeys(queue))
+    body = {"input_file_id": "file-x", "endpoint": CHAT}
+    batch = await store.create(request_body.read_batch_request(body, serve_settings(), None, is_revocable=False))
+    monkeypatch.setattr(redis, "zadd", None)  # a full Redis would refuse it
+    assert not await store.reopen(batch)
+    await redis.aclose()
+
+
 @pytest.mark.parametrize("is_ascending", [False, True])
 async def test_batches_that_are_stored_no_longer_leave_no_gaps_in_the_list(
     redis_url: str, queue: str, *, is_ascending: bool

@@ -14,6 +14,8 @@ from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.worker.metadata_override import MetadataOverride
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+UNQUANTIZED_TYPES = frozenset({"f32", "f16", "bf16"})
+"""The types of cells whose values are single numbers."""
 MAX_INT32 = 2**31 - 1
 """The largest number that llama.cpp can store. ctypes would pass on the lower 32 bits of a larger one."""
 MAX_LAYERS = 512

@@ -18,7 +18,7 @@ from llamaq.common.logging_setup import LogFormat
 from llamaq.common.protocol.job_request import JobDefaults
 from llamaq.common.protocol.output_params import MAX_SALT_CHARS
 from llamaq.common.settings import ENV_PREFIX, LogFormatSetting, LogLevelSetting, QueueSettings, explain_settings
-from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings, split_commas
+from llamaq.worker.model_settings import UNQUANTIZED_TYPES, DeviceSettings, ModelSettings, RopeSettings, split_commas
 from llamaq.worker.speculation_settings import SpeculationSettings
 from llamaq.worker.thread_settings import ThreadSettings
 
@@ -284,7 +284,7 @@ class WorkerSettings(
             raise ValueError("--speculation (LLAMAQ_SPECULATION): a worker with --embeddings generates no tokens")
         for name in ("cache_type_v", "cache_type_v_draft"):
             cache_type = getattr(self, name)
-            if self.flash_attn == "off" and cache_type not in ("f32", "f16", "bf16"):
+            if self.flash_attn == "off" and cache_type not in UNQUANTIZED_TYPES:
                 raise ValueError(
                     f"--{name.replace('_', '-')} (LLAMAQ_{name.upper()}): {cache_type} needs flash attention, but "
                     "--flash-attn is off"

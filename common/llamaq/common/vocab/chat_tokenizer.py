@@ -15,8 +15,8 @@ class ChatTokenizer:
     """Turns the chats of one model into tokens.
 
     The chat template gets placeholders for the texts of special tokens in contents, reasoning and the arguments of
-    calls, and for the beginning and end of a content or reasoning if they could be parts of such a text. So it prints
-    these parts, but cannot look for them or change them.
+    calls, and for edges of contents and reasoning that could be parts of such a text. So it prints these parts, but
+    cannot look for them or change them.
 
     Only the tags of reasoning in the assistant's contents are shown to a template that does more with them than to
     print them: it may leave out the reasoning. Each of these tags in its result is the special token.
@@ -57,7 +57,7 @@ class ChatTokenizer:
         return rendered if restore(with_tags) == restore(rendered) else with_tags
 
     def _tokenize_masked(self, rendered: str, placeholders: Placeholders, max_tokens: int | None) -> list[int]:
-        """Return the tokens of a rendered chat, in which the replaced parts of contents are text."""
+        """Return the tokens of a rendered chat, in which the replaced parts are text."""
         self._tokenizer.check_length(placeholders.restore(rendered), max_tokens)
         tokens: list[int] = []
         for index, (text, parse_special) in enumerate(self._split_at_special_tokens(rendered, placeholders)):

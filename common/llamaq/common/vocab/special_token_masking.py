@@ -104,7 +104,7 @@ class Placeholders:
         """Split a rendered chat at its placeholders.
 
         Yields:
-            A part of the text, and whether it is a replaced part of a content. Joined, the parts are the rendered chat
+            A part of the text, and whether it was replaced. Joined, the parts are the rendered chat
             without placeholders.
 
         Raises:
@@ -138,13 +138,13 @@ class MaskedMessages:
         self.placeholders = Placeholders()
         self._messages = list(map(self._mask_arguments, messages))
         self._spans_of = [special_tokens.find(message.content) for message in messages]
-        has_reasoning_spans = any(special_tokens.find(message.reasoning_content or "") for message in messages)
-        self.has_special_texts = bool(self.placeholders.originals) or any(self._spans_of) or has_reasoning_spans
+        self._reasoning_spans_of = [special_tokens.find(message.reasoning_content or "") for message in messages]
+        self.has_special_texts = any((self.placeholders.originals, *self._spans_of, *self._reasoning_spans_of))
         """Whether a content, reasoning or argument has the text of a special token. A part of one does not count."""
 
     def without_special_texts(self) -> list[Message]:
-        """Return the messages with placeholders for special texts, and for parts of them at the edges of contents."""
-        return list(map(self._mask_message, self._messages, self._spans_of))
+        """Return the messages with placeholders for special texts, and for parts of them at the edges."""
+        return list(map(self._mask_message, self._messages, self._reasoning_spans_of, self._spans_of))
 
     def with_reasoning_tags(self) -> list[Message] | None:
         """Return the messages as `without_special_texts` does, but with the tags of reasoning in the assistant's ones.
@@ -153,7 +153,9 @@ class MaskedMessages:
             None if the assistant's messages have no such tag that is a special text.
         """
         tags_of = list(map(_reasoning_tags, self._messages, self._spans_of))
-        return list(map(self._mask_message, self._messages, self._spans_of, tags_of)) if any(tags_of) else None
+        if not any(tags_of):
+            return None
+        return list(map(self._mask_message, self._messages, self._reasoning_spans_of, self._spans_of, tags_of))
 
     def _mask_arguments(self, message: Message) -> Message:
         """Replace the special texts in the arguments of calls. In a JSON text, escapes may hide such a text."""
@@ -168,11 +170,13 @@ class MaskedMessages:
             calls.append(call.model_copy(update={"function": function}))
         return message.model_copy(update={"tool_calls": tuple(calls)}) if calls else message
 
-    def _mask_message(self, message: Message, spans: Sequence[Span], shown: Sequence[Span] = ()) -> Message:
+    def _mask_message(
+        self, message: Message, reasoning_spans: Sequence[Span], spans: Sequence[Span], shown: Sequence[Span] = ()
+    ) -> Message:
         """Mask the content, in which the special texts at `shown` stay, and the reasoning."""
         changed = {"content": self._mask(message.content, spans, shown)}
         if reasoning := message.reasoning_content:
-            changed["reasoning_content"] = self._mask(reasoning, self._special_tokens.find(reasoning))
+            changed["reasoning_content"] = self._mask(reasoning, reasoning_spans)
         return message.model_copy(update=changed)
 
     def _mask(self, text: str, spans: Sequence[Span], shown: Sequence[Span] = ()) -> str:

@@ -86,7 +86,11 @@ class BatchStore:
             Whether no server knew of the batch. A batch that has ended stays as it is. If it ends at this moment, the
             next `claim` forgets it.
         """
-        return not batch.status.has_ended and await self._open(batch.request)
+        if batch.status.has_ended:
+            return False
+        if await self.redis.zscore(self.keys.http_open_batches(), batch.request.id) is not None:
+            return False  # the usual case: a client that polls writes nothing, also while Redis is full
+        return await self._open(batch.request)
 
     async def _open(self, request: BatchRequest) -> bool:
         """Remember that a batch has to be run. Return False if this is known: the batch keeps its place.

@@ -23,7 +23,7 @@ class TagScanner:
         self._tag_offsets: deque[int] = deque()
         """Positions in the text of the tokens that are tags, from `_held` on."""
         self.unmarked = 0
-        """Position of the text that the last call has returned, or after its marked part."""
+        """Where the text begins that `mark` marks next."""
         self.marked: list[tuple[int, int]] = []
         """The marked parts of the text: their first positions, and the positions after them."""
 

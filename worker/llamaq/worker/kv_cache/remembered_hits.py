@@ -145,4 +145,4 @@ def _begins_with(tokens: bytes, scope: Scope, job: Job, n_tokens: int) -> bool:
         return False
     if not tokens.startswith(job.packed[:last]):
         return False
-    return scope.key == job.scope.key or bool(scope.public and job.scope.public)
+    return scope.n_shared(job.scope) != 0

@@ -15,7 +15,7 @@ from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.gguf_vocab import has_long_rope_factors
 from llamaq.worker.engine.llama_bindings import LLAMA_CPP_PYTHON_VERSION
 from llamaq.worker.engine.model_files import files_of_model
-from llamaq.worker.model_settings import RopeSettings
+from llamaq.worker.model_settings import UNQUANTIZED_TYPES, RopeSettings
 from llamaq.worker.offload.atomic_files import make_private_folder
 from llamaq.worker.process.engine_options import computes_on_gpu
 from llamaq.worker.settings import WorkerSettings
@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 """Increased when the meaning of saved data changes."""
-UNQUANTIZED_TYPES = frozenset({"f32", "f16", "bf16"})
-"""The types of cells whose values are single numbers."""
 MODEL_HASHES = "models"
 """Name of the folder with the known hashes of model files, in the cache folder."""
 

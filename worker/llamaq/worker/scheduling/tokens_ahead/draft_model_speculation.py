@@ -212,7 +212,7 @@ class DraftModelSpeculation(Speculation):
 
     def _that_fit(self, proposals: Sequence[_ProposedLength]) -> list[_ProposedLength]:
         """Return the proposals of the slots that have cells in the draft model, all at once."""
-        fitting = self._sequences.fitting([one.slot for one in proposals])
+        fitting = self._sequences.fitting({one.slot: one.n_missing for one in proposals})
         return [one for one in proposals if one.slot in fitting]
 
     def _choose_drafts(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
@@ -244,7 +244,7 @@ class DraftModelSpeculation(Speculation):
 
     def _choose_trial(self, proposals: Sequence[_ProposedLength], room: int, costs: _Costs) -> Mapping[Slot, int]:
         """Return the slot and the length of a trial, if a trial is due or not complete."""
-        possible = {one.slot: one.n_missing for one in proposals if self._that_fit([one])}
+        possible = {one.slot: one.n_missing for one in proposals if self._sequences.has_room(one.slot)}
         slot = self._trials.choose(possible, costs.trial_s)
         return {one.slot: min(room, TRIAL_TOKENS, one.n_max) for one in proposals if one.slot is slot}
 

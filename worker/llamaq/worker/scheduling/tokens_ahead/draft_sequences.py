@@ -79,20 +79,22 @@ class DraftSequences:
         self._compare(slot)
         return len(run.tokens) - self._n_kept(slot)
 
-    def fitting(self, slots: Collection[Slot]) -> list[Slot]:
-        """Return the slots whose histories have cells in the draft model, all at once, and a draft of one token each.
+    def has_room(self, slot: Slot) -> bool:
+        """Return whether the history of a slot, and a draft of one token, have cells if all others are emptied."""
+        return len(slot.active.tokens) <= self._n_cells
 
-        Slots with fewer missing tokens come first, as in `plan`. Other sequences can be emptied for them.
+    def fitting(self, missing: Mapping[Slot, int]) -> set[Slot]:
+        """Return the slots for which `has_room` is true for all at once.
 
         Args:
-            slots: Slots for which `n_missing` is not None.
+            missing: Maps slots to `n_missing`. Slots with fewer missing tokens come first, as in `plan`.
         """
-        n_free, found = self._n_cells, []
-        for slot in sorted(slots, key=lambda slot: len(slot.active.tokens) - self._n_kept(slot)):
+        n_free, found = self._n_cells, set()
+        for slot in sorted(missing, key=missing.__getitem__):
             n_cells = len(slot.active.tokens)
             if n_cells <= n_free:
                 n_free -= n_cells
-                found.append(slot)
+                found.add(slot)
         return found
 
     def plan(self, wanted: Mapping[Slot, int], generating: Collection[Slot], max_missing: int) -> DraftPlan:
